@@ -21,9 +21,9 @@ from immortal.protocol.messages import MessageType, decode_name, encode_message,
 CHALLENGE_VERSION = 1
 NONCE_SIZE_BYTES = 32
 PROOF_SIZE_BYTES = 32
-ANSWER_SIZE_BYTES_MAX = 4096  # of what an app reads before it knows who talks: a Proof has about 370, a Refusal more
+ANSWER_SIZE_BYTES_MAX = 4096  # limit before the other side is known: a Proof has about 370 bytes, a Refusal more
 
-_MAPPED = "::ffff:"  # in front of an IPv4 address that a socket of IPv6 shows
+_MAPPED = "::ffff:"  # prefix of an IPv4 address on an IPv6 socket
 
 
 class Role(enum.StrEnum):

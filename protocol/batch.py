@@ -48,7 +48,7 @@ def _stride(payload: bytes, count: int) -> int:
     """The size in bytes of each message if all ``count`` start with the same size and type RPC, else 0."""
     message_type, start, end = decode_message(payload, 0)
     if end * count != len(payload) or message_type != MessageType.RPC or end - start + 1 < RPC_SIZE_BYTES_MIN:
-        return 0  # where something is wrong, the walk over each says what
+        return 0  # the slow walk reports what is wrong
     for offset in range(start):
         if payload[offset::end] != payload[offset : offset + 1] * count:
             return 0
@@ -205,7 +205,7 @@ class CallRules:
         at += 1
         if kind == RpcKind.CALL and rpc_type == RpcType.ASYNC and self.callers is not None:
             at = self._caller_end(payload, at, end, index)
-        if is_reserved:  # it is refused, and who waits is answered: only the sender may
+        if is_reserved:  # its refusal is answered, so the caller must be the sender
             return -1, end - offset
         return at - offset if at else 0, end - offset
 

@@ -46,7 +46,7 @@ ASKED_MAX = 4096  # numbers in a PING
 CALL_SIZE_BYTES_MIN = 6  # in a REQUEST: size, message type, kind, method, type, an array of nothing
 CLIENT_ID_SIZE_BYTES_MAX = 200  # with the tilde in front it is a caller's name, and part of a key in the log
 NUMBER_MAX = (1 << 53) - 1
-KEY_PREFIX = "key "  # of the client's ID that a key is: a client of its own, with one request
+KEY_PREFIX = "key "  # a client ID made of a key: a client of its own, with one request
 CLIENTS = "~"
 """The destination of all answers to clients; no instance can have this name."""
 
@@ -55,7 +55,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 class ClientFrameType(IntEnum):
-    UNKNOWN = 0  # what came is of a type, or a version, that this build does not know; never written
+    UNKNOWN = 0  # type or version unknown to this build; never written
     HELLO = 1
     WELCOME = 2
     REQUEST = 3
@@ -76,7 +76,7 @@ class ClientCode(IntEnum):
     NONE = 0
     NOT_ME = 1  # the frame is for an instance of another name
     NOT_READY = 2  # the instance has not completed its first start, or is stopping: ask again
-    MALFORMED = 3  # nothing of it was taken, and it would be no use to send it again
+    MALFORMED = 3  # nothing of it was accepted, and sending it again is useless
     BUSY = 4  # too much waits to be answered: what was not taken is to be sent again later
     FORGOTTEN = 5  # the client was unused for so long, or others so many, that its numbers are not known any more
     NOT_YOURS = 6  # another caller's keys have used the client's ID first: nothing was taken
@@ -91,7 +91,7 @@ class ReplyKind(IntEnum):
     VALUE = 1
     NOTHING = 2
     RAISED = 3  # [name of the exception, its arguments, its attributes], without the array around it
-    LOST = 4  # its record was cut off by hand: whether it was done is not known
+    LOST = 4  # an operator cut its record off: whether it was done is unknown
 
 
 class ClientFrame(Struct, frozen=True):
@@ -431,7 +431,7 @@ def decode_methods(payload: bytes) -> tuple[dict[int, str], set[int]]:
     return methods, queries & methods.keys()
 
 
-# --- as much of MessagePack as stands in front ------------------------------------------------------------------------
+# --- the leading part of MessagePack values ---------------------------------------------------------------------------
 
 
 def msgpack_string(text: str) -> bytes:

@@ -1,8 +1,8 @@
-"""Decoding of MessagePack and JSON that came from outside: whatever is wrong with it is one error, DecodeError.
+"""Decodes MessagePack and JSON from outside. All that can go wrong is one error, DecodeError.
 
-A decoder raises more than its own error: RecursionError for what is nested too deeply, UnicodeDecodeError, MemoryError,
-and whatever a user's own type raises as it is read. Who forgets one of them ends with a message of somebody else's. So
-no other module calls a decoder of msgspec or ``json.loads`` (ruff's TID251 says so).
+A decoder raises more than its own error: RecursionError for deeply nested data, UnicodeDecodeError, MemoryError, and
+whatever a user's own type raises. A caller that forgets one of them could be ended by another process's message. So no
+other module calls a decoder of msgspec or ``json.loads``; ruff's TID251 checks that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 from msgspec import DecodeError
+
+from immortal.protocol.errors import RemoteProtocolError
 
 __all__ = [
     "DecodeError",
@@ -28,7 +30,7 @@ __all__ = [
     "parse_json_argument",
 ]
 
-SHOWN_NESTING_MAX = 128  # to make text of it takes up to four levels of Python's recursion for each, of 1,000 in all
+SHOWN_NESTING_MAX = 128  # formatting takes up to four levels of Python's recursion per level, of 1,000 in all
 T = TypeVar("T")
 
 
@@ -41,7 +43,7 @@ ExtHook = Callable[[int, memoryview], Any]
 
 
 def guarded(decode: Callable[[Any], T]) -> Callable[[Any], T]:
-    """``decode``, which raises nothing but DecodeError."""
+    """Wrap ``decode`` so that it raises nothing but DecodeError."""
 
     def guard(data: Any) -> T:
         try:
@@ -61,13 +63,13 @@ def _in_words(error: Exception) -> str:
         return "there is not enough memory to read it"
     try:
         text = str(error)
-    except Exception:  # of a user's own class
+    except Exception:  # raised by a user's class
         text = ""
     return text or type(error).__name__
 
 
 class Decoder(Generic[T]):
-    """A decoder of MessagePack for one type. ``unguarded``: for who names what it raises, all of it."""
+    """Decoder of MessagePack for one type. ``unguarded``: for callers that catch all that it may raise."""
 
     __slots__ = ("decode", "unguarded")
 
@@ -88,9 +90,16 @@ class Decoder(Generic[T]):
         self.unguarded: Callable[[Any], T] = found.decode
         self.decode: Callable[[Any], T] = guarded(self.unguarded)
 
+    def decode_message(self, data: Any, name: str) -> T:
+        """Decode a message's data. Raises RemoteProtocolError, which calls the message by ``name``."""
+        try:
+            return self.decode(data)
+        except DecodeError as error:
+            raise RemoteProtocolError(f"{name} can't be read: {error}") from None
+
 
 class JsonDecoder(Generic[T]):
-    """A decoder of JSON for one type."""
+    """Decoder of JSON for one type."""
 
     __slots__ = ("decode",)
 
@@ -112,7 +121,7 @@ def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook
 
     ``ext_hook``: by default it reads the extensions of :mod:`immortal.protocol.extension_values`.
     """
-    from immortal.protocol.extension_values import read_extension  # here: few commands show what was sent
+    from immortal.protocol.extension_values import read_extension  # imported here: few commands show what was sent
 
     check_shown(data)
     return decode(data, type=type, ext_hook=ext_hook or read_extension)
@@ -120,7 +129,10 @@ def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook
 
 def check_shown(data: bytes | memoryview) -> None:
     """Raises TooDeepError for what can't be shown."""
-    from immortal.protocol.nesting import is_nested_beyond, nesting_depth  # here: few commands show what was sent
+    from immortal.protocol.nesting import (
+        is_nested_beyond,
+        nesting_depth,
+    )  # imported here: few commands show what was sent
 
     if is_nested_beyond(data, 0, len(data), SHOWN_NESTING_MAX):
         raise TooDeepError(f"it is nested {nesting_depth(data)} levels deep, too many to be shown")

@@ -85,7 +85,7 @@ def read_extension(code: int, data: Any, hook: Callable[[int, Any], Any] | None 
         return _read(found[:1], found[1:], hook or read_extension)
     except ValidationError:
         raise
-    except Exception as error:  # of a class's own, of a zone that this machine does not have
+    except Exception as error:  # raised by a class, or for a zone that this machine lacks
         raise ValidationError(f"an extension value {found[:1]!r} that can't be read: {error}") from None
 
 
@@ -111,7 +111,7 @@ def _read_zone(parts: _Zone) -> tzinfo | None:
         return None
     kind, offset_us, name = parts
     if kind == "zone":
-        from zoneinfo import ZoneInfo  # here: few processes need it, and each start would wait for it
+        from zoneinfo import ZoneInfo  # imported here: few processes need it, and it slows each start
 
         return ZoneInfo(name)
     offset = timedelta(microseconds=offset_us)

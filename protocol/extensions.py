@@ -148,7 +148,7 @@ class AppTime(Struct, frozen=True):
 
 
 def encode_app_time(time: AppTime) -> bytes:
-    """A whole AppTime message."""
+    """Encode a AppTime message."""
     return encode_message(MessageType.APP_TIME, _APP_TIME.pack(time.time_ns, time.steady_ns, time.jumped_ns))
 
 
@@ -227,7 +227,7 @@ class AppDescription(Struct, frozen=True):
 
 
 def encode_app_description(description: AppDescription) -> bytes:
-    """A whole AppDescription message."""
+    """Encode a AppDescription message."""
     parts = [encode_zigzag(description.version), encode_zigzag(len(description.methods))]
     for (destination, method_id), name in sorted(description.methods.items()):
         parts += (encode_name(destination), encode_zigzag(method_id), encode_name(name))
@@ -252,7 +252,7 @@ def decode_app_description(data: bytes) -> AppDescription:
 
 
 def encode_version(version: int) -> bytes:
-    """A whole Version message: the state that was given, or that an upgrade is to reach, is of this version."""
+    """Encode a Version message: the state that was given, or that an upgrade is to reach, is of this version."""
     return encode_message(MessageType.VERSION, encode_zigzag(version))
 
 
@@ -264,11 +264,11 @@ def decode_version(data: Readable) -> int:
     return version
 
 
-SOURCES_MAX = 1 << 24  # of a record: more batches than fit into one
+SOURCES_MAX = 1 << 24  # limit for a record: more batches than fit into one
 
 
 def encode_sources(runs: Sequence[tuple[int, str]]) -> bytes:
-    """A whole Sources message: so many batches of a record, one after the other, came from each of these instances.
+    """Encode a Sources message: so many batches of a record, one after the other, came from each of these instances.
 
     "" is the instance's own side: itself, its impulses, its clients. No runs: all batches did.
     """
@@ -301,7 +301,7 @@ class Origin(Struct, frozen=True):
 
 
 def encode_origins(origins: Sequence[Origin]) -> bytes:
-    """A whole Origins message: for the StreamBatch that follows it."""
+    """Encode a Origins message: for the StreamBatch that follows it."""
     parts = [encode_zigzag(len(origins))]
     for origin in origins:
         parts += (encode_zigzag(origin.sequence_id), encode_zigzag(origin.message_index), encode_zigzag(origin.count))
@@ -332,7 +332,7 @@ class HandlerFailure(Struct, frozen=True):
 
 
 def encode_handler_failed(failure: HandlerFailure) -> bytes:
-    """A whole HandlerFailed message: the app's last."""
+    """Encode a HandlerFailed message: the app's last."""
     front = encode_zigzag(failure.sequence_id) + encode_zigzag(failure.message_index)
     return encode_message(MessageType.HANDLER_FAILED, front + failure.text.encode("utf-8", "replace"))
 
@@ -349,12 +349,12 @@ def _require_end(what: str, data: Readable, end: int) -> None:
         raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")
 
 
-# The numbers that a run draws for what its handlers wait for: told by one run, so that another one can draw the same.
+# Random numbers that a run draws for its handlers' waits. One run reports them, so that another can draw the same.
 #
-# Only replays that look into an app know of them. `docs/WIRE.md`, part 7.
+# Used only by replays for inspection. `docs/WIRE.md`, part 7.
 
 
-DRAWS_MAX = 10_000  # in one message; a record may have more, in several
+DRAWS_MAX = 10_000  # limit of one message; a record may have several
 
 
 class RandomDraw(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -377,11 +377,11 @@ class Numbers(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = decoding.Decoder(Numbers).decode
+_NUMBERS = decoding.Decoder(Numbers)
 
 
 def encode_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
-    """A whole Numbers message."""
+    """Encode a Numbers message."""
     return encode_message(MessageType.NUMBERS, pack_numbers(sequence_id, draws))
 
 
@@ -392,7 +392,4 @@ def pack_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
 
 def decode_numbers(data: bytes) -> Numbers:
     """Raises RemoteProtocolError."""
-    try:
-        return _decode(data)
-    except decoding.DecodeError as error:
-        raise RemoteProtocolError(f"a Numbers message can't be read: {error}") from None
+    return _NUMBERS.decode_message(data, "a Numbers message")

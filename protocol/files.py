@@ -15,7 +15,7 @@ from immortal.protocol import decoding
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
-PUBLIC_FILE_MODE = 0o644  # what peers and clients of other users may read, where they can search the folder
+PUBLIC_FILE_MODE = 0o644  # readable by peers and clients of other users, if they can search the folder
 _OTHERS_WRITE = 0o022
 
 
@@ -79,9 +79,9 @@ def restrict_mode(place: Path | int, mode: int) -> str | None:
     return f"{status.st_mode & 0o777:04o}"
 
 
-# Locks on files, by flock: waiting for one has an end, and who holds it is what the kernel says.
+# Locks on files, by flock, with a timeout. The kernel tells who holds one.
 #
-# A stranger who can open a file can hold its lock for ever: lock files are for their owner alone.
+# Any process that can open a file can hold its lock for ever, so lock files are for their owner alone.
 
 
 _PAUSE_S = 0.01
@@ -126,14 +126,14 @@ def describe_lock_holder(descriptor: int) -> str:
         found = next(int(lock[4]) for lock in locks if lock[1] == "FLOCK" and lock[5] == place)
         uid = Path(f"/proc/{found}").stat().st_uid
     except (OSError, StopIteration, ValueError, IndexError):
-        return "a process that can't be named here"  # of another container; or on btrfs, whose numbers differ
+        return "a process that can't be named here"  # in another container; or on btrfs, whose numbers differ
     return f"process {found}" if uid == os.geteuid() else f"process {found} of user {uid}"
 
 
-# What a running process says about itself, in a file of its instance's folder: its ID, and since when it runs.
+# Process files: a running process describes itself (its ID, its start time) in its instance's folder.
 #
-# It writes the file when it is up, and removes it when it ends in an orderly way. After a crash the file stays: it
-# counts only while the process that wrote it lives.
+# It writes the file when it is up, and removes it at an orderly end. After a crash the file stays, so it
+# counts only while the process that wrote it is alive.
 
 
 COORDINATOR_FILE_NAME = "coordinator.json"

@@ -15,7 +15,7 @@ from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from immortal.protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
 DIGEST_SIZE_BYTES = 16
-CALL_DIGEST_SIZE_BYTES = 8  # one is kept with each reply; it is compared with one other, and finds no enemies
+CALL_DIGEST_SIZE_BYTES = 8  # kept with each reply; guards against mistakes, not attacks
 EMPTY_DIGEST = bytes(DIGEST_SIZE_BYTES)
 SHOWN_DIGITS = 12
 KEY_ADVICE = "nothing was done; give each call a key of its own"

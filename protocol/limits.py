@@ -5,11 +5,11 @@ from __future__ import annotations
 MESSAGE_SIZE_BYTES_MAX = 64 << 20  # a message is held in memory whole, in app and coordinators
 RECORD_SIZE_BYTES_MAX = 1 << 30  # the size field is signed 32 bits; half of that leaves room for mistakes to show
 RPC_SIZE_BYTES_MAX = RECORD_SIZE_BYTES_MAX - (64 << 10)  # and a batch: a record, or a frame, holds it and little else
-RPC_FRONT_SIZE_BYTES_MAX = 512  # of an RPC: all but its arguments
-ARGUMENTS_SIZE_MIB_DEFAULT = 64  # of one RPC of an app: a setting
+RPC_FRONT_SIZE_BYTES_MAX = 512  # an RPC without its arguments
+ARGUMENTS_SIZE_MIB_DEFAULT = 64  # default of a setting: arguments of one RPC of an app
 ARGUMENTS_SIZE_MIB_MAX = (RPC_SIZE_BYTES_MAX - RPC_FRONT_SIZE_BYTES_MAX) >> 20
-WHOLE_BATCH_SIZE_BYTES_MAX = 1 << 20  # of an RPCBatch from an app: a larger one is taken apart as it arrives
+WHOLE_BATCH_SIZE_BYTES_MAX = 1 << 20  # a larger RPCBatch from an app is split as it arrives
 NAME_SIZE_BYTES_MAX = 255  # a file name, a key in the log
 EXTENSIONS_MAX = 64  # in one Hello
 NESTING_MAX_DEFAULT = 64  # arrays and maps in one another: a setting; people nest a few, generated data some dozens
-NESTING_MAX = 256  # of that setting: decoding uses one level of Python's recursion for each, of 1,000 in all
+NESTING_MAX = 256  # largest value of a setting: decoding uses one level of Python's recursion for each, of 1,000 in all

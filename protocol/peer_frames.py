@@ -23,19 +23,19 @@ from immortal.protocol.limits import RPC_SIZE_BYTES_MAX
 from immortal.protocol.messages import decode_name, encode_name
 
 PEER_VERSION = 1
-PAYLOAD_SIZE_BYTES_MAX = RPC_SIZE_BYTES_MAX - 16  # it becomes one message: size, type and count in front
+PAYLOAD_SIZE_BYTES_MAX = RPC_SIZE_BYTES_MAX - 16  # leaves room for size, type and count: it becomes one message
 REASON_SIZE_BYTES_MAX = 255
 
 _FIXED = struct.Struct("<BBHiqqiqQ")
 _CHECK = struct.Struct("<Q")  # the last of the fixed fields
-_NO_CHECK = bytes(_CHECK.size)  # in its place while it is computed
+_NO_CHECK = bytes(_CHECK.size)  # placeholder while it is computed
 _NAMES_KEPT = 1024  # the names of a stream are the same in all its frames
 
 
 class FrameType(IntEnum):
     """The numbers of the base protocol where it has the message; others above its range."""
 
-    UNKNOWN = 0  # what came is of a type, a version or with fields that this build does not know; never written
+    UNKNOWN = 0  # type, version or fields unknown to this build; never written
     BATCH = 5
     TRIM_TO = 14
     HELLO = 32
@@ -157,5 +157,5 @@ def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
     if known_type is FrameType.BATCH and (count < 1 or position < 1 or not payload):
         raise RemoteProtocolError(f"a Batch of {count} messages at position {position}, {len(payload)} bytes")
     if known_type is not FrameType.BATCH:
-        payload = b""  # not looked at, and so not kept
+        payload = b""  # unchecked, so not kept
     return PeerFrame(known_type, sender, receiver, committer_id, epoch, position, count, time_ns, payload, code, reason)

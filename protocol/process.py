@@ -21,8 +21,8 @@ class Owner(Protocol):
         """Reset this object in a child after a fork. Takes no lock, sends nothing, closes nothing."""
 
 
-_owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by their IDs: not all have a hash
-_parents: list[object] = []  # in a child: closed there by nobody, not even as the last reference to it goes
+_owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by ID: not all are hashable
+_parents: list[object] = []  # in a child: kept referenced, so that nothing closes them
 
 
 def register(owner: Owner) -> None:
@@ -55,26 +55,26 @@ def at_fork(forked: Callable[[], None]) -> None:
 at_fork(_in_child)
 
 
-# glibc's malloc, told what an app and its coordinator do with it.
+# Settings of glibc's malloc for an app and its coordinator.
 #
 # Both hold many buffers of up to a few MiB for milliseconds. By default glibc gives such memory back to the kernel at
 # once and asks for it again, zeroed, page by page: without this, the coordinators take a seventh more for calls of
 # 64 KiB, and an app takes 32 µs to send one in place of 5. The limits are those that glibc comes to by itself, later.
 #
-# What the start freed goes back, first when the modules are loaded, then when all is up: it would lie idle for good.
+# Memory freed during the start is returned, once when modules are loaded and once when all is up: it would stay idle.
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 KEPT_SIZE_BYTES = 64 << 20  # free memory at the top of the heap that is not given back
-MAPPED_SIZE_BYTES = 32 << 20  # from this size on a buffer is a mapping of its own, given back when freed
+MAPPED_SIZE_BYTES = 32 << 20  # larger buffers are mappings of their own, returned when freed
 GROWTH_SIZE_BYTES = 4 << 20
 
 
 def retain_freed_memory() -> None:
     """Set this process's malloc up, once, when its modules are loaded. Does nothing where malloc is not glibc's."""
     trim_heap()
-    import ctypes  # here: few commands need it
+    import ctypes  # imported here: few commands need it
 
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

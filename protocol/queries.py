@@ -1,6 +1,6 @@
-"""Queries that are not logged: what the coordinator asks of its app, between two records, and what the app says.
+"""Messages of queries, which a coordinator asks its app between two records and does not log.
 
-`docs/WIRE.md`, part 7; as clients ask and hear it, part 9.
+`docs/WIRE.md`, part 7; part 9 for clients.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ ANSWER_SIZE_BYTES_MAX = PAYLOAD_SIZE_BYTES_MAX
 
 
 class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """``ticket``: the coordinator's, for the answer. ``arguments``: a MessagePack array, the method's own.
+    """Query of a method. ``ticket`` identifies the answer. ``arguments``: a MessagePack array.
 
-    ``time_ns``: that of the instance, ns since the Unix epoch.
+    ``time_ns``: the instance's time, ns since the Unix epoch.
     """
 
     ticket: int
@@ -31,7 +31,7 @@ class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
 class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
     """Answer to a query. ``kind`` (RETURNED or RAISED) and ``value`` are as in `client_frames.Reply`.
 
-    ``changed``: the query has changed the state, which is made anew from the log: it is better not asked again soon.
+    ``changed``: the query has changed the state, which is rebuilt from the log: better not to ask it again soon.
     """
 
     ticket: int
@@ -40,34 +40,28 @@ class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
     changed: bool = False
 
 
-_decode_question = decoding.Decoder(QueryQuestion).decode
-_decode_answer = decoding.Decoder(QueryAnswer).decode
+_QUESTION = decoding.Decoder(QueryQuestion)
+_ANSWER = decoding.Decoder(QueryAnswer)
 
 
 def encode_query(question: QueryQuestion) -> bytes:
-    """A whole QueryAsked message."""
+    """Encode a QueryAsked message."""
     return encode_message(MessageType.QUERY_ASKED, msgspec.msgpack.encode(question))
 
 
 def decode_query(data: bytes) -> QueryQuestion:
     """Raises RemoteProtocolError."""
-    try:
-        return _decode_question(data)
-    except decoding.DecodeError as error:
-        raise RemoteProtocolError(f"a QueryAsked can't be read: {error}") from None
+    return _QUESTION.decode_message(data, "a QueryAsked")
 
 
 def encode_query_answer(answer: QueryAnswer) -> bytes:
-    """A whole QueryAnswered message. Raises LocalProtocolError for one that is too large."""
+    """Encode a QueryAnswered message. Raises LocalProtocolError for one that is too large."""
     return encode_message(MessageType.QUERY_ANSWERED, msgspec.msgpack.encode(answer))
 
 
 def decode_query_answer(data: bytes) -> QueryAnswer:
     """Raises RemoteProtocolError."""
-    try:
-        answer = _decode_answer(data)
-    except decoding.DecodeError as error:
-        raise RemoteProtocolError(f"a QueryAnswered can't be read: {error}") from None
+    answer = _ANSWER.decode_message(data, "a QueryAnswered")
     if len(answer.value) > ANSWER_SIZE_BYTES_MAX:
         raise RemoteProtocolError(
             f"a QueryAnswered holds {len(answer.value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are allowed"

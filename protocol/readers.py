@@ -245,7 +245,7 @@ class MessageReader(_Reader):
         while end + INT_SIZE_BYTES_MAX <= bound:
             size_bytes, start = decode_zigzag_int(data, end)
             if not 0 < size_bytes <= most or start + size_bytes > bound:
-                break  # not whole, too large, or wrong: the next time it is the first
+                break  # incomplete, too large, or wrong: the next call handles it as the first
             end, count = start + size_bytes, count + 1
         taken = data[offset:end]
         pieces.skip(end - offset)

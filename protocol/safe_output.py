@@ -68,31 +68,31 @@ def printable_json_text(text: str) -> str:
 
 
 def _json_character(character: str) -> str:
-    if character.isprintable() or character == "\n":  # such a line end is one between values
+    if character.isprintable() or character == "\n":  # JSON text has line ends between values only
         return character
     return json.dumps(character)[1:-1]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
-    import difflib  # here: few words are wrong
+    import difflib  # imported here: few words are wrong
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f": did you mean {close[0]!r}?" if close else ""
 
 
-# How often lines of one kind are written, where somebody else decides how often there is something to write.
+# Rate limits for lines whose number others determine.
 
 
 INTERVAL_NS = 5_000_000_000  # between two lines of one kind
 BURST = 5  # lines of one kind that come at once before that: enough to see what is going on
-KINDS_MAX = 256  # that are told apart: who makes up names must not fill the memory, nor the log
+KINDS_MAX = 256  # limit of kinds: invented names must fill neither memory nor the log
 
-OTHERS = "others"  # what is not told apart: one kind
+OTHERS = "others"  # one kind for all beyond the limit
 
 
 class _Kind(Struct):
-    due_ns: int = 0  # when all that it was let is paid for, at one line per interval
+    due_ns: int = 0  # time at which its credit is full again, at one line per interval
     left_out: int = 0  # since the last line
 
 

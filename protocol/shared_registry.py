@@ -43,7 +43,7 @@ SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade",
 LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.write_lease
 CHANNEL = "immortal_registry"
 LOOK_S = 1.0  # without news
-AGAIN_S = 0.5  # until a database that does not answer is tried again
+AGAIN_S = 0.5  # before a database that does not answer is tried again
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
 _CHANGES = 0x72656769  # the advisory lock of those who change it
 _FILE_NAMES = {PUBLIC_KEYS: "public_keys", UPGRADE: "upgrade.json", ENDPOINT: "endpoint"}
@@ -99,7 +99,7 @@ def copy_of(folder: Path) -> Copy | None:
     except (OSError, ValueError) as error:
         raise SharedHomeError(f"{folder / ORIGIN_FILE_NAME} can't be read ({error}): restore it") from None
     with _GUARD:
-        known = _COPIES.get(folder)  # one in a process: it knows what change is under way
+        known = _COPIES.get(folder)  # one per process: it knows the change in progress
         if known is None or (_database(known.url), known.machine) != (_database(url), machine):
             known = _COPIES[folder] = Copy(url, folder, machine)
         return known
@@ -143,7 +143,7 @@ def _begun(url: str, folder: Path) -> Copy:
             f"{folder} is this machine's part of the registry {copy.url}, not of {url}: let {LOCAL_VARIABLE} name"
             " another folder"
         )
-    if copy.url != url:  # by another role
+    if copy.url != url:  # the same database with another role
         copy.url = url
         copy.begin()
     return copy
@@ -158,9 +158,9 @@ class Copy:
     def __init__(self, url: str, folder: Path, machine: str) -> None:
         self.url, self.folder, self.machine = url, folder, machine
         self.problem = ""
-        self.changes = 0  # how often this process has found something new
+        self.changes = 0  # number of pulls that found news
         self._lock = threading.RLock()
-        self._connection: Connection[tuple[Any, ...]] | None = None  # of the change that is under way
+        self._connection: Connection[tuple[Any, ...]] | None = None  # of the change in progress
         self._seen: tuple[object, ...] | None = None
         self._keeping: _Keeping | None = None
         self._keepers = 0
@@ -217,7 +217,7 @@ class Copy:
             wanted |= {self.path(name, ENDPOINT): f"{at}\n{holder}\n" for name, at, holder in leases if name in names}
             self._write(wanted, {self.path(name, ENDPOINT) for name in names})
             self._seen = seen
-            self.changes += 1  # also where another process of this machine was first to write it
+            self.changes += 1  # even if another process of this machine wrote the files first
 
     def _read(self, connection: Connection[tuple[Any, ...]]) -> tuple[tuple[object, ...] | None, list[Any], list[Any]]:
         from psycopg import IsolationLevel, errors
@@ -251,7 +251,7 @@ class Copy:
                 path.unlink(missing_ok=True)
                 has_changed = True
             if has_changed:
-                os.utime(self.folder)  # at its time all coordinators of this machine look
+                os.utime(self.folder)  # all coordinators of this machine poll its modification time
         except (OSError, UnicodeDecodeError) as error:
             raise SharedHomeError(f"the copy of the registry in {self.folder} can't be written: {error}") from None
 
@@ -505,7 +505,9 @@ def _connect(url: str) -> Connection[tuple[Any, ...]]:
     }
     connection: Connection[tuple[Any, ...]] = psycopg.connect(**given, autocommit=True)
     try:
-        connection.execute("SET synchronous_commit = on")  # what is said to be registered stays, whatever its settings
+        connection.execute(
+            "SET synchronous_commit = on"
+        )  # a confirmed registration must survive, whatever the server's settings
     except BaseException:
         connection.close()
         raise

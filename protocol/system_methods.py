@@ -1,4 +1,4 @@
-"""Handlers that wait, as an operator sees them: what is asked of the app, what it says, and what an operator orders.
+"""Messages and reserved methods about handlers: an operator's questions and orders, ordered multicast, handles.
 
 A question is answered out of the app's memory, and is not logged. An order is input: an impulse of the instance to
 itself, with ORDER_METHOD_ID, so that each replay obeys it at the same place. `docs/WIRE.md`, part 7.
@@ -11,7 +11,6 @@ from typing import Any, Literal
 import msgspec
 
 from immortal.protocol import decoding
-from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, encode_incoming_rpc, encode_message
 
 ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
@@ -20,8 +19,8 @@ CANCEL_CALL_METHOD_ID = 1 << 20
 not negative: who does not know it refuses it in words, as any method that there is not."""
 TIMES_TASK = (1 << 63) - 1
 """A question for this handler, which there can't be, asks how long handlers took: [method, ns] in "times"."""
-OTHER_MESSAGES = "other"  # as a method there: answers, results of effects, the clock
-HANDLERS_COUNT_MAX = 1000  # that one answer tells of, the oldest: some MiB, as their arguments are shortened
+OTHER_MESSAGES = "other"  # method name for answers, results of effects and the clock
+HANDLERS_COUNT_MAX = 1000  # handlers in one answer, the oldest: some MiB, as arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 
 Verb = Literal["cancel", "signal", "expel"]
@@ -67,34 +66,28 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.verb} {self.text}" if not self.task else f"{self.verb} of the handler {self.task}: {self.text}"
 
 
-_decode_question = decoding.Decoder(HandlersQuestion).decode
-_decode_answer = decoding.Decoder(HandlersAnswer).decode
+_QUESTION = decoding.Decoder(HandlersQuestion)
+_ANSWER = decoding.Decoder(HandlersAnswer)
 
 
 def encode_handlers_question(question: HandlersQuestion) -> bytes:
-    """A whole HandlersAsked message."""
+    """Encode a HandlersAsked message."""
     return encode_message(MessageType.HANDLERS_ASKED, msgspec.msgpack.encode(question))
 
 
 def decode_handlers_question(data: bytes) -> HandlersQuestion:
     """Raises RemoteProtocolError."""
-    try:
-        return _decode_question(data)
-    except decoding.DecodeError as error:
-        raise RemoteProtocolError(f"a HandlersAsked can't be read: {error}") from None
+    return _QUESTION.decode_message(data, "a HandlersAsked")
 
 
 def encode_handlers_answer(answer: HandlersAnswer) -> bytes:
-    """A whole Handlers message."""
+    """Encode a Handlers message."""
     return encode_message(MessageType.HANDLERS, msgspec.msgpack.encode(answer))
 
 
 def decode_handlers_answer(data: bytes) -> HandlersAnswer:
     """Raises RemoteProtocolError."""
-    try:
-        return _decode_answer(data)
-    except decoding.DecodeError as error:
-        raise RemoteProtocolError(f"a Handlers can't be read: {error}") from None
+    return _ANSWER.decode_message(data, "a Handlers")
 
 
 def encode_order(order: Order) -> bytes:
@@ -102,18 +95,18 @@ def encode_order(order: Order) -> bytes:
     return encode_incoming_rpc(ORDER_METHOD_ID, RpcType.IMPULSE, msgspec.msgpack.encode(order))
 
 
-# Calls by which the SDKs of senders and destinations agree on the order of multicasts (`docs/explanation/ordering.md`).
+# Ordered multicast: calls by which SDKs of senders and receivers agree on an order (`docs/explanation/ordering.md`).
 #
-# The method IDs are above those of users, and not negative: who does not know them refuses them in words, as any method
-# that there is not. EXECUTED is an app's to itself.
+# The method IDs are above those of users, and not negative: an app that does not know them refuses them like any other
+# method. EXECUTED is a call of an app to itself.
 
 
 ORDERED_METHOD_ID = (1 << 20) + 1  # calls that are to be ordered: [method ID of all of them, ...]
 ORDERING_METHOD_ID = (1 << 20) + 2  # everything else that is said about them; it calls no method of the user's
-FENCING_METHOD_ID = (1 << 20) + 5  # how a member is expelled from a group
+FENCING_METHOD_ID = (1 << 20) + 5  # expels a member from a group
 FENCING_METHODS = frozenset({"group_change", "group_told"})
 """Handlers of groups. Who may call one of them may expel, as it changes the group in any case."""
-EXECUTED_METHOD_ID = -5  # behind calls that were released to oneself
+EXECUTED_METHOD_ID = -5  # sent behind released calls to oneself
 
 _first_of = decoding.Decoder(list[msgspec.Raw]).decode
 _number_of = decoding.Decoder(int).decode
@@ -128,8 +121,8 @@ def ordered_method(data: bytes, start: int, end: int) -> int:
         return -1
 
 
-# Calls by which handles work (`docs/reference/nodes.md`). Their IDs are above users', as those of ordered multicast.
+# Calls for handles (`docs/reference/nodes.md`). Their IDs are above those of users, like those of ordered multicast.
 
 
 NODE_METHOD_ID = (1 << 20) + 4  # a call of a node: [sender, keys, method ID, arguments]
-HANDLES_METHOD_ID = (1 << 20) + 3  # what owners and holders tell each other: [sender, message]
+HANDLES_METHOD_ID = (1 << 20) + 3  # messages between owners and holders: [sender, message]

@@ -23,10 +23,10 @@ from immortal.protocol.record import COMMITTER_ID_MAX
 FOLDER_NAME = "timings"
 COORDINATOR, APP = "coordinator", "app"
 """Owners of segments."""
-SEGMENTS_MAX = 8  # of each, that the limit has room for
-FILES_MAX = 64  # of each: a process that is started again and again makes small ones
+SEGMENTS_MAX = 8  # of each process, within the limit
+FILES_MAX = 64  # of each process: one that is started again and again makes small segments
 FLUSH_S = 0.2
-WAITING_MAX = 200_000  # what a disk does not take meanwhile: more is forgotten, the oldest first
+WAITING_MAX = 200_000  # rows that wait for the disk: beyond it the oldest are dropped
 
 _NAME = re.compile(r"(coordinator|app)-(\d{8})\.times")
 
@@ -60,7 +60,7 @@ class SegmentWriter:
     def write(self, committer_id: int, rows: Iterable[PlainRow]) -> None:
         """Rows of the log of ``committer_id``, in the order of its records."""
         encoded: list[bytes] = []
-        room = self._room if committer_id == self._committer_id else 0  # for so many rows
+        room = self._room if committer_id == self._committer_id else 0  # rows that still fit
         last, header_crc = self._last_sequence_id, self._header_crc
         try:
             for row in () if self._failed else rows:
@@ -147,11 +147,11 @@ class Noting(Generic[T]):
             self._take(some)
 
 
-# Notes of when what happened: files beside a log, for whoever looks at it later. No replay depends on any of it.
+# Format of timing notes: files beside a log with times of events, for tools. No replay depends on them.
 #
-# A segment is one process's, of one log: a header, then rows of one size, in the order of records. Times are ns of the
-# machine's monotonic clock, the same for all its processes; a record's own time, in its log, says what time of day that
-# was.
+# A segment belongs to one process and one log: a header, then rows of one size, in the order of records. Times are ns
+# of the machine's monotonic clock, which all its processes share; a record's own time, in its log, gives the time of
+# day.
 #
 #     header  magic (8) · committer ID (4) · nothing (4)
 #     row     record (8) · message (4) · kind (1) · nothing (3) · three times (8 each) · CRC-32 of header and row (4)
@@ -168,9 +168,9 @@ ROW_SIZE_BYTES = _ROW.size + _CRC.size
 class TimingKind(IntEnum):
     """Meaning of the three times of a row. 0: not known."""
 
-    COMMIT = 1  # of a record: submitted to the log, durable, given to the app
-    ARRIVED = 2  # of a batch, ``message`` is its first: came in
-    HANDLED = 3  # of a message: its handler began, and returned or waits
+    COMMIT = 1  # for a record: submitted to the log, durable, given to the app
+    ARRIVED = 2  # for a batch, ``message`` is its first: time of arrival
+    HANDLED = 3  # for a message: its handler began, and returned or waits
 
 
 class TimingRow(NamedTuple):

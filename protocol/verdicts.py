@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 
@@ -17,11 +17,11 @@ from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, encode_message
 
-TEXT_CHARACTERS_MAX = 4096  # of an exception's message: it goes to callers, and through their logs
-TRACE_CHARACTERS_MAX = 16_384  # for the operator: the end of it is what tells
-LETTER_SIZE_BYTES_MAX = 1 << 20  # of a message that a dead letter keeps; a larger one is only named
-VERDICTS_SIZE_BYTES_MAX = 1 << 20  # of one Verdicts message: there may be several
-RECORD = -1  # in place of a message's index: the record as a whole
+TEXT_CHARACTERS_MAX = 4096  # limit of an exception's message, which goes to callers and into their logs
+TRACE_CHARACTERS_MAX = 16_384  # for the operator; its end is kept, which tells most
+LETTER_SIZE_BYTES_MAX = 1 << 20  # limit of a message kept in a dead letter; a larger one is only named
+VERDICTS_SIZE_BYTES_MAX = 1 << 20  # limit of one Verdicts message; there may be several
+RECORD = -1  # message index for the record as a whole
 
 FAILED_CALL = "~failed"
 """The name under which a caller hears that the handler failed; no exception has it. Its arguments: [type of the
@@ -38,7 +38,7 @@ class VerdictKind(IntEnum):
     KEPT = 3  # its handler raised, and what it had done by then stands: it runs again, and fails again
     KILLED = 4  # it has ended the app's process again and again
     SKIPPED = 5  # an operator said so
-    TAKEN_BACK = 6  # it was handled, and behind a later record the state was made again without it: see ``behind``
+    TAKEN_BACK = 6  # it was handled, and later the state was rebuilt without it: see ``behind``
 
 
 class Cause(IntEnum):
@@ -46,7 +46,7 @@ class Cause(IntEnum):
 
     NONE = 0
     METHOD = 1  # unknown here: a later version may have it
-    ARGUMENTS = 2  # they do not fit the parameters: a later version's may
+    ARGUMENTS = 2  # they do not fit the parameters of this version
     UNREADABLE = 3  # no call at all
     TRIPPED = 4  # the method has failed so often in a row that it is not called any more
     SENDER = 5  # the answer is not from the instance that was called
@@ -164,8 +164,6 @@ class Careful(msgspec.Struct, array_like=True, frozen=True):
     handlers: bool = False
 
 
-Decoded = TypeVar("Decoded")
-
 _encode = msgspec.msgpack.Encoder().encode
 _VERDICT = decoding.Decoder(Verdict)
 _VERDICTS = decoding.Decoder(list[Verdict])
@@ -175,17 +173,17 @@ _CAREFUL = decoding.Decoder(Careful)
 
 
 def encode_verdict(verdict: Verdict, message_type: MessageType = MessageType.VERDICT) -> bytes:
-    """A whole Verdict message, from an app; or a TakenBack, or the TakeBack that an app is sent."""
+    """Encode a Verdict message, from an app; or a TakenBack, or the TakeBack that an app is sent."""
     return encode_message(message_type, _encode(verdict))
 
 
 def decode_verdict(data: bytes) -> Verdict:
-    """Raises RemoteProtocolError."""
-    return _checked(_decoded("Verdict", _VERDICT, data))
+    """Decode a Verdict, TakenBack or TakeBack. Raises RemoteProtocolError."""
+    return _checked(_VERDICT.decode_message(data, "a Verdict message"))
 
 
 def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
-    """Whole Verdicts messages, for an app: each of VERDICTS_SIZE_BYTES_MAX, or of one verdict, at most.
+    """Encode Verdicts messages, for an app: each of VERDICTS_SIZE_BYTES_MAX, or of one verdict, at most.
 
     At least one: that there are none is said too.
     """
@@ -206,27 +204,27 @@ def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
 
 def decode_verdicts(data: bytes) -> Sequence[Verdict]:
     """Raises RemoteProtocolError."""
-    return [_checked(verdict) for verdict in _decoded("Verdicts", _VERDICTS, data)]
+    return [_checked(verdict) for verdict in _VERDICTS.decode_message(data, "a Verdicts message")]
 
 
 def encode_unsaved(unsaved: Unsaved) -> bytes:
-    """A whole CheckpointFailed message."""
+    """Encode a CheckpointFailed message."""
     return encode_message(MessageType.CHECKPOINT_FAILED, _encode(unsaved))
 
 
 def decode_unsaved(data: bytes) -> Unsaved:
     """Raises RemoteProtocolError."""
-    return _decoded("CheckpointFailed", _UNSAVED, data)
+    return _UNSAVED.decode_message(data, "a CheckpointFailed message")
 
 
 def encode_handling(handling: Handling) -> bytes:
-    """A whole Handling message."""
+    """Encode a Handling message."""
     return encode_message(MessageType.HANDLING, _encode(handling))
 
 
 def decode_handling(data: bytes) -> Handling:
     """Raises RemoteProtocolError."""
-    handling: Handling = _decoded("Handling", _HANDLING, data)
+    handling: Handling = _HANDLING.decode_message(data, "a Handling message")
     if handling.message_index < RECORD or handling.task < 0:
         raise RemoteProtocolError(
             f"a Handling of message {handling.message_index}, handler {handling.task}: at least {RECORD} and 0 were "
@@ -236,20 +234,13 @@ def decode_handling(data: bytes) -> Handling:
 
 
 def encode_careful(careful: Careful) -> bytes:
-    """A whole Careful message."""
+    """Encode a Careful message."""
     return encode_message(MessageType.CAREFUL, _encode(careful))
 
 
 def decode_careful(data: bytes) -> Careful:
     """Raises RemoteProtocolError."""
-    return _decoded("Careful", _CAREFUL, data)
-
-
-def _decoded(what: str, decoder: decoding.Decoder[Decoded], data: bytes) -> Decoded:
-    try:
-        return decoder.decode(data)
-    except decoding.DecodeError as error:
-        raise RemoteProtocolError(f"a {what} message can't be read: {error}") from None
+    return _CAREFUL.decode_message(data, "a Careful message")
 
 
 def _checked(verdict: Verdict) -> Verdict:

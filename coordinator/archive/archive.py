@@ -134,7 +134,7 @@ class Archive:
         return unpack(self.cipher.decrypt(data, name), name)
 
 
-# Objects that only the holder of a key reads: age, with X25519. Who writes them needs the public half alone.
+# Encryption of objects with age (X25519): writing needs the public key alone, reading the private key.
 
 
 _PUBLIC, _SECRET = "age1", "AGE-SECRET-KEY-1"

@@ -30,7 +30,7 @@ from immortal.coordinator.log.reader import LogReader, TrimmedError
 
 SEGMENT_SIZE_BYTES = 16 << 20
 _WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states
-_TRIES_MAX = 5  # to find no more than one segment's records left: then it is as much as there is
+_TRIES_MAX = 5  # reads, until less than a segment of records is left
 
 
 class _NextMoment(Struct):
@@ -86,7 +86,7 @@ class Archiver:
         with reader.view() as view:
             self._end = log_end(view)
             self._place = _place(archive, reader, view, self._end, anew, say)
-        self._segments: list[Segment] = []  # that no manifest names yet
+        self._segments: list[Segment] = []  # sent, and not yet in a manifest
         self._checkpoints = {} if self._place.before is None or self._place.begins else {
             one.checkpoint_id: one for one in self._place.before.checkpoints
         }  # fmt: skip
@@ -304,9 +304,9 @@ def _problem(before: Moment, view: View, end: LogEnd) -> str | None:
     return None
 
 
-# What a log has that an archive has not: records, checkpoints and the rows of its other tables, through its reader.
+# Reading what the archive lacks: records, checkpoints and the rows of other tables.
 #
-# A view of the log is never kept open while something is sent: what a writer frees meanwhile it could not use again.
+# No view of the log stays open while objects are sent: the writer could not reuse the space that it frees meanwhile.
 
 
 BY_THEMSELVES = ("records", "record_seals", "checkpoints", "chunks", "outputs")
@@ -398,9 +398,9 @@ def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
     for table in STATE_TABLES:
         for key_view, value in view.scan(table):
             key = bytes(key_view)
-            if table != "meta" or key != META_JOURNAL:  # what is in the journal is in the tables of an archive
+            if table != "meta" or key != META_JOURNAL:  # an archive's tables include the journal's rows
                 yield table, key, bytes(value)
-    before = first_and_last_sequence_id(view)[0] - 1  # of a log with a key: the first record's MAC needs it
+    before = first_and_last_sequence_id(view)[0] - 1  # with a key, the first record's MAC needs it
     seal = view.get("record_seals", SEQUENCE_KEY.pack(before)) if before >= 0 else None
     if seal is not None:
         yield "record_seals", SEQUENCE_KEY.pack(before), bytes(seal)

@@ -16,7 +16,7 @@ class NeededObjects(Struct, frozen=True):
     states: list[Part]  # the first is whole
     segments: list[Segment]
     checkpoint_parts: list[Part]
-    oldest_index: int  # of the moments: the first whose manifest says one of these
+    oldest_index: int  # index of the first moment whose manifest names one of these
 
     @property
     def parts(self) -> list[Part]:
@@ -88,7 +88,7 @@ def index_of(moments: Sequence[Moment], *, until_ns: int | None, until_record: i
     )
 
 
-# Which moments of an archive may go. Pure: the archiver removes them.
+# Retention: chooses the moments that may be removed. Pure; the archiver removes them.
 
 
 _DAY_NS = 86_400 * 1_000_000_000

@@ -15,10 +15,10 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.objects import ObjectError, StoreError
 
-POLL_S = 0.25  # how often it is looked whether records fill a segment
+POLL_S = 0.25  # between checks whether records fill a segment
 RETRY_S_MAX = 30.0
 PRUNE_INTERVAL_S = 3600.0
-REPORT_INTERVAL_S = 60.0  # that all is well
+REPORT_INTERVAL_S = 60.0  # between reports that all is well
 
 
 class Options(Struct, frozen=True):
@@ -106,7 +106,7 @@ class Follower:
                     due_s = now_s + self._options.every_s
                     self._well(archiver, moment)
                     self._prune_if_sound()
-            except StoreError as error:  # what was sent before counts: the same archiver goes on
+            except StoreError as error:  # objects already sent stay valid, so the same archiver goes on
                 if is_over or self._has_to_wait(error, archiver.unarchived().seconds):
                     return True
                 continue
@@ -149,7 +149,7 @@ class Follower:
                 self._say(f"{moments} moments that are not to be kept were removed, {objects} objects with them")
 
 
-# Removing from a store what an archive is not to keep any more.
+# Pruning: removes objects that an archive no longer keeps.
 
 
 ORPHAN_AGE_S = 86_400.0  # older than the newest manifest: no archiver that still runs will name it

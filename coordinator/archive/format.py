@@ -67,8 +67,8 @@ class Moment(Struct, frozen=True):
     first_sequence_id: int  # that the log kept
     last_sequence_id: int
     last_digest: str  # of the last record's value; "": it was not kept
-    begins: bool  # it stands on no moment before
-    segments: list[Segment]  # that the moment before has not
+    begins: bool  # no earlier moment is needed
+    segments: list[Segment]  # those that the moment before lacks
     state: Part | None  # the other tables, or what has changed in them; None: nothing has
     state_is_whole: bool
     state_digest: str
@@ -131,7 +131,7 @@ def decode_moment(data: bytes, name: str) -> Moment:
         raise DamagedObjectError(f"the object {name} is no manifest: {error}") from None
 
 
-# What can go wrong with an archive, beside its objects.
+# Errors.
 
 
 class ArchiveError(ObjectError):
@@ -142,7 +142,7 @@ class ConflictError(ArchiveError):
     """Raised when another archiver has written the next moment first."""
 
 
-# Rows of a log as one object: what a segment, a checkpoint's part and the state of a moment are made of.
+# Packs: rows of a log as one object. Segments, checkpoint parts and states of moments are packs.
 
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]

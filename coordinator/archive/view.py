@@ -67,7 +67,7 @@ class ArchivedView(View):
                     yield key, value
 
     def size(self, table: str) -> TableSize:
-        if table == "records":  # as it is stored: to know more, all of it would have to be fetched
+        if table == "records":  # as stored: more would need all of it to be fetched
             size_bytes = sum(segment.part.size_bytes for segment in self._segments)
             return TableSize(size_bytes, self._last - self._first + 1)
         rows = [len(key) + len(value) for key, value in self.scan(table)]

@@ -32,7 +32,7 @@ from immortal.protocol import decoding
 from immortal.protocol.varint import Readable
 
 KEY_SIZE_BYTES = 32
-_ROW_MAC_SIZE_BYTES = 32  # they are added up: the sum has to be as hard to forge
+_ROW_MAC_SIZE_BYTES = 32  # they are summed: the sum must be as hard to forge
 SUM_MODULUS = 1 << (8 * _ROW_MAC_SIZE_BYTES)
 NONCE_SIZE_BYTES = 16
 _IDENTITY = struct.Struct("<QQ")
@@ -45,7 +45,7 @@ SUMMED_TABLES = (
     *("verdicts", "letters", "audit", "checkpoints", "checkpoint_seals", "outputs"),
 )
 _SUMMED = frozenset(SUMMED_TABLES)
-# Of the first: a backup has none. What an attacker gains by it is an older state of the whole log.
+# META_JOURNAL is unsealed, as a backup has no journal. Changing it gains an attacker only an older state of the log.
 UNSEALED_META = frozenset((META_JOURNAL, META_SEAL))
 
 
@@ -76,7 +76,7 @@ class Marker(Struct, frozen=True):
     """Row of a log that says how it is authenticated."""
 
     key_id: str
-    nonce: bytes  # of this sealing of this log: nothing that was sealed before, or elsewhere, counts
+    nonce: bytes  # unique to this sealing of this log: earlier or foreign MACs never match
     first_sequence_id: int  # the records before it were there when the log got the key, and were taken as they were
 
 
@@ -91,7 +91,7 @@ class Macs:
         def base(purpose: str, size_bytes: int) -> hashlib.blake2b:
             return hashlib.blake2b(key=secret, person=purpose.encode(), digest_size=size_bytes)
 
-        from blake3 import blake3  # here: half a MiB, which a log without a key spares
+        from blake3 import blake3  # imported here: saves half a MiB for a log without a key
 
         def bulk(purpose: str) -> blake3:
             """Keyed hash for large values: BLAKE3 takes a seventh of HMAC's time for a MiB."""

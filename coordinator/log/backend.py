@@ -69,8 +69,8 @@ class TableSize(NamedTuple):
 
 
 class Space(NamedTuple):
-    used_bytes: int  # by the log's rows; what is free for others of them again does not count
-    free_bytes: int  # of what they lie on
+    used_bytes: int  # by the log's rows, without space that is free for reuse
+    free_bytes: int  # on their disk
 
 
 class View(Protocol):
@@ -422,7 +422,7 @@ class Options(Struct, frozen=True):
 
     size_bytes: int | None = None
     size_bytes_max: int | None = None
-    allow_data_loss: bool = False  # also where a crash could lose what was acknowledged
+    allow_data_loss: bool = False  # even if a crash could lose acknowledged input
     lease_s: float = LEASE_S
     endpoint: str = ""
     checkpoints_to: str = ""
@@ -432,7 +432,7 @@ def only_in_folders(where: str, what: str) -> LogError:
     return LogError(f"the log {where} can't be {what}: only a log in a folder (lmdb:) can")
 
 
-# What a verification finds, and how bad it is.
+# Findings of a verification.
 
 
 class Severity(Enum):
@@ -450,7 +450,7 @@ class Finding(Struct, frozen=True):
     records: tuple[int, int] | None = None  # the first and the last of those that are damaged or missing
 
 
-# How much one step of removing may take: a commit waits for it.
+# Limits of one removal step: a commit may wait for it.
 
 
 STEP_ROWS_MAX = 1024  # a millisecond or two

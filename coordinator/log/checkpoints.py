@@ -142,7 +142,7 @@ def half_written(view: View) -> Changes:
     return changes
 
 
-# Removing what no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-steps.md).
+# Trimming: removes what no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-steps.md).
 
 
 class Retention(Struct, frozen=True):
@@ -226,7 +226,7 @@ def _valid_headers(view: View, damaged_ids: Collection[int]) -> Iterator[Checkpo
                 yield header
 
 
-# What a standby says of a checkpoint whose chunks it has written for the one that writes the log.
+# Offers: a standby's answer to the writer about a checkpoint whose chunks it has written.
 
 
 _encode = msgspec.msgpack.Encoder().encode

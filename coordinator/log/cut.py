@@ -125,7 +125,7 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
     yield meta_row(META_TRIMMED, sequence_id - 1)
 
 
-# What cutting a log off at a record would take away and what would be left; and when it is refused.
+# Planning a cut: what it removes, what remains, and when it is refused.
 
 
 class CutRefusedError(LogError):
@@ -152,9 +152,9 @@ class CutPlan(Struct, frozen=True):
     recovery_checkpoint_id: int  # recovery starts from this one afterwards
     recovery_sequence_id: int  # ... and replays from the record behind this one
     checkpoint_ids: list[int] = field(default_factory=list)  # readable ones that are cut as well
-    records_readable: int = 0  # of those to be cut
+    records_readable: int = 0  # among those to be cut
     records_damaged: int = 0
-    first_damaged: int | None = None  # of those to be cut
+    first_damaged: int | None = None  # among those to be cut
     lost: list[LostMessages] = field(default_factory=list)
 
 
@@ -293,7 +293,7 @@ def _lost(
     return lost
 
 
-# What cutting a log off at a record takes out of its tables.
+# Executing a cut: the rows that go.
 
 
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:

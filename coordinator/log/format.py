@@ -18,7 +18,7 @@ from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.varint import Readable
 
 FORMAT_VERSION = 5
-AUTHENTICATED_VERSION = 6  # of a log with a key: an older program would write what has no MAC
+AUTHENTICATED_VERSION = 6  # for a log with a key: an older program would write without MACs
 FORMAT_VERSIONS_READ = (FORMAT_VERSION, AUTHENTICATED_VERSION)
 CRC_SIZE_BYTES = 8
 MAC_SIZE_BYTES = 16

@@ -114,7 +114,7 @@ def _required(
     return value
 
 
-# Checks of a log value: the record, its trailer, and that both are where they belong.
+# Checks of a log value: its record, its trailer, and that both belong to this place in this log.
 
 
 def verify_value(value: Readable, expected_sequence_id: int, committer_id: int) -> tuple[RecordHeader, Trailer]:

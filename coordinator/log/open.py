@@ -65,7 +65,7 @@ def backend_of(scheme: str) -> type[Place]:
     if known is not None:
         module, _, name = known.partition(":")
         return cast(type[Place], getattr(importlib.import_module(module), name))
-    from importlib.metadata import entry_points  # here: no log of our own needs it
+    from importlib.metadata import entry_points  # imported here: our own backends don't need it
 
     found = entry_points(group=ENTRY_POINTS)
     for point in found.select(name=scheme):

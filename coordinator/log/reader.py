@@ -35,7 +35,7 @@ from immortal.coordinator.log.identity import (
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import MessageKey, Verdict
 
-# One view covers at most this much: what is freed while it is open cannot be used again by the writer.
+# Limits of one view: the writer cannot reuse space freed while a view is open.
 SCAN_ROWS_MAX = 4096
 SCAN_SIZE_BYTES_MAX = 8 << 20
 
@@ -342,7 +342,7 @@ def _scan(view: View, first: int, last: int | None) -> list[tuple[int, bytes]]:
     return rows
 
 
-# What a replay reads of a log.
+# The part of a LogReader that a replay needs.
 
 
 class RecordSource(Protocol):

@@ -112,7 +112,7 @@ def _initial(data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
     yield DecodedMessage(source, source.first_position, rpc, data if rpc is None else rpc.arguments)
 
 
-# Where in a log a moment is. Needs neither Arrow nor Spark.
+# Finding a moment in a log by time. Needs neither Arrow nor Spark.
 
 
 def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, end: int | None = None) -> int:
@@ -127,7 +127,7 @@ def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, e
     while first < end:
         middle = (first + end) // 2
         found = _time_from(reader, middle, end)
-        if found is None:  # nothing sound from there on: what is left may be of any time
+        if found is None:  # no sound record follows: the rest may be of any time
             end = middle
         elif found[1] < time_ns:
             first = found[0] + 1

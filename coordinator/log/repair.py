@@ -117,7 +117,7 @@ def _last_positions(view: View, committer_id: int, names: Collection[str]) -> di
     for key, value in view.scan_back("records"):
         (sequence_id,) = SEQUENCE_KEY.unpack(key)
         if sequence_id < cuts[-1] or len(found) == len(names):
-            break  # what was cut off there counts as received, and is not here
+            break  # records cut off there count as received, and are not here
         _, trailer = verify_value(bytes(value), sequence_id, committer_id)
         for batch in trailer.batches:
             source = IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name

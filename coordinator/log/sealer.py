@@ -33,7 +33,7 @@ from immortal.coordinator.log.format import (
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_row
 from immortal.protocol.varint import Readable
 
-# Of these the MACs are at hand: most appends change nothing else, so that nothing is read for them.
+# Tables whose MACs stay in memory. Most appends change no others, so nothing is read for them.
 _KEPT_TABLES = frozenset(("sources", "acknowledged", "verdicts", "letters", "meta"))
 
 
@@ -43,8 +43,8 @@ class Change(Struct):
     head: bytes
     sums: dict[str, int]
     tags: dict[str, bytes]
-    chunks: dict[int, list[bytes]]  # of checkpoints without a header yet
-    rows: dict[tuple[str, bytes], int | None] = field(default_factory=dict)  # of the tables that are kept; None: gone
+    chunks: dict[int, list[bytes]]  # for checkpoints without a header yet
+    rows: dict[tuple[str, bytes], int | None] = field(default_factory=dict)  # of the tables in memory; None: removed
     changed: set[str] = field(default_factory=set)
 
     def replace(self, table: str, key: bytes, old: int | None, new: int | None) -> None:
@@ -103,7 +103,7 @@ class Sealer:
             elif is_summed(table, key):
                 old = self._old(change, table, key, asked, view)
                 change.replace(table, key, old, self._macs.row(table, key, value))
-            if table == "checkpoints":  # it counts from here on, and so do its chunks
+            if table == "checkpoints":  # the checkpoint is complete now, with its chunks
                 chunks = b"".join(change.chunks.pop(SEQUENCE_KEY.unpack(key)[0], ()))
                 old = self._old(change, "checkpoint_seals", key, asked, view)
                 change.replace("checkpoint_seals", key, old, self._macs.row("checkpoint_seals", key, chunks))
@@ -135,9 +135,7 @@ class Sealer:
             require(not span.first and span.end is not None, "only the first records of a log may go")
             (end,) = SEQUENCE_KEY.unpack(span.end or b"")  # the last one's own stays: that of the next covers it
             return [Span("record_seals", b"", SEQUENCE_KEY.pack(max(end - 1, 0)))]
-        if (
-            span.table == "chunks"
-        ):  # of an attempt that another one takes the place of, or of a checkpoint that has gone
+        if span.table == "chunks":  # of a replaced attempt, or of a removed checkpoint
             for checkpoint_id in [each for each in change.chunks if span.has(CHUNK_KEY.pack(each, 0))]:
                 del change.chunks[checkpoint_id]
             return []
@@ -165,7 +163,7 @@ def _seal_row(macs: Macs, head: bytes, tags: dict[str, bytes]) -> Row:
     return meta_row(META_SEAL, macs.seal(head, b"".join([tags[table] for table in SUMMED_TABLES])))
 
 
-# --- from the beginning: giving a log a key, and taking it away -------------------------------------------------------
+# --- giving a log a key, and removing it ------------------------------------------------------------------------------
 
 
 class _AllSeals(Iterable[Row]):

@@ -79,21 +79,21 @@ class RowLogStore(LogStore):
         self.backend = backend
         self.identity = backend.identity
         self.macs: Macs | None = None  # None: the log is not authenticated
-        self.problems: list[str] = []  # what was found damaged and could be left out, in words
-        self.repairs: list[str] = []  # what was found damaged when it was opened and was put right, in words
-        self.clock_ns: Callable[[], int] = time.time_ns  # says when a dead letter's verdict was given
+        self.problems: list[str] = []  # damage that was left out, as messages
+        self.repairs: list[str] = []  # damage repaired when the log was opened, as messages
+        self.clock_ns: Callable[[], int] = time.time_ns  # gives the time of verdicts
         self.impulses_loaded_size_bytes_max = view_queries.IMPULSES_LOADED_SIZE_BYTES_MAX
         self._write_lock = threading.RLock()
         self._damaged_checkpoint_ids: set[int] = set()
         self._checkpoint_writer = CheckpointWriter()
         self._sealer: Sealer | None = None
-        self._ticket = 0  # of the last commit that is durable
+        self._ticket = 0  # of the last durable commit
         self._in_flight: deque[_InFlight] = deque()
-        self._outcome_unknown = False  # how many of those are durable
+        self._outcome_unknown = False  # of the appends in flight
         with backend.view() as view:
             marker = read_marker(view)
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
-        if marker is not None:  # a row that was put right has to be what it was
+        if marker is not None:  # first: MACs must match the repaired rows
             self.repairs += self._repair()
         if marker is not None and not accept:
             self._authenticate(Macs(find_key(keys, marker, self.identity.instance_name), self.identity, marker))
@@ -125,7 +125,7 @@ class RowLogStore(LogStore):
 
     def _authenticate(self, macs: Macs) -> None:
         """Raises ForgedLogError, DamagedLogError."""
-        from immortal.coordinator.log.sealer import Sealer  # here, as below: few logs have a key
+        from immortal.coordinator.log.sealer import Sealer  # imported here, as below: few logs have a key
 
         with self.backend.view() as view:
             self._sealer = Sealer(macs, view, self.identity.instance_name)
@@ -160,7 +160,7 @@ class RowLogStore(LogStore):
                 view, self.identity.committer_id, self._load_outputs, problems, self.impulses_loaded_size_bytes_max
             )
         self.problems = problems
-        self.backend.release()  # the heads of rows were looked at, and whole rows mapped
+        self.backend.release()  # only heads of rows were read, but whole rows are mapped
         return summary
 
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
@@ -175,7 +175,7 @@ class RowLogStore(LogStore):
         return clients
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
-        last = self._last_sequence_id  # before the view: what was committed by now must be there
+        last = self._last_sequence_id  # read before the view, which must have all records up to it
         with self._naming_remedy():
             with self.backend.view() as view:
                 values, gap = view_queries.collect_values(view, first_sequence_id, size_bytes_max)

@@ -80,7 +80,7 @@ def load_dead_letter(view: View, key: MessageKey) -> Letter | None:
     try:
         packed = MESSAGE_KEY.pack(*key)
     except struct.error:
-        return None  # no message can have it
+        return None  # no message has such a key
     value = view.get("letters", packed)
     if value is None:
         return None

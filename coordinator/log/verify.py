@@ -28,8 +28,8 @@ class StreamPositions:
 
     def __init__(self, cuts: Iterable[int] = ()) -> None:
         self._expected: dict[str, int] = {}  # by source
-        self._cuts = sorted(cuts)  # those that lie ahead
-        self._cut_sources: set[str] = set()  # those of which nothing has come yet behind the last cut
+        self._cuts = sorted(cuts)  # cuts not passed yet
+        self._cut_sources: set[str] = set()  # sources without a batch since the last cut
 
     def skip(self, sequence_id: int) -> None:
         """A record can't be read: what it held of any stream is unknown."""
@@ -92,11 +92,11 @@ def _text(source: str) -> str:
     return f"the stream from {source!r}" if source else "the stream from oneself"
 
 
-# A walk over all that a log holds: what is damaged, where, and what that means for recovery.
+# The walk over a whole log: what is damaged, where, and what that means for recovery.
 
 
 _READ_SIZE_BYTES = 1 << 20
-_READ_SIZE_BYTES_MIN = 4096  # to name the place
+_READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 
 class LogVerification(Struct):
@@ -104,9 +104,9 @@ class LogVerification(Struct):
 
     log: Place
     instance_name: str | None = None
-    lock_held: bool = False  # by the caller: no coordinator writes the log
-    keys: Sequence[LogKey] | None = None  # that it may be authenticated with; None: that is not looked at
-    must_be_authentic: bool = False  # it was authenticated once
+    lock_held: bool = False  # held by the caller, so no coordinator writes the log
+    keys: Sequence[LogKey] | None = None  # keys to try; None: authenticity is not checked
+    must_be_authentic: bool = False  # True: it was authenticated before
     authenticity: str = ""  # in words
     identity: LogIdentity | None = None
     records_checked: int = 0
@@ -153,7 +153,7 @@ class LogVerification(Struct):
             stops = stops or finding.severity is Severity.FATAL
             yield finding
         if stops:
-            return  # to open it could end this process
+            return  # opening it could crash this process
         try:
             reader = open_reader(self.log, self.instance_name)
         except DamagedLogError as error:
@@ -210,7 +210,7 @@ class LogVerification(Struct):
                     self.recovery_sequence_id = stored.header.sequence_id
                     self.whole_checkpoints.append((checkpoint_id, stored.header.sequence_id))
             if self.whole_checkpoints or damaged or not unchecked:
-                break  # else all were trimmed meanwhile: there are newer ones
+                break  # otherwise all were trimmed meanwhile, and newer ones exist
         for checkpoint_id, problem in damaged:
             place = f"checkpoint {checkpoint_id}"
             if self.recovery_checkpoint_id is None:
@@ -239,7 +239,7 @@ class LogVerification(Struct):
 
     def _verify_records(self, reader: LogReader) -> Iterator[Finding]:
         try:
-            with reader.view() as view:  # one, since a live writer goes on
+            with reader.view() as view:  # a single view, since a live writer goes on
                 self.first_sequence_id, self.last_sequence_id = first_and_last_sequence_id(view)
                 trimmed = meta_value(view, log_format.META_TRIMMED, log_format.INT)
                 cuts = meta_value(view, log_format.META_CUTS, log_format.INTS)
@@ -302,7 +302,7 @@ class LogVerification(Struct):
     def _verify_tables(self, reader: LogReader) -> Iterator[Finding]:
         """Every small value's CRC; ``sources`` against the trailers; the payloads of all impulses."""
         try:
-            with reader.view() as view:  # one, for the last record and the tables: a live writer may have gone on
+            with reader.view() as view:  # a single view for the last record and the tables, since a live writer goes on
                 sources = view_queries.named_rows(view, "sources", log_format.SOURCE)
                 clients = _client_positions(view)
                 last = first_and_last_sequence_id(view)[1]

@@ -27,7 +27,7 @@ from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64
 from immortal.protocol.client_frames import ReplyKind
 
-IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; memory has room for that
+IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; fits into memory
 LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 CHECKED_AT_ONCE_SIZE_BYTES_MAX = 256 << 10
 """A checkpoint of this size takes some 0.3 ms to read whole and to check; a thread takes as long to be woken."""
-MEASURE_INTERVAL_NS = 500_000_000  # of the log's room
-MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
-ONLY_TERM = 1  # of a log whose writer holds a lock for as long as it lives
+MEASURE_INTERVAL_NS = 500_000_000  # between measurements of the log's room
+MEASURE_SIZE_BYTES = 4 << 20  # also measured after writing this much
+ONLY_TERM = 1  # leases of this process have no terms: the store fences
 
 _READS = {
     ef.LoadLog: FaultPoint.LOG_LOADED,
@@ -72,8 +72,8 @@ class LogEndpoint:
         self._measuring = False
         self._unmeasured_bytes = 0  # handed to the disk since it was measured
         self.measure_at_ns = 0  # on the monotonic clock
-        self.successor = ""  # to whom the log is left
-        self._standbys: Sequence[Standby] = ()  # as they were looked at last
+        self.successor = ""  # standby that is to have the log next
+        self._standbys: Sequence[Standby] = ()  # as last reported
         self._has_standby = self._is_asked = self._is_polling_offer = False
 
     # --- the right to write ------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class LogEndpoint:
 
     def _hand_over(self, store: RowLogStore, request: StoreRead) -> None:
         """Answer a read that was requested while another process wrote the log."""
-        if isinstance(request, ef.ReadRecords):  # there is no more of that
+        if isinstance(request, ef.ReadRecords):  # all records were read before the takeover
             self._inbox.append(ev.RecordsRead([], None, request.session))
         else:
             self._read(store, request)
@@ -167,7 +167,7 @@ class LogEndpoint:
             problem = problem_of(store, request.header, is_given_up)
         except LogUnavailableError as error:
             return failed(error, request)
-        except Exception as error:  # it must be answered: the machine would wait for ever
+        except Exception as error:  # without an answer the core would wait for ever
             problem = repr(error)
         return ev.CheckpointChecked(request.header.checkpoint_id, problem)
 
@@ -309,7 +309,7 @@ class LogEndpoint:
 def _answered(store: RowLogStore, request: StoreRead) -> ev.Event:
     try:
         return answer(store, request)
-    except Exception as error:  # as above
+    except Exception as error:  # as in _check
         return failed(LogError(f"the log could not be read: {error!r}"), request)
 
 

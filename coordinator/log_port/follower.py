@@ -26,8 +26,8 @@ from immortal.protocol.errors import ImmortalError
 POLL_INTERVAL_S = 0.01
 IDLE_POLL_INTERVAL_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where POLL_INTERVAL_S takes 2 %
 IDLE_S = 1.0
-CAUGHT_UP_S = 1.0  # who has all now and then keeps up, however fast the log grows
-STANDBY_CLOSE_TIMEOUT_S = 1.0  # for who writes the log to be told that it is gone
+CAUGHT_UP_S = 1.0  # an app that has all records at least this often keeps up, however fast the log grows
+STANDBY_CLOSE_TIMEOUT_S = 1.0  # to unregister with the writer
 
 
 class FollowedLog(Protocol):
@@ -70,15 +70,15 @@ class LogFollower(Mailbox[ev.Event]):
         super().__init__()
         self._access = access
         self._requests: queue.SimpleQueue[StoreRead | Offered | None] = queue.SimpleQueue()
-        self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # for the log to grow
+        self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # answered when the log grows
         self._store: RowLogStore | None = None
         self._reader: FollowedLog | None = None
-        self._holder: str | None = None  # as the machine was told
+        self._holder: str | None = None  # as last told to the core
         self._closing = False
-        self._last_event_s = 0.0  # when there was something new last
+        self._last_event_s = 0.0  # monotonic time of the last event
         self._following: StandbyRegistration | None = None
-        self._checkpoint: StandbyCheckpointRequest | None = None  # as the machine was told that the writer asks for it
-        self._caught_up_s = -CAUGHT_UP_S  # when the app had, or was given, all that the log had
+        self._checkpoint: StandbyCheckpointRequest | None = None  # requested by the writer, as last told to the core
+        self._caught_up_s = -CAUGHT_UP_S  # last time that the app had all records
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def acquire(self) -> None:
@@ -108,7 +108,7 @@ class LogFollower(Mailbox[ev.Event]):
         self._requests.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        if self._store is not None:  # nobody has taken it
+        if self._store is not None:  # not taken by the endpoint
             self._store.close()
         super().close()
 
@@ -122,12 +122,12 @@ class LogFollower(Mailbox[ev.Event]):
                     if self._take_over():
                         return
                     self._poll()
-                except LogUnavailableError as error:  # nobody can take it over now
+                except LogUnavailableError as error:  # a takeover is impossible now
                     waiting, self._waiting = self._waiting, []
                     for request in waiting:
                         self._emit(failed(error, request))
                 self._answer_next()
-        except Exception as error:  # it must be told: the machine would wait for ever
+        except Exception as error:  # without an event the core would wait for ever
             known = error if isinstance(error, ImmortalError) else LogError(f"the log can't be followed: {error!r}")
             self._emit(ev.LogFailed(known))  # type: ignore[arg-type]  # also of a log that must not be opened
         finally:
@@ -250,7 +250,7 @@ class LogFollower(Mailbox[ev.Event]):
             try:
                 values = reader.read(first, request.size_bytes_max)
             except DamagedLogError:
-                if reader.summary().first_sequence_id <= first:  # else it was trimmed away: the summary says so
+                if reader.summary().first_sequence_id <= first:  # otherwise it was trimmed, as the summary shows
                     raise
         if values and first + len(values) > last:
             self._caught_up_s = time.monotonic()

@@ -16,7 +16,7 @@ from immortal.coordinator.notices import Notices
 if TYPE_CHECKING:
     from immortal.coordinator.log.reader import LogReader
 
-HOLDER_REFRESH_S = 1.0  # who holds a lock is read from a list of all locks: not at each look whether it is free
+HOLDER_REFRESH_S = 1.0  # between lookups of the holder's name, which read a list of all locks
 
 
 class InstanceLog:
@@ -31,8 +31,8 @@ class InstanceLog:
         self._trust_pickle = trust_pickle
         self._place = place_of(settings.log)
         self._reader: LogReader | None = None  # the last one
-        self._holder = "another process"  # as it could be named last
-        self._named_s: float | None = None  # when that was looked up
+        self._holder = "another process"  # last known name
+        self._named_s: float | None = None  # time of the last lookup
 
     @property
     def is_shared(self) -> bool:

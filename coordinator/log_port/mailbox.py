@@ -45,10 +45,10 @@ class Mailbox(Generic[T]):
         os.close(self._wake)
 
 
-# What is read of the log beside the loop: on one thread, in the order in which it was asked for.
+# Reads beside the loop: on one thread, in the order of the requests.
 #
-# A whole checkpoint takes seconds to read and to check, with gigabytes of state; peers and operators want their answers
-# meanwhile. Before each chunk of it, what was asked for since is done.
+# Reading and checking a checkpoint with gigabytes of state takes seconds, and peers and operators want their answers
+# meanwhile. So requests that arrive meanwhile are done before each chunk of it.
 
 
 Work = Callable[[], Event | None]

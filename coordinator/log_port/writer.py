@@ -35,14 +35,14 @@ from immortal.coordinator.notices.sinks import CommitTimed
 JOINED_SIZE_BYTES_MAX = 8 << 20
 """Commits that wait are joined up to this: a sync costs the same for one and for many. With 4 MiB, one-way traffic that
 fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
-COMMIT_MEAN_WEIGHT = 0.2  # of the last commit
+COMMIT_MEAN_WEIGHT = 0.2  # weight of the latest commit
 TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
 
 _Write = Commit | WriteCheckpointChunk
 _Job = _Write | ReadTail
 
 
-class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what came of them
+class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and their events
     """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
 
     ``fileno()`` is readable when something is finished. Trimming keeps the newest ``keep_checkpoints``; see
@@ -79,7 +79,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
         self._closing = False
         self._pushed_back: _Job | None = None  # taken while looking for a commit to join
-        self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
+        self.commit_s = 0.0  # duration of a commit with its sync: a running mean
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
@@ -122,7 +122,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                 try:
                     if not self._in_flight.begin_commit(self._inline[0]):
                         break
-                except Exception as error:  # as in _write; behind what may have been left for the loop already
+                except Exception as error:  # as in _write; put behind events that wait for the loop
                     self.put([(0, [self._in_flight_failed(error)])])
                 self._inline.popleft()
         if self._blocked_until_tail_read:
@@ -220,7 +220,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
                 reach(FaultPoint.AFTER_CHUNK)
                 return ChunkWritten(len(job.data))
-        except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
+        except Exception as error:  # it must not end the thread: the core would wait for ever
             return self._answer_to(job, error)
 
     def _note_committed(self, ticket: int, took_s: float) -> None:
@@ -318,7 +318,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             return None
 
     def _trim_step(self) -> None:
-        trims_count = self._trims_count  # before the step looks at what there is
+        trims_count = self._trims_count  # read before the step
         try:
             with self._store_lock:
                 self._finish_in_flight()
@@ -337,7 +337,7 @@ def _failed(error: Exception, job: _Job) -> LogFailed:
     return LogFailed(error, isinstance(error, LogUnavailableError), job)
 
 
-# Fault points of a commit: of any, of an epoch's, of a checkpoint's, of a version's, of a reset stream's, of a spill's.
+# Fault points of a commit: of any commit, then of one with an epoch, checkpoint, version, reset stream or spill.
 _BEFORE = (
     FaultPoint.BEFORE_COMMIT,
     FaultPoint.BEFORE_EPOCH,
@@ -371,10 +371,10 @@ def _reach_commit(transaction: Transaction, points: tuple[FaultPoint, ...]) -> N
         reach(spill)
 
 
-# Commits that were begun and are not finished, of a log that has several under way at a time.
+# Commits in flight, for a log that can have several at a time.
 #
-# The loop begins them and looks for what is done when their answers arrive; a thread that is to write something else
-# waits for them first. Whoever does either has the writer's lock of the store.
+# The loop begins them, and finishes each when its answer arrives. The thread finishes all before it writes something
+# else. Either holds the writer's lock of the store meanwhile.
 
 
 class Finished(NamedTuple):
@@ -430,6 +430,6 @@ class InFlightCommits:
 
     def unwatch(self) -> None:
         if self._watched is not None:
-            with contextlib.suppress(OSError):  # one that was closed has gone by itself
+            with contextlib.suppress(OSError):  # a closed descriptor is unregistered already
                 self._ready.unregister(self._watched[0])
             self._watched = None

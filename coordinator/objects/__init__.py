@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from immortal.protocol.errors import ImmortalError
 
-# What can go wrong with objects in a store.
+# Errors.
 
 
 class ObjectError(ImmortalError):

@@ -56,7 +56,7 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
             elif not Path(path).is_dir():
                 raise ObjectError(f"there is no archive in {url}: no such folder")
             return LocalStore(prefix=path)
-        return from_url(url, retry_config={"max_retries": 1})  # it is tried again by who waits, and says so
+        return from_url(url, retry_config={"max_retries": 1})  # callers that wait retry by themselves, and report it
 
 
 class Objects:

@@ -44,7 +44,7 @@ from immortal.coordinator.log.backend import Append, Options, Place, Severity
 from immortal.coordinator.log.backends import lmdb as lmdb_backend
 from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
 from immortal.coordinator.log.backup import back_up
-from immortal.coordinator.log.cut import LogCutter, cut_checkpoint_ids, removal
+from immortal.coordinator.log.cut import LogCutter, cut_checkpoint_ids, rows_removed_by_cut
 from immortal.coordinator.log.identity import first_and_last_sequence_id
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log.open import place_of
@@ -154,7 +154,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
             store.close()
             backend = place.open("alice", Options())
             with backend.view() as view:
-                changes = removal(view, sequence_id, cut_checkpoint_ids(view, sequence_id))
+                changes = rows_removed_by_cut(view, sequence_id, cut_checkpoint_ids(view, sequence_id))
                 last = first_and_last_sequence_id(view)[1]
             backend.append(Append(last, backend.fence, puts=changes.puts, deletes=changes.deletes))
             backend.close()

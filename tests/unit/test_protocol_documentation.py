@@ -156,7 +156,7 @@ BYTES = {
     "HandlersAsked: question 7, for the handler 12": system_methods.encode_handlers_question(
         system_methods.HandlersQuestion(7, 12)
     ),
-    "Handlers: to question 7, none of that number waits": system_methods.encode_answer(
+    "Handlers: to question 7, none of that number waits": system_methods.encode_handlers_answer(
         system_methods.HandlersAnswer(7, {"handler": None})
     ),
     "QueryAsked: query 7, method 4 without arguments, at 1700000000000000000": encode_query(

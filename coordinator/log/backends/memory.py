@@ -29,7 +29,7 @@ class Table:
         self.keys: list[bytes] = []
 
     def put(self, key: bytes, value: bytes) -> None:
-        if not self.keys or key > self.keys[-1]:  # as records come
+        if not self.keys or key > self.keys[-1]:  # the usual case: records ascend
             self.keys.append(key)
         elif key not in self.rows:
             insort(self.keys, key)

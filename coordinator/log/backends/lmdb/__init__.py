@@ -157,7 +157,9 @@ class LmdbPlace(Place):
                 yield Finding(Severity.NOTE, "file", f"{describe_unnamed(unnamed)}: the next start takes it in")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        from immortal.coordinator.log.backends.lmdb.copies import update_copy  # here: no running coordinator does
+        from immortal.coordinator.log.backends.lmdb.copies import (
+            update_copy,
+        )  # imported here: no running coordinator needs it
 
         return update_copy(source, identity, mac, self._folder)
 

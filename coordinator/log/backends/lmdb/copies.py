@@ -25,13 +25,13 @@ from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL,
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.files import make_folder
 
-COPIED_SIZE_BYTES_MAX = 32 << 20  # in one transaction
+COPIED_SIZE_BYTES_MAX = 32 << 20  # limit of one transaction
 _PARTIAL_PREFIX = ".cut-"
 _WITH_CHECKPOINTS = ("chunks", "outputs")
-_LEFT_OVER = {DATA_FILE_NAME, LOCK_FILE_NAME, READERS_FILE_NAME}  # by a first backup that was cut off
+_LEFT_OVER = {DATA_FILE_NAME, LOCK_FILE_NAME, READERS_FILE_NAME}  # left by an interrupted first backup
 _BY_THEMSELVES = ("records", "checkpoints", *_WITH_CHECKPOINTS)
 
-# --- what is cut off --------------------------------------------------------------------------------------------------
+# --- rows cut off by an operator --------------------------------------------------------------------------------------
 
 
 def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
@@ -79,7 +79,7 @@ def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterabl
         size_bytes = 0
         with target.begin(write=True) as transaction:
             for _, key, value in waiting:
-                if table != "meta" or key != META_JOURNAL:  # what it had is in the tables here
+                if table != "meta" or key != META_JOURNAL:  # a copy's tables include the journal's rows
                     transaction.put(key, value, db=tables[table])
                 size_bytes += len(value)
                 if size_bytes >= COPIED_SIZE_BYTES_MAX:
@@ -113,7 +113,7 @@ def update_copy(source: View, identity: LogIdentity, mac: Mac | None, target: Pa
 def _bring_up(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
     is_new = not log_exists(target)
     if is_new:
-        (target / DATA_FILE_NAME).unlink(missing_ok=True)  # of a first backup that was cut off
+        (target / DATA_FILE_NAME).unlink(missing_ok=True)  # left by an interrupted first backup
     environment = open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES)
     try:
         tables = make_tables(environment) if is_new else open_tables(environment, target)
@@ -131,7 +131,7 @@ def _bring_up(source: View, identity: LogIdentity, mac: Mac | None, target: Path
                         writing.delete(Span(table))
                         writing.put_rows((table, bytes(key), value) for key, value in source.scan(table))
                 writing.fit_seal_tables()
-                writing.forget_journal()  # what it had is in the tables here
+                writing.forget_journal()  # a copy's tables include the journal's rows
         except lmdb.Error as error:
             raise error_of(target, error) from error
         last = first_and_last_sequence_id(source)[1]

@@ -34,7 +34,7 @@ from immortal.protocol.files import FILE_MODE, FOLDER_MODE, restrict_mode
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALMOST_FULL_BYTES = 1 << 20
 MAP_SIZE_BYTES = 64 << 30  # sparse: costs address space, no disk
-READERS_WAIT_S = 5.0  # for one of its rows, at a start
+READERS_WAIT_S = 5.0  # timeout for a reader's place at a start
 _READERS_POLL_INTERVAL_S = 0.05
 _TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
 DATABASES_MAX = 32  # more than this version has, so that a later version's can be opened beside them
@@ -243,7 +243,7 @@ def _disk_is_full(folder: Path) -> bool:
     return state.f_bavail * state.f_frsize < _ALMOST_FULL_BYTES
 
 
-# A log is for its owner alone. One that an earlier version made, or a copy, may be open to others.
+# A log belongs to its owner alone. One made by an earlier version, or a copy, may be open to others.
 
 
 FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
@@ -277,7 +277,7 @@ def remove_log(folder: Path) -> None:
         folder.rmdir()
 
 
-# Giving pages of the map back.
+# Returning mapped memory.
 #
 # LMDB reads through a shared mapping of its file. A page that was touched once stays mapped and counts as this
 # process's memory, although the kernel could drop it at any time: a coordinator would seem to grow with its log. So

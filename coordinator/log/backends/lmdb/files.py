@@ -14,7 +14,7 @@ from immortal.coordinator.core.errors import LogError, LogFormatError
 from immortal.coordinator.log.backends.lmdb.pages import decode_meta
 
 DATA_FILE_NAME = "data.mdb"
-FILES_BESIDE = ("journal", "high-water-mark")  # that only a complete log has
+FILES_BESIDE = ("journal", "high-water-mark")  # only a complete log has them
 
 # LMDB 0.9's meta pages: a page header of 16 bytes, then MDB_meta (64-bit): magic, version, address, map size, two
 # MDB_db of 48 bytes (the first begins with the page size), last page, transaction ID.
@@ -26,7 +26,7 @@ _MAGIC = 0xBEEFC0DE
 _META_SIZE_BYTES = _META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size
 _DATA_VERSION = 1
 _READ_SIZE_BYTES = 1 << 20
-_READ_SIZE_BYTES_MIN = 4096  # to name the place
+_READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 
 def log_exists(folder: str | os.PathLike[str]) -> bool:
@@ -34,7 +34,7 @@ def log_exists(folder: str | os.PathLike[str]) -> bool:
     path = Path(folder) / DATA_FILE_NAME
     try:
         return path.exists() and not _is_unfinished(path)
-    except OSError:  # who opens it says why it cannot be read
+    except OSError:  # opening it reports the error
         return True
 
 
@@ -203,7 +203,7 @@ def first_unreadable(path: Path) -> str | None:
         os.close(descriptor)
 
 
-# Making durable which files and folders there are, and under which names.
+# Syncing folders: which files exist, and under which names.
 
 
 def sync_folder(path: Path) -> None:
@@ -225,4 +225,4 @@ def sync_names(path: Path) -> None:
         try:
             sync_folder(folder)
         except PermissionError:
-            return  # who may not look into it has made nothing in it
+            return  # a folder that we can't read has nothing of ours in it

@@ -23,7 +23,7 @@ from immortal.protocol.varint import Readable
 
 FILE_NAME = "high-water-mark"
 _MAGIC = b"IMH1"
-_MAGIC_AUTHENTICATED = b"IMH2"  # with a MAC in the place of the CRC
+_MAGIC_AUTHENTICATED = b"IMH2"  # has a MAC in place of the CRC
 _CHECKED = struct.Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
 _CRC_SIZE_BYTES = 8
 
@@ -53,7 +53,7 @@ class HighWaterMark:
         except FileNotFoundError:
             return None
         if not data:
-            return None  # of a process that ended when it had made the file
+            return None  # left by a process that ended right after creating it
         if len(data) >= _CHECKED.size:
             magic, _, sequence_id, check = _CHECKED.unpack_from(data)
             if data == self._encode(sequence_id, check):

@@ -27,8 +27,8 @@ from immortal.protocol.checksum import crc64
 from immortal.protocol.files import FILE_MODE
 
 FILE_NAME = "journal"
-PARTIAL_FILE_NAME = "journal.new"  # until it has all its blocks: a journal that is shorter was cut
-FILE_SIZE_BYTES = 1 << 20  # what a start has to bring into the tables at most: milliseconds
+PARTIAL_FILE_NAME = "journal.new"  # its name until it has all its blocks: a shorter journal was truncated
+FILE_SIZE_BYTES = 1 << 20  # bounds what a start moves into the tables: milliseconds
 ENTRY_SIZE_BYTES_MAX = 32 << 10  # larger ones gain nothing
 
 
@@ -39,7 +39,7 @@ class Journal:
     """The writer's end. What is in the tables says that there is one from :meth:`make` until before :meth:`remove`."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
-        self.nonce = secrets.randbits(63) | 2  # of this life
+        self.nonce = secrets.randbits(63) | 2  # unique to this opening of the log
         self._path = folder / FILE_NAME
         self._seed = identity.check
         self._descriptor: int | None = None
@@ -131,9 +131,9 @@ ROWS = decoding.Decoder(list[tuple[str, bytes, bytes]])
 class Place(Struct, frozen=True):
     """Place of an entry in its journal: entries come in this order."""
 
-    transaction_id: int  # of LMDB, which the entry follows
-    number: int  # of entries that follow that transaction, from 0
-    nonce: int  # of the life of the log that wrote the entry
+    transaction_id: int  # LMDB transaction that the entry follows
+    number: int  # counts entries after that transaction, from 0
+    nonce: int  # unique to the opening of the log that wrote the entry
 
 
 def place_of(data: bytes) -> Place | None:

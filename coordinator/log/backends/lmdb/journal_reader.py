@@ -32,14 +32,14 @@ class JournalReader:
     """Reads the journal entries behind an LMDB transaction. Repeated reads of one journal read only what is new."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
-        self.repairs: list[str] = []  # what was found damaged and put right, in words
-        self.left_out: list[str] = []  # what was found cut off, in words
+        self.repairs: list[str] = []  # repaired damage, as messages
+        self.left_out: list[str] = []  # incomplete entries, as messages
         self._path = folder / FILE_NAME
         self._seed = identity.check
         self._next = Place(-1, 0, 0)
         self._offset_bytes = 0
         self._rows: JournalRows = {}
-        self._tried = self._next  # to look for a flipped bit in a large entry takes a second
+        self._tried = self._next  # where a search for a flipped bit failed: one takes a second for a large entry
 
     def rows(
         self,

@@ -1,4 +1,4 @@
-"""The lock that keeps a second coordinator off a log."""
+"""Locks of a log's folder: one keeps a second coordinator off, the others are LMDB's table of readers."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-# The table of readers of a log's LMDB environment (lock.mdb), for who finds no place in it, and so can't open it.
+# The table of readers of a log's LMDB environment (lock.mdb), cleaned when it has no free place left.
 #
-# LMDB clears the places of processes that were killed only for who has it open. So this does it from outside, as LMDB
-# does: a process that lives has a lock on the byte with its number. Places are cleared under a lock of ours, that on
-# the log's folder: one that two processes clear could be a third one's in between.
+# LMDB clears the places of killed processes only in an open environment, which itself needs a place. So this clears
+# them from outside, as LMDB does: a live process has a lock on the byte with its number. It holds a lock of ours on
+# the log's folder meanwhile: a place that two processes clear could belong to a third one in between.
 
 
 READERS_FILE_NAME = "lock.mdb"
-READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same
+READERS_MAX = 512  # the first opener's value counts for all, so every opener passes the same
 _LOCK_WAIT_S = 1.0  # it is held for a millisecond
 _HEAD_SIZE_BYTES = 128
 _PLACE_SIZE_BYTES = 64
-TABLE_SIZE_BYTES = _HEAD_SIZE_BYTES + _PLACE_SIZE_BYTES * READERS_MAX  # as LMDB makes it
+TABLE_SIZE_BYTES = _HEAD_SIZE_BYTES + _PLACE_SIZE_BYTES * READERS_MAX  # as LMDB lays it out
 _PID_OFFSET_BYTES = 8
 _PID = struct.Struct("=i")
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid

@@ -82,9 +82,9 @@ class UnnamedTransaction(Struct, frozen=True):
 
 class _Node(Struct, frozen=True):
     key: bytes
-    child: int  # of a branch
-    flags: int  # of a leaf
-    size_bytes: int  # of a leaf's data
+    child: int  # in a branch page
+    flags: int  # in a leaf page
+    size_bytes: int  # of the data, in a leaf page
     data_offset: int
 
 

@@ -25,7 +25,7 @@ from immortal.coordinator.log.format import (
 from immortal.coordinator.log.identity import check_format, meta_value
 from immortal.protocol.varint import Readable
 
-Tables: TypeAlias = dict[str, "lmdb._Database"]  # by name; those that the log has
+Tables: TypeAlias = dict[str, "lmdb._Database"]  # the log's tables, by name
 ReadTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 JournalRows: TypeAlias = dict[tuple[str, bytes], Readable]  # by table and key
 Rows: TypeAlias = Iterator[tuple[Readable, Readable]]
@@ -137,7 +137,7 @@ def _key_of(row: tuple[bytes, Readable]) -> bytes:
     return row[0]
 
 
-# The named databases of a log's LMDB environment, one for each table.
+# Named databases of a log's LMDB environment, one for each table.
 
 
 WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"

@@ -49,7 +49,7 @@ from immortal.coordinator.log.format import (
 from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, read_identity
 
 MAP_SIZE_BYTES_MAX = 1 << 40
-# What most appends are made of: records, positions and verdicts. Others have the sync of two that LMDB needs.
+# Tables of small appends, which go to the journal with one sync. Other appends take LMDB's two.
 _JOURNALED = frozenset(("sources", "acknowledged", "verdicts", "letters", "record_seals"))
 _JOURNALED_META = frozenset((META_SUSPECT, META_SEAL))
 
@@ -72,7 +72,7 @@ class LmdbBackend(Backend):
         self._sync_delay_s = sync_delay_s()
         self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
-        self._has_journal: bool | None = None  # None: the first small append makes it
+        self._has_journal: bool | None = None  # None: unknown until the first small append makes it
         self.environment = open_environment(
             folder, readonly=False, map_size_bytes=options.size_bytes or MAP_SIZE_BYTES, repairs=self.repairs
         )
@@ -170,7 +170,7 @@ class LmdbBackend(Backend):
         if removes_much:
             clear_dead_readers(self.environment, self._folder)
         if at_end:
-            self._high_water_mark.remove()  # what it says is no longer so, by hand
+            self._high_water_mark.remove()  # an operator's cut makes it obsolete
         self._write(lambda writing: writing.put(append))
         if at_end:
             with self.view() as view:
@@ -208,7 +208,7 @@ class LmdbBackend(Backend):
         self.flush()  # the file may hold entries that count
         made = self._journal.make()
         if made:
-            self._needs_journal = True  # should that commit fail, the next start may find that it did not
+            self._needs_journal = True  # before the commit: if it fails, it may be durable all the same
             row = meta_row(META_JOURNAL, self._journal.nonce)
             self._write(lambda writing: writing.put_rows((row,)))
         self._has_journal = made
@@ -275,7 +275,9 @@ class LmdbBackend(Backend):
                 self._high_water_mark.put(self._last_sequence_id, value)
 
     def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
-        from immortal.coordinator.log.backends.lmdb.copies import export_cut_rows  # here: no running coordinator does
+        from immortal.coordinator.log.backends.lmdb.copies import (
+            export_cut_rows,
+        )  # imported here: no running coordinator needs it
 
         return export_cut_rows(self._folder, name, rows)
 
@@ -300,7 +302,7 @@ class LmdbBackend(Backend):
             if self._needs_journal or self.journaled[1]:
                 self._journal.close()
             else:
-                with contextlib.suppress(OSError):  # what is in it does not count
+                with contextlib.suppress(OSError):  # its content is not valid any more
                     self._journal.remove()
             self._high_water_mark.close()
             self.environment.close()
@@ -320,9 +322,9 @@ def _is_small(append: Append) -> bool:
     return has_messages
 
 
-# A slower disk than there is, for benchmarks: each commit of a log takes some milliseconds more.
+# Simulates a slower disk for benchmarks: each commit takes some milliseconds more.
 #
-# IMMORTAL_BENCH_SYNC_DELAY_MS is looked at when a log is opened for writing. Nothing else knows of it.
+# IMMORTAL_BENCH_SYNC_DELAY_MS is read when a log is opened for writing, and nowhere else.
 
 
 VARIABLE = "IMMORTAL_BENCH_SYNC_DELAY_MS"

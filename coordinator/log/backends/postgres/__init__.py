@@ -16,7 +16,7 @@ from immortal.coordinator.core.errors import LogError, LogFormatError, LogLocked
 
 try:
     from psycopg import Connection, errors
-except ImportError as error:  # before all else here, which needs it too
+except ImportError as error:  # first: the modules below need it too
     raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
 
 from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
@@ -68,7 +68,7 @@ class PostgresPlace(Place):
         super().__init__(location)
         self._address = Address.of(location)
         self._connections = Connections(self._address)
-        self._look_s = 0.0  # when to look again who has the lease
+        self._look_s = 0.0  # next time to read the lease's holder
         self._holder: leases.Holder | None = None
 
     def exists(self) -> bool:
@@ -157,7 +157,7 @@ class PostgresPlace(Place):
         """Holder of the lease, cached for the poll interval, since followers ask all the time."""
         now_s = time.monotonic()
         if now_s >= self._look_s:
-            self._look_s = now_s + POLL_INTERVAL_S  # before the look: a nudge meanwhile asks for one more
+            self._look_s = now_s + POLL_INTERVAL_S  # set before reading: a nudge meanwhile asks for another read
             with self._connections.borrowed() as connection:
                 try:
                     self._holder = leases.holder(connection, self._address.named)

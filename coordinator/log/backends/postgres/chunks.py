@@ -32,7 +32,7 @@ CHUNKS = "chunks"
 ELSEWHERE = "chunks_elsewhere"
 """The table with the rows of those that are in a store, under the same keys."""
 OBJECT_SIZE_BYTES_MIN = 1 << 20
-UPLOADS_MAX = 8  # at once; each holds its chunk in memory
+UPLOADS_MAX = 8  # in parallel; each holds its chunk in memory
 ANSWER_S = 2.0  # a store that takes longer for a chunk is away
 _NAME = re.compile(r"\d{20}-\d{8}-e(\d+)-[0-9a-f]{16}")
 
@@ -116,7 +116,7 @@ class ChunkUploads:
         self.problem = ""
         self._url = url
         self._instance = instance
-        self._uploads: list[_Upload] = []  # of the checkpoint that is being written
+        self._uploads: list[_Upload] = []  # for the checkpoint being written
         self._pool = ThreadPoolExecutor(UPLOADS_MAX, thread_name_prefix="chunks")
         if url:
             try:
@@ -142,7 +142,7 @@ class ChunkUploads:
             return row
         checkpoint_id, index = CHUNK_KEY.unpack(key)
         if index == 0:
-            self._uploads = []  # of a checkpoint that is whole by now, or was given up
+            self._uploads = []  # its checkpoint is complete or was abandoned
         if len(value) < OBJECT_SIZE_BYTES_MIN or self._is_away():
             return row
         name = f"{checkpoint_id:020}-{index:08}-e{epoch}-{secrets.token_hex(8)}"

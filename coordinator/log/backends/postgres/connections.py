@@ -12,14 +12,14 @@ from psycopg import conninfo, errors, pq
 
 from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
 
-VERSION_MIN = 150000  # as libpq counts: 15.0
+VERSION_MIN = 150000  # 15.0 in libpq's form
 CONNECT_TIMEOUT_S = 5
 DEAD_MS = 10_000
 """Silence on the wire after which a connection counts as broken.
 
 A live server that waits for its standbys is not silent: TCP answers.
 """
-# An append is never cut off: what a time limit of the server ends may be visible already, and on no standby.
+# No timeout may end an append: its changes may already be visible, and be on no standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
 _DURABLE = (
     "; SELECT set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'remote_apply'"
@@ -81,8 +81,9 @@ def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
             if connection.info.server_version < VERSION_MIN:
                 found = connection.info.parameter_status("server_version")
                 raise LogError(f"{address.where} is PostgreSQL {found}: version 15 or newer is needed")
-            is_asked = "synchronous_commit" in connection.info.options  # of the URL: it is looked at, and refused
-            connection.execute((_NO_LIMITS if is_asked else _NO_LIMITS + _DURABLE).encode())
+            # A setting in the URL is not overridden: the durability check refuses it.
+            is_set_in_url = "synchronous_commit" in connection.info.options
+            connection.execute((_NO_LIMITS if is_set_in_url else _NO_LIMITS + _DURABLE).encode())
         except BaseException:
             connection.close()
             raise
@@ -102,7 +103,7 @@ def reaching(address: Address) -> Iterator[None]:
         raise LogFullError(f"the database {address.where} has no room: {_line(error)}") from None
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
         raise LogUnavailableError(f"the database {address.where} does not answer: {_line(error)}") from None
-    except errors.ReadOnlySqlTransaction as error:  # it was a primary until now
+    except errors.ReadOnlySqlTransaction as error:  # the server was a primary until now
         raise LogUnavailableError(f"the database {address.where} takes no writes: {_line(error)}") from None
     except errors.InsufficientPrivilege as error:
         raise LogError(

@@ -43,10 +43,10 @@ class DurabilityGuard:
         self.doubt = ""
         self._address, self._where, self._instance = address, address.where, address.named
         self._allow_data_loss = allow_data_loss
-        self._standbys_count = 0  # for how many a commit has to wait
+        self._standbys_count = 0  # number of standbys that a commit must wait for
         self._right = ""  # the settings as they were found to be right last
-        self._taken = ""  # as it was noted when this writer took the log
-        self._synchronous_commit = "on"  # of the connection that appends, which sets it
+        self._taken = ""  # as recorded when this writer took the log
+        self._synchronous_commit = "on"  # setting of the connection that appends
 
     @property
     def waits_for_standbys(self) -> bool:
@@ -111,7 +111,7 @@ class DurabilityGuard:
                 f"the database {self._where} may have lost acknowledged input: an older copy has taken its place"
             )
             return
-        if lost := _Noted.of(connection, self._instance).lost:  # as one has found out whose log it was
+        if lost := _Noted.of(connection, self._instance).lost:  # recorded by another process that noticed it
             self.doubt = lost
             return
         durability = replace(Durability.of(connection), synchronous_commit=self._synchronous_commit)
@@ -177,11 +177,11 @@ def _note(connection: Connection, instance: str, key: bytes, value: str) -> None
     )
 
 
-# What a server does with what it has acknowledged when a machine crashes, as its settings on one connection say.
+# Durability settings of a server, as read on one connection: what a crash of a machine can lose.
 #
-# Settings differ by role, database and session: they are read on the very connection that appends. They change while it
-# is open, all but synchronous_commit, which each session sets (connecting.py): a writer looks again after each
-# reconnect and with each renewal of its lease, and where commits wait for standbys behind each commit.
+# Settings differ by role, database and session, so they are read on the connection that appends. All but
+# synchronous_commit, which each session sets (connections.py), may change while it is open: a writer reads them again
+# after each reconnect, with each renewal of its lease and, where commits wait for standbys, behind each commit.
 
 
 SETTINGS: LiteralString = (

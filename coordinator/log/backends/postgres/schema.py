@@ -17,9 +17,9 @@ MIGRATION_LOCK = 0x696D6D6F7274616C  # "immortal": one migration of a database a
 WRITERS = "immortal_writer"
 """The role that a coordinator's role is a member of, where it is not the owner's."""
 
-# A row of heads is changed by every append, one of leases twice a second: half of their pages is left free, so that a
-# new version of the row stays on its page and no index changes. A log that was removed keeps its head: its epoch must
-# never come again, since a writer of before may still try.
+# Every append changes a row of heads, and a row of leases changes twice a second. Half of their pages is left free, so
+# that a new version of a row stays on its page and no index changes. A removed log keeps its head: its epoch must
+# never come again, since an earlier writer may still try to append.
 _TABLES: LiteralString = """
 CREATE SCHEMA immortal;
 CREATE TABLE immortal.schema_version (version int NOT NULL);
@@ -57,8 +57,8 @@ ALTER TABLE immortal.records ALTER COLUMN pack SET STORAGE EXTERNAL;
 ALTER TABLE immortal.rows ALTER COLUMN value SET STORAGE EXTERNAL;
 """
 
-# Spans go before rows come. Records are removed at their beginning or at their end: a pack that is left in part says
-# by kept_from and kept_count what of it there still is; its bytes stay as they are.
+# Spans are deleted before rows are added. Records are removed at their beginning or end: for a pack removed in part,
+# kept_from and kept_count say which of its records remain, and its bytes stay as they are.
 _CHANGE: LiteralString = """
 CREATE FUNCTION immortal.change(
     of_instance text,
@@ -97,9 +97,9 @@ BEGIN
 END $$;
 """
 
-# The head's row orders appends, and appends against who takes the log over: both change it. Where it is not as this
-# writer knows it, nothing is changed, and the answer is what it is. Statements of a function see what was committed
-# before each of them, so the second look sees what the first one has waited for.
+# The head's row orders appends and takeovers, since both change it. Where it is not as this writer expects, nothing is
+# changed, and the answer is the head's state. Each statement of a function sees what was committed before it, so the
+# second read sees the changes that the first one has waited for.
 _APPEND: LiteralString = """
 CREATE FUNCTION immortal.append(
     of_instance text, of_epoch bigint, of_number bigint, expected_last bigint, new_last bigint,
@@ -125,8 +125,8 @@ BEGIN
 END $$;
 """
 
-# Roles belong to the whole server: one may be there already, and the owner of a database need not be allowed to make
-# one. Then the grants are given to nobody: docs/how-to/postgresql.md has them.
+# Roles belong to the whole server: one may exist already, and the owner of a database may lack the right to create
+# one. Then nothing is granted here: docs/how-to/postgresql.md has the grants.
 _GRANTS: LiteralString = """
 DO $$ BEGIN
     IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
@@ -144,9 +144,9 @@ DO $$ BEGIN
 END $$;
 """
 
-# Who follows a log says so, and where peers would reach it; a lease says where they reach who has it. News of leases
-# go to the channel "immortal", with the instance's name: never those of appends, since a commit with a NOTIFY takes a
-# lock of the whole database.
+# Standbys of a log, with the endpoint where peers would reach each. A lease has its holder's endpoint. Lease changes
+# are announced on the channel "immortal", with the instance's name. Appends are not: a commit with a NOTIFY takes a
+# lock on the whole database.
 _STANDBYS: LiteralString = """
 ALTER TABLE immortal.leases ADD COLUMN endpoint text NOT NULL DEFAULT '';
 CREATE TABLE immortal.standbys (
@@ -165,8 +165,8 @@ DO $$ BEGIN
 END $$;
 """
 
-# What machines share of their instances (protocol.shared_home): files, by instance and part. Public keys are those of a
-# machine each. Who only calls has the role immortal_reader.
+# Files that machines share (protocol.shared_registry), by instance and part. Public keys belong to one machine each.
+# A machine that only calls has the role immortal_reader.
 _REGISTRY: LiteralString = """
 CREATE SEQUENCE immortal.registry_revisions;
 CREATE TABLE immortal.registry (
@@ -237,7 +237,7 @@ def migrate(connection: Connection, where: str) -> int:
         if before > VERSION:
             check(connection, where)
         try:
-            with connection.transaction():  # who opens a log meanwhile sees the version of before, or this one
+            with connection.transaction():  # others see the old version or the new one, nothing between
                 for step in MIGRATIONS[before:]:
                     connection.execute(step)
                 if before < VERSION:

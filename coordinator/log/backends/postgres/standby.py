@@ -117,7 +117,7 @@ class StandbyChunks:
                 raise LogError("who asked for it does not want it any more")
 
     def _insert(self, connection: _Connection, asked: StandbyCheckpointRequest, append: Append) -> None:
-        for span in append.deletes:  # of objects that the store has not taken: their chunks come as rows
+        for span in append.deletes:  # objects that the store rejected: their chunks come as rows
             connection.execute(
                 "DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s AND key >= %s AND key < %s",
                 [self._instance, span.table, span.first, span.end],
@@ -134,13 +134,13 @@ class StandbyChunks:
         self._uploads.close()
 
 
-# Processes that are told at once when the lease of a log has changed: who follows it, and who calls its instance.
+# Listeners for changes of a lease: followers of the log, and callers of its instance.
 #
-# One thread, on a connection of its own. News are a shortcut: it looks by itself as well, only not as soon.
+# Each has a thread and a connection of its own. Notifications only save time: it polls as well.
 
 
-POLL_INTERVAL_S = 1.0  # without news; a standby counts for three of them
-RETRY_INTERVAL_S = 0.5  # until a database that does not answer is tried again
+POLL_INTERVAL_S = 1.0  # without notifications; a standby counts as present for three intervals
+RETRY_INTERVAL_S = 0.5  # before a database that does not answer is tried again
 
 
 class LeaseListener:
@@ -179,9 +179,9 @@ class LeaseListener:
                 select.select([self._wake], [], [], RETRY_INTERVAL_S)
 
     def _listen(self, connection: _Connection) -> None:
-        connection.execute("SET synchronous_commit = off")  # nothing is lost with it
+        connection.execute("SET synchronous_commit = off")  # nothing of value can be lost
         connection.execute(f"LISTEN {leases.CHANNEL}")
-        is_news = True  # what was told before is not heard
+        is_news = True  # earlier notifications were missed
         while not self._is_closed:
             self.on_news(connection, is_news=is_news)
             is_news = self._wait(connection)

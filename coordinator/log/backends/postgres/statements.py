@@ -21,8 +21,8 @@ from immortal.coordinator.log.backends.postgres.view import PACK_SIZE_BYTES_MAX,
 from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
-STATEMENT_SIZE_BYTES_MAX = 32 << 20  # of rows; a larger append is several statements of one transaction
-ROWS_MAX = 20_000  # in a statement
+STATEMENT_SIZE_BYTES_MAX = 32 << 20  # limit of its rows; a larger append is several statements in one transaction
+ROWS_MAX = 20_000  # limit of one statement
 
 CHANGE: LiteralString = "SELECT immortal.change(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
 PREPARED = b"immortal_append"
@@ -129,10 +129,10 @@ _ENCODERS: tuple[Callable[[Any], bytes], ...] = (
 )
 
 
-# Appends on their way to the server: several at a time on one connection, each a transaction of its own.
+# Sending appends: several in flight on one connection, each a transaction of its own.
 #
-# What is sent does not wait for the answer to what was sent before (libpq's pipeline mode); answers come in the same
-# order. An append is done when the server has said so and, behind that, that its transaction is over: until then its
+# Sending does not wait for earlier answers (libpq's pipeline mode); answers come in the same
+# order. An append is done when the server has answered it and then reported the end of its transaction: until then its
 # commit may fail, or warn that no standby has it.
 
 
@@ -165,11 +165,11 @@ class Sender:
             connection.execute(b"PREPARE immortal_settings AS " + SETTINGS.encode())
         self._connection = connection
         self._looks = looks
-        self.settings = ""  # behind the append that was answered last, as durability.SETTINGS has them
+        self.settings = ""  # read behind the last answered append, in the form of durability.SETTINGS
         self._pgconn = connection.pgconn
         self._unanswered_count = 0
-        self._result: pq.abc.PGresult | None = None  # of what is answered now, as far as it is known
-        self._results: list[pq.abc.PGresult | None] = []  # of the oldest append, and of the settings behind it
+        self._result: pq.abc.PGresult | None = None  # partial answer
+        self._results: list[pq.abc.PGresult | None] = []  # answers to the oldest append and to its settings query
         self._is_unsent = False  # a part of what was sent: the server reads slowly
 
     def send(self, arguments: Sequence[object]) -> None:
@@ -193,7 +193,7 @@ class Sender:
         pgconn.consume_input()
         while not pgconn.is_busy():
             result = pgconn.get_result()
-            if result is None:  # no more of what was asked, but for the end of its transaction
+            if result is None:  # end of these results; the end of the transaction follows
                 if pgconn.status != pq.ConnStatus.OK:
                     raise psycopg.OperationalError(pgconn.get_error_message())
             elif result.status == pq.ExecStatus.PIPELINE_SYNC:
@@ -254,7 +254,7 @@ def _error_of(result: pq.abc.PGresult | None) -> psycopg.Error:
     return kind(result.get_error_message())
 
 
-# Rows that go into a log which nobody writes yet: a new one, or the copy of another.
+# Filling a log that has no writer yet: a new one, or the copy of another.
 
 
 def change(connection: Connection[tuple[Any, ...]], instance: str, append: Append) -> None:

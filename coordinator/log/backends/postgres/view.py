@@ -22,7 +22,7 @@ SEQUENCE_ID_MAX = (1 << 63) - 1
 FETCH_SIZE_BYTES = 4 << 20  # asked for at once, of rows as large as those before
 FIRST_ROWS_MAX = 8  # most scans want one row, or all of a small table
 ROWS_MAX = 4096
-SMALL_PACK_SIZE_BYTES = 64 << 10  # such packs come with their heads: 4 MiB at once
+SMALL_PACK_SIZE_BYTES = 64 << 10  # packs up to this size are fetched with their heads: 4 MiB at once
 PACKS_MAX = 64
 
 _BACK: dict[str, LiteralString] = {
@@ -264,9 +264,9 @@ def viewing(connections: Connections, instance: str) -> Iterator[PostgresView]:
         connection.execute("COMMIT")
 
 
-# Records packed into one value: ``count``, so many sizes in bytes, each a 32-bit unsigned LE number, then the records.
+# Packs: several records in one value. A pack is ``count`` sizes in bytes (32-bit unsigned LE), then the records.
 #
-# A row of the table ``immortal.records`` is such a pack. Records at its beginning or end may be gone: its row says so.
+# A row of ``immortal.records`` is a pack. Its row says which records at its beginning or end were removed.
 
 
 PACK_SIZE_BYTES_MAX = 16 << 20

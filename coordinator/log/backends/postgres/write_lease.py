@@ -28,9 +28,9 @@ from immortal.protocol import decoding
 from immortal.protocol.files import ProcessFile, is_living, own_fields
 
 CHANNEL = "immortal"
-RENEWALS = 2.5  # in the time of a lease: one may fail. Seldom is good: less is left of it when its holder dies
+RENEWALS = 2.5  # per lease time: one may fail. Few are better: when its holder dies, less of the lease is left
 HANDOVER_TIMEOUT_S = 2.0  # a log that was left to one standby is not for others
-RELEASED = "left"  # in place of a process: the holder is who may take it
+RELEASED = "left"  # stored in place of a process: the holder is then the standby that may take it
 STANDBY_TIMEOUT_S = 3.0  # a standby that says nothing counts for so long
 _OURS: set[str] = set()  # the nonces of this process's leases that are held
 
@@ -59,7 +59,7 @@ def _space() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return secrets.token_hex(8)  # nobody's: the lease has to run out
+        return secrets.token_hex(8)  # matches no process: the lease has to run out
 
 
 def is_process_gone(text: str) -> bool:
@@ -174,7 +174,7 @@ class Lease:
         A renewal that is on its way finds that the lease is another one's. Raises as the connection does.
         """
         with connection.transaction():
-            connection.execute("SET LOCAL synchronous_commit = off")  # what is lost of it runs out
+            connection.execute("SET LOCAL synchronous_commit = off")  # if it is lost, the lease runs out instead
             connection.execute(
                 "UPDATE immortal.leases SET process = %s, holder = %s, endpoint = '', until = CASE WHEN %s"
                 " THEN clock_timestamp() + make_interval(secs => %s) ELSE '-infinity' END"
@@ -197,7 +197,7 @@ class Lease:
             with contextlib.suppress(LogError), reaching(self._address):
                 if connection is None or is_broken(connection):
                     connection = connect(self._address)
-                    connection.execute("SET synchronous_commit = off")  # nothing is lost with it
+                    connection.execute("SET synchronous_commit = off")  # nothing of value can be lost
                 renewed = connection.execute(
                     "UPDATE immortal.leases SET until = clock_timestamp() + make_interval(secs => %s)"
                     " WHERE instance = %s AND process = %s",

@@ -85,11 +85,11 @@ class PostgresBackend(Backend):
         self._measured: tuple[float, int] | None = None
         self._appends_count = 0  # answered as done in this epoch
         self._in_flight: deque[_InFlight] = deque()
-        self._outcome_unknown = False  # how many of those were done
+        self._outcome_unknown = False  # of the appends in flight
         self._takeover: tuple[int, int] | None = None  # the epoch that resolving begins, and how many it found done
-        self._is_warned = False  # since none was under way
+        self._is_warned = False  # a warning came since the first append in flight
         self._is_released = self._is_ended = False
-        self._asked_key = b""  # of what a standby was asked for last; b"": nothing is asked
+        self._asked_key = b""  # row of the open request to a standby; b"": none
         self._guard = DurabilityGuard(address, allow_data_loss=options.allow_data_loss)
         self._lease = leases.Lease(address, options.lease_s, options.endpoint, self._check_in_background)
         self._chunks = ChunkUploads(options.checkpoints_to, address.named)
@@ -177,7 +177,7 @@ class PostgresBackend(Backend):
     @property
     def fenced_by(self) -> FencedError | None:
         lost_to = self._lease.lost_to
-        if lost_to is None or lost_to[0] < self.fence:  # of an older copy of the log: the next append finds out
+        if lost_to is None or lost_to[0] < self.fence:  # the database is an older copy: the next append finds out
             return None
         return fenced(self.where, *lost_to)
 
@@ -231,7 +231,7 @@ class PostgresBackend(Backend):
     def _require_known(self) -> None:
         self.raise_failure()
         if self._guard.doubt and not self._outcome_unknown:
-            self._outcome_unknown = True  # also what was sent before
+            self._outcome_unknown = True  # includes appends already sent
             raise LogUnavailableError(self._guard.doubt)
         if self._outcome_unknown:
             raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
@@ -253,7 +253,7 @@ class PostgresBackend(Backend):
         """The first arguments of immortal.append. From here on it counts as begun."""
         last = append.records[-1][0] if append.records else append.expected_last_sequence_id
         for span in append.deletes:
-            if span.table == RECORDS and span.end is None:  # by hand: the log ends before it
+            if span.table == RECORDS and span.end is None:  # an operator's cut: the log ends before it
                 last = min(last, int.from_bytes(span.first.ljust(8, b"\0"), "big") - 1)
         if not self._in_flight:
             self._is_warned = False
@@ -358,7 +358,7 @@ class PostgresBackend(Backend):
                 )
             if self._is_warned:
                 raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
-            self._guard.recheck(self._connection)  # that commit, too, has waited for what it was to wait for
+            self._guard.recheck(self._connection)  # settings were still right for that commit
             self.fence, self._appends_count, self._outcome_unknown, self._takeover = epoch + 1, 0, False, None
             self._in_flight.clear()
             self._guard.doubt = ""
@@ -367,7 +367,7 @@ class PostgresBackend(Backend):
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
         """Number of appends in flight that the head shows as done. Raises FencedError, LogError."""
         if self._takeover is not None and (epoch, count, holder) == (self._takeover[0], 0, leases.own_name()):
-            return self._takeover[1]  # it was resolved, and that was not heard, or not waited for
+            return self._takeover[1]  # an earlier resolve did it, and its answer was lost or unwaited
         try:
             self._guard.require_whole(self._connection, (self.fence, self._appends_count))
         except LogLostError as error:
