@@ -37,21 +37,21 @@ from immortal.protocol.readers import Message, MessageReader
 from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 
 HELLO_TIMEOUT_S = 5.0  # from the connection to a whole Hello: an app sends its messages at once
-REFUSAL_TIMEOUT_S = 1.0  # for a refused app, to read why
-HELLO_SIZE_BYTES_MAX = 4096  # the largest has about 1500; no more is read at a time of who is not proven
+REFUSAL_TIMEOUT_S = 1.0  # for a refused app to read the reason
+HELLO_SIZE_BYTES_MAX = 4096  # the largest has about 1500; also the size of one read from an unproven app
 REFUSAL_SIZE_BYTES_MAX = 1 << 20  # read from a refused app: closing with bytes unread would destroy the reason
-UNAUTHENTICATED_MAX = 64  # descriptors that strangers may hold; beyond it one has to go
+UNAUTHENTICATED_MAX = 64  # limit on descriptors of pending connections; one more displaces another
 
 _NEW_EACH_START = "a coordinator makes a new one at each start"
 _NO_HELLO = "it began with something else than a Challenge or a Hello"
-_STRANGERS = "the app's socket"  # the kind of lines that they can cause
+_STRANGERS = "the app's socket"  # kind of the notices that strangers can cause, for the rate limit
 _NO_COMMITTER_ID = 1  # the committer ID of a refusal: a stranger learns nothing of the log
 
 
 class _PendingConnection(Struct):
     connection: AppConnection
     deadline_ns: int
-    received: bytearray = field(default_factory=bytearray)  # and not understood yet
+    received: bytearray = field(default_factory=bytearray)  # bytes received and not parsed yet
     handshake: Handshake | None = None  # once it has sent its Challenge
     proven: bool = False
     refused: bool = False
@@ -81,7 +81,7 @@ class AppAuthenticator:
     def admit(self, connection: AppConnection) -> None:
         """Begin to authenticate ``connection``, one socket for both directions."""
         if len(self._pending) >= UNAUTHENTICATED_MAX:
-            # Connections by the Unix socket are no strangers': a flood at the port must not displace them.
+            # Only the owner can connect to the Unix socket: a flood at the port must not displace such connections.
             oldest = min(self._pending.values(), key=lambda pending: (pending.connection.is_unix, pending.deadline_ns))
             if not oldest.refused:
                 what = f"a connection to the app's socket was closed: {UNAUTHENTICATED_MAX} wait there"

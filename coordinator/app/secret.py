@@ -27,7 +27,7 @@ def path(folder: Path) -> Path:
 
 
 def make(folder: Path) -> bytes:
-    """Make a new secret, 64 hexadecimal digits, and write it over the last one. Raises AppSecretError."""
+    """Make a new secret, 64 hexadecimal digits, and replace the last one by it. Raises AppSecretError."""
     secret = secrets.token_hex(_RANDOM_SIZE_BYTES).encode()
     write(folder, secret)
     return secret
@@ -50,7 +50,7 @@ def write(folder: Path, secret: bytes) -> None:
 
 
 def remove(folder: Path, secret: bytes | None = None) -> None:
-    """Remove the file. ``secret``: only if the file holds this one, and not a successor's."""
+    """Remove the file. ``secret``: remove it only if it holds this secret, not that of a successor."""
     if secret is None or _read(folder) == secret:
         path(folder).unlink(missing_ok=True)
 

@@ -218,7 +218,7 @@ def _is_self_connection(connected: socket.socket) -> bool:
 
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20
-BACKLOG_MAX = 128  # connections that the kernel holds for us: strangers must not fill it while a commit is waited for
+BACKLOG_MAX = 128  # connections that the kernel queues: strangers must not fill the queue while we wait for a commit
 
 
 class AppListenError(ImmortalError):
@@ -278,7 +278,7 @@ class AppListener:
             if listening.fileno() in ready:
                 self._accept(role, listening, has_app)
                 if self._settings.app_send_port is None and self._accepted:
-                    # One app at a time, from the sockets in turn: other connections wait for the next turn.
+                    # Accept one app at a time, taking the sockets in turn: other connections wait for the next call.
                     self._listening.rotate(-1 - self._listening.index((role, listening)))
                     break
         if self._dialer is not None and (dialed := self._dialer.process(ready)) is not None:
@@ -309,7 +309,7 @@ class AppListener:
         self._add_accepted(role, accepted)
         port = self._settings.app_send_port
         if self._dials and port is not None:
-            # Most likely it listens where it comes from; if not, at the other loopback.
+            # Most likely the app listens at the address it connects from; if not, at the other loopback.
             hosts = dict.fromkeys((address[0], *hosts_of(self._settings.app_host)))
             self._dialer = AppDialer(list(hosts), port, self._log, self._epoll)
 
@@ -333,7 +333,7 @@ class AppListener:
     def _drop_accepted(self, roles: Set[SocketRole]) -> None:
         if not roles:
             return
-        for role in set(self._accepted) if self._dials else roles:  # where we connect, both are known to be one app's
+        for role in set(self._accepted) if self._dials else roles:  # if we connect the second, both are one app's
             dropped = self._accepted.pop(role)
             self._epoll.unregister(dropped.fileno())
             dropped.close()
@@ -409,6 +409,6 @@ def _remove_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         reached = probe.connect_ex(str(path))
-    if reached != errno.ECONNREFUSED:  # with a full backlog somebody listens, too
+    if reached != errno.ECONNREFUSED:  # a full backlog proves that somebody listens
         raise OSError(errno.EADDRINUSE, "")
     path.unlink()

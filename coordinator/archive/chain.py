@@ -1,4 +1,4 @@
-"""Moments one after the other: what one of them needs of those before it, and which one a time means. Pure."""
+"""Chain of an archive's moments: which objects a moment needs, and which moment a time stands for. No I/O."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def needed_objects(moments: Sequence[Moment], index: int) -> NeededObjects:
 
 
 def encrypted_parts(moments: Sequence[Moment]) -> dict[str, bool]:
-    """Names of all objects of ``moments``, each with True if it is encrypted."""
+    """Return the names of all objects of ``moments``, each with True if it is encrypted."""
     return {part.name: one.encrypted for one in moments for part in (*one.new_parts, *one.checkpoint_parts)}
 
 
@@ -71,7 +71,7 @@ def check_follows(moments: Sequence[Moment], digests: Sequence[str]) -> None:
 
 
 def index_of(moments: Sequence[Moment], *, until_ns: int | None, until_record: int | None) -> int:
-    """The last moment without a record behind ``until_record``, or of a later time than ``until_ns``.
+    """Return the last moment that has no record after ``until_record`` or later than ``until_ns``.
 
     Raises ArchiveError where all are later.
     """
@@ -106,7 +106,7 @@ class Retention(Struct, frozen=True):
         return self.keep_days is not None or self.keep_mb is not None
 
     def first_kept(self, moments: Sequence[Moment], stored_s: Sequence[float]) -> int:
-        """The index of the oldest moment that is to stay one that can be brought back.
+        """Return the index of the oldest moment that must stay restorable.
 
         ``stored_s``: when the manifest of each was stored, by the store's clock.
         """
@@ -135,7 +135,7 @@ class Retention(Struct, frozen=True):
 
 
 def _ages_ns(moments: Sequence[Moment], stored_s: Sequence[float]) -> list[int]:
-    """Age of each moment relative to the newest, in ns: by its records or by the store's clock, whichever is less.
+    """Return how old each moment is at the newest, in ns: by its records or by the store's clock, whichever is less.
 
     No clock that runs now is asked, and one wrong clock cannot make a moment old: a jump would remove what has no
     second copy.
@@ -147,5 +147,5 @@ def _ages_ns(moments: Sequence[Moment], stored_s: Sequence[float]) -> list[int]:
 
 
 def object_names_kept(moments: Sequence[Moment]) -> set[str]:
-    """The objects that manifests which stay name."""
+    """Return the names of the objects that the manifests of ``moments`` list."""
     return {part.name for moment in moments for part in (*moment.new_parts, *moment.checkpoint_parts)}

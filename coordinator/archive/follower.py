@@ -1,4 +1,4 @@
-"""A log archived as it grows, until somebody ends it. A store or a log that is away is waited for, and that is said."""
+"""Archives a log while it grows, until it is told to end. It waits for an unreachable store or log, and says so."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Follower:
         return made
 
     def run(self) -> None:
-        """Raises ArchiveError for what only an operator can decide."""
+        """Archive until told to end. Raises ArchiveError for what only an operator can decide."""
         while True:
             version = self._version()
             try:
@@ -85,7 +85,7 @@ class Follower:
                 if self._wait(POLL_S):
                     return
             except (StoreError, LogError) as error:
-                if self._has_to_wait(error):
+                if self._ends_while_waiting(error):
                     return
 
     def _archiver(self, reader: LogReader) -> Archiver:
@@ -94,7 +94,7 @@ class Follower:
         )
 
     def _follow(self, archiver: Archiver, version: object) -> bool:
-        """True: it is to end. False: another log is there. Raises LogError, ConflictError."""
+        """Archive; return True if told to end, False if there is another log now. Raises LogError, ConflictError."""
         due_s = float("-inf")
         is_over = False
         while self._version() == version:
@@ -104,10 +104,10 @@ class Follower:
                     moment = archiver.moment()
                     self._anew = False
                     due_s = now_s + self._options.every_s
-                    self._well(archiver, moment)
+                    self._report_success(archiver, moment)
                     self._prune_if_sound()
             except StoreError as error:  # objects already sent stay valid, so the same archiver goes on
-                if is_over or self._has_to_wait(error, archiver.unarchived().seconds):
+                if is_over or self._ends_while_waiting(error, archiver.unarchived().seconds):
                     return True
                 continue
             if is_over:
@@ -115,7 +115,7 @@ class Follower:
             is_over = self._wait(min(POLL_S, self._options.every_s))  # once more: the last word of a clean end
         return False
 
-    def _well(self, archiver: Archiver, moment: Moment | None) -> None:
+    def _report_success(self, archiver: Archiver, moment: Moment | None) -> None:
         is_mended = bool(self._said)
         self._said, self._delay_s = "", POLL_S
         last = archiver.last
@@ -123,8 +123,8 @@ class Follower:
             self._said_at_s = time.monotonic()
             self._say(f"archived up to record {last.last_sequence_id}; {archiver.unarchived().seconds:.0f} s at risk")
 
-    def _has_to_wait(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
-        """True: it is to end."""
+    def _ends_while_waiting(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
+        """Report the error and wait a while; return True if told to end."""
         text = str(error)
         if text != self._said:
             risk = "" if risk_s is None else f"; {risk_s:.0f} s at risk"
@@ -156,8 +156,8 @@ ORPHAN_AGE_S = 86_400.0  # older than the newest manifest: no archiver that stil
 
 
 def prune(archive: Archive, retention: Retention) -> tuple[int, int]:
-    """The moments and the objects removed. Manifests go first, from the oldest on: a crash leaves objects alone, which
-    the next time finds. Raises ArchiveError, StoreError."""
+    """Remove what is not kept; return how many moments and objects. The oldest manifest goes first: a crash leaves only
+    objects, which the next run finds. Raises ArchiveError, StoreError."""
     dated = archive.dated_moments()
     if not dated:
         return 0, 0

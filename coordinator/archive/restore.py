@@ -77,7 +77,7 @@ def restore(
 
 
 def _beside(place: Place) -> Path | None:
-    """Folder with room for a temporary log, next to the one to be made; None where that is not in a folder."""
+    """Return the folder for a temporary log, beside the log to be made; None for a log that is not in a folder."""
     if place.scheme != "lmdb":
         return None
     folder = Path(place.location).parent
@@ -86,7 +86,7 @@ def _beside(place: Place) -> Path | None:
 
 
 def _check(place: Place, moment: Moment, identity: LogIdentity, keys: Sequence[LogKey]) -> None:
-    """Raises LogError."""
+    """Check that the restored log is that of ``moment``, and verify it. Raises LogError."""
     verification = verify_log(place, moment.instance, keys=keys)
     wrong = [str(finding.message) for finding in verification.findings() if finding.severity is not Severity.NOTE]
     if wrong:

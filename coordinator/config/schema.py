@@ -89,7 +89,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def of_each(self) -> Setting:
-        """Setting that describes each value of a table of names."""
+        """Return the setting that describes each value of a table of names."""
         return setting_of(get_args(self.type)[1])
 
     @property
@@ -309,7 +309,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     kills_before_verdict: Annotated[
         _Kills | None,
         says("A message that ends so many runs of the app in a row is not given to it again; never: it always is."),
-    ] = 3  # once may be chance, twice bad luck
+    ] = 3  # one death may be chance, two bad luck
     replay_check: Annotated[
         ReplayCheck | None,
         says(
@@ -365,7 +365,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         Mapping[str, PublicKeys], says("Public keys of clients that no registry file gives, by name.")
     ] = field(default_factory=dict)
 
-    # of those in ``allow`` that may not do everything
+    # of the restricted callers in ``allow``, by name: what they may call
     permissions: Mapping[str, Permission] = field(default_factory=dict)
 
     @property

@@ -35,7 +35,7 @@ from immortal.protocol.extensions import GROUP_MARK, NO_ROLES, QUERIES
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
 CALLS_MAX = 1_000_000_000  # largest limit on calls, per second or open; more means no limit
-NAME_PLACE = "{name}"  # in peer_template
+NAME_PLACE = "{name}"  # placeholder in peer_template
 IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
 LOG_KEY_FILE = "file"  # as log_key: a key in the instance's own folder
 

@@ -27,8 +27,8 @@ from immortal.protocol.errors import ImmortalError
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-CONNECTIONS_MAX = 8  # at once, with a thread each; the next is closed at once
-CONNECTION_TIMEOUT_S = 10.0  # for a whole connection; the coordinator has 5 s of it to answer
+CONNECTIONS_MAX = 8  # open connections, each with a thread; one more is closed at once
+CONNECTION_TIMEOUT_S = 10.0  # limit on the time of a connection; the coordinator may take 5 s of it to answer
 TOKEN_SIZE_BYTES_MIN = 16
 _TOKEN = re.compile(rb"[A-Za-z0-9\-._~+/=]{%d,512}" % TOKEN_SIZE_BYTES_MIN)
 
@@ -76,7 +76,7 @@ class Access(Struct, frozen=True):
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.certificate_file, self.key_file, password=_refuse_password)
-        except (OSError, MetricsError) as error:  # what OpenSSL says is an OSError
+        except (OSError, MetricsError) as error:  # an SSLError is an OSError
             raise MetricsError(
                 f"the certificate of the metrics can't be used ({self.certificate_file}, key {self.key_file}): {error}"
             ) from None
@@ -107,7 +107,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 64  # who waits to be turned away
+    request_queue_size = 64  # connections that wait to be turned away
 
     def __init__(self, address: tuple[str, int], app: WSGIApplication, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
@@ -134,7 +134,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def get_request(self) -> tuple[Any, Any]:
         request, address = super().get_request()
         request.settimeout(CONNECTION_TIMEOUT_S)
-        if self._tls is not None:  # the handshake is its thread's
+        if self._tls is not None:  # the connection's thread makes the handshake
             request = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
         return request, address
 

@@ -171,7 +171,7 @@ class JsonLineSink(LineSink):
         )  # the common fields come first and win
 
 
-BURST_MAX = BURST  # notices of one kind at once
+BURST_MAX = BURST  # notices of one kind that may come in a burst
 
 
 class RateLimitedSink:
@@ -181,7 +181,7 @@ class RateLimitedSink:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._limit = RateLimit()
-        self._left_out: dict[Hashable, Notice] = {}  # the last one of its kind
+        self._left_out: dict[Hashable, Notice] = {}  # by kind, the last one left out
 
     def emit(self, notice: Notice) -> None:
         kind = notice.kind()
@@ -209,7 +209,7 @@ class RateLimitedSink:
             if self._limit.next_ns(kind) <= now_ns:
                 del self._left_out[kind]
                 left_out = self._limit.admit(kind, now_ns) or 1
-                self._emit_with_count(notice, left_out - 1)  # without the one that is passed on
+                self._emit_with_count(notice, left_out - 1)  # the one passed on does not count
 
     def _emit_with_count(self, notice: Notice, left_out: int) -> None:
         self._sink.emit(replace(notice, left_out=left_out) if left_out else notice)

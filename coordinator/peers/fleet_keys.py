@@ -202,14 +202,14 @@ def problems(fleet: Fleet, today: date) -> Iterator[str]:
     """Yield what differs from the fleet's file, or is due, in words."""
     owners: dict[str, str] = {}
     for member in fleet.members.values():
-        yield from _of_keys(fleet, member, owners, today)
+        yield from _key_problems(fleet, member, owners, today)
         if member.role is Role.INSTANCE:
-            yield from _of_settings(member)
+            yield from _settings_problems(member)
     for home in fleet.homes:
-        yield from _of_home(fleet, home)
+        yield from _home_problems(fleet, home)
 
 
-def _of_keys(fleet: Fleet, member: Member, owners: dict[str, str], today: date) -> Iterator[str]:
+def _key_problems(fleet: Fleet, member: Member, owners: dict[str, str], today: date) -> Iterator[str]:
     try:
         pairs, public = keys.read_pairs(member.folder), member.public
     except KeysError as error:
@@ -230,7 +230,7 @@ def _of_keys(fleet: Fleet, member: Member, owners: dict[str, str], today: date) 
         yield f"{member.name}: {reminder}"
 
 
-def _of_settings(member: Member) -> Iterator[str]:
+def _settings_problems(member: Member) -> Iterator[str]:
     registry = Registry(member.home)
     try:
         settings = registry.load(member.name)
@@ -247,7 +247,7 @@ def _of_settings(member: Member) -> Iterator[str]:
             )
 
 
-def _of_home(fleet: Fleet, home: Path) -> Iterator[str]:
+def _home_problems(fleet: Fleet, home: Path) -> Iterator[str]:
     known = {member.name for member in fleet.known_in(home)}
     for member in fleet.members.values():
         if member.home == home:

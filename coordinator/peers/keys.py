@@ -34,7 +34,7 @@ _OTHERS = 0o077
 AGE_DAYS_MAX = 365  # age from which the status reports a key
 SOON_DAYS = 30  # time before its expiry from which the status reports a key
 PUBLIC_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
-COMMENT = ";"  # begins a line that is no key; "#" and "/" are characters of keys
+COMMENT = ";"  # begins a comment; "#" and "/" may be part of a key
 _ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
 _DATES = re.compile(r";\s*(?:made: (?P<made>\d{4}-\d\d-\d\d))?(?:, )?(?:expires: (?P<expires>\d{4}-\d\d-\d\d))?\s*")
 _ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file may give
@@ -99,7 +99,7 @@ def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
     pairs = []
     for line in filter(None, lines):
         public, _, secret = line.partition(" ")
-        if not (is_key(public) and is_key(secret) and KeyPair(public, secret).matches):  # the line itself stays untold
+        if not (is_key(public) and is_key(secret) and KeyPair(public, secret).matches):  # no secret in the error
             raise KeysError(f"{path} holds something else than key pairs: restore it, or make new keys without it")
         pairs.append(KeyPair(public, secret))
     return tuple(pairs)
@@ -231,7 +231,7 @@ def _write(
 
 
 def _known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
-    """Return role and public keys by the files so far; a lost or unreadable public file gives no dates or role."""
+    """Return role and public keys by the present files; a lost or unreadable public file gives no dates or role."""
     try:
         file = read_public_file(folder)
     except KeysError:

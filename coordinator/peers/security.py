@@ -35,7 +35,7 @@ class Keyring:
         self._registry = registry
         self._files: dict[str, str] = {}
         self._read: dict[str, tuple[_Version, PublicFile]] = {}
-        self._watched: list[tuple[str, _Version | None]] = []  # public files, as they were when all were read
+        self._watched: list[tuple[str, _Version | None]] = []  # versions of the public files when all were last read
         self._next = 0  # index of the file checked next
 
     def keys_of(self, settings: InstanceSettings, name: str) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class Keyring:
         return given or tuple(public.key for public in self._file(name).keys)
 
     def unexpired(self, name: str, found: tuple[str, ...], today: date) -> tuple[str, ...]:
-        """Return those keys of ``found`` that have not expired, by the public file of ``name``, which was just read."""
+        """Return the keys of ``found`` that have not expired; the public file of ``name`` gives the dates."""
         read = self._read.get(name)
         expired = {public.key for public in read[1].keys if public.has_expired(today)} if read is not None else ()
         return tuple(key for key in found if key not in expired) if expired else found
@@ -139,7 +139,7 @@ class PeerSecurity:
         self._warned_now: set[str] = set()
         self._next_poll_ns = 0
         self._block_reasons: dict[tuple[str, ...], str | None] = {}
-        self._last_state: tuple[object, ...] = ()  # what the last poll had read, without public files
+        self._last_state: tuple[object, ...] = ()  # what the last poll read, except public files
         self.security: Security | None = self._read_security(check_start(settings))
 
     @property
@@ -206,7 +206,7 @@ class PeerSecurity:
 
     def block_reason(self, endpoint: str) -> str | None:
         """Return why ``endpoint`` must not be connected to now; None if it may."""
-        asked = (endpoint, *self._names_at(endpoint))  # asked for each frame, so cached until the next poll
+        asked = (endpoint, *self._names_at(endpoint))  # called for each frame, so cached until the next poll
         if asked not in self._block_reasons:
             self._block_reasons[asked] = self._find_block_reason(endpoint)
         return self._block_reasons[asked]
@@ -235,7 +235,7 @@ class PeerSecurity:
             self._own, self._pairs = pairs[0], pairs
         # A client that can read the secrets of the instance needs none of its own.
         callers = {pair.public: self._settings.name for pair in self._pairs}
-        if self._registry.copy is not None and self._pairs:  # keys of the same instance made on other machines
+        if self._registry.copy is not None and self._pairs:  # keys of this instance made on other machines
             elsewhere = self._keys_of(self._settings.name)
             callers |= dict.fromkeys(self._unexpired_keys(self._settings.name, elsewhere), self._settings.name)
         roles = dict.fromkeys(callers, Role.OWNER)
@@ -324,7 +324,7 @@ def insecurity_warning(settings: InstanceSettings, security: Security | None) ->
     return "INSECURE, as asked for: peers of which no key is known are called without encryption, wherever they are"
 
 
-@functools.lru_cache(maxsize=1024)  # asked for each frame
+@functools.lru_cache(maxsize=1024)  # called for each frame
 def is_local(endpoint: str) -> bool:
     """Return whether only this machine reaches ``endpoint``."""
     address = split_tcp(endpoint)

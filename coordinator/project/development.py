@@ -44,9 +44,9 @@ class Development:
         self._members: dict[str, ServiceProcess] = {}
         self._console = Console([], sys.stdout)
         self._files = SourceFiles(())
-        self._is_broken = False  # the project can't be read: any file may mend it
-        self._reported_failed: set[str] = set()  # names of services that ended by themselves, of which somebody knows
-        self._changed: set[str] = set()  # names of services whose code is to be taken over
+        self._is_broken = False  # the project can't be read: a change of any file may repair it
+        self._reported_failed: set[str] = set()  # names of services that ended by themselves, which was reported
+        self._changed: set[str] = set()  # names of services that must take over new code
         self._all_changed = False
         self._unread: set[str] = set()  # names of services that were changed while the project could not be read
         self._task: asyncio.Task[None] | None = None
@@ -198,7 +198,7 @@ class Development:
                 for name, member in self._members.items()
                 if name in names or (everything and planned[name] != member.service)
             ]
-            # All before the first takes over: what it has received is what proves the others' calls.
+            # Check all before the first takes over: what it has received proves the calls of the others.
             found = await asyncio.gather(*(change.examine() for _, change in changing))
             for (member, change), described in zip(changing, found, strict=True):
                 await self._change(member, change, described)

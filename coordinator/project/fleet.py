@@ -1,4 +1,4 @@
-"""Services of a project, each an `immortal run` in a process of its own.
+"""Processes of a project's services, each an `immortal run` in a process of its own.
 
 Their output goes to an :class:`OutputSink`, line by line. A text that stays without an end of line for a while is taken
 for a question, such as a debugger's prompt, which the sink may answer. All services die with this process.

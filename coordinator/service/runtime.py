@@ -200,7 +200,7 @@ class Coordinator:
                 if not self._is_the_instance and self._machine.state.write_lease.writes:
                     self._become_instance()
             if not isinstance(self._error, FencedError):
-                self._peers.flush(patient=False)  # the last answers; none of one whose log is another's
+                self._peers.flush(patient=False)  # the last answers, unless another process has the log
         finally:
             self._close()
         if self._error is not None:
@@ -246,7 +246,7 @@ class Coordinator:
         )
         if (warning := insecurity_warning(settings, security)) is not None:
             self._log.warning(warning)
-        if self._was_ready:  # as a follower
+        if self._was_ready:  # it became ready as a follower
             control.notify_ready()
 
     def _make_timings(self) -> TimingRecorder | None:
@@ -278,7 +278,7 @@ class Coordinator:
         if self._own_settings is not self._settings:
             summary = store.summary()
             self._clock.take_over(summary)
-            if summary.versions:  # another may have done the upgrade that was asked for
+            if summary.versions:  # another process may have done the upgrade that was asked for
                 complete_upgrade(self._settings, self._registry, summary.versions[-1].version)
 
     def _poll(self) -> None:
@@ -358,7 +358,7 @@ class Coordinator:
     def request_stop(self) -> None:
         """Request a clean stop; a second request stops at once. For any thread and for signal handlers."""
         self._stop_requests.signalled()
-        with contextlib.suppress(OSError):  # full: it is awake already
+        with contextlib.suppress(OSError):  # a full pipe wakes the loop anyway
             self._wake_sender.send(b"\0")
 
     def _catch_signals(self) -> None:
@@ -398,9 +398,9 @@ class Coordinator:
         if self._is_the_instance:
             self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT) if self._has_signals else ():
-            signal.signal(number, signal.SIG_IGN)  # stopped already: one more signal must not change the exit status
+            signal.signal(number, signal.SIG_IGN)  # one more signal must not change the exit status
         self._peers.close()
-        # Before the socket: a client that is cut off reads the file then
+        # Withdraw the files before the socket closes: a client that is cut off reads them then
         for each in (self._settings, self._own_settings):
             control.withdraw(each.folder)
         self._control.close()

@@ -42,7 +42,7 @@ from immortal.coordinator.service.children import (
 from immortal.coordinator.service.process import STATUS_FENCED, StopRequests
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
-LEAVE_S = 1.0  # for one process to end by itself after the other has ended well
+LEAVE_S = 1.0  # for one process to end by itself after a clean end of the other
 CLEAN_STOP_S = 30.0  # for a last checkpoint, which may have GiB
 # Deaths by a page of the log that the disk can't read, or that is damaged.
 _PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
@@ -115,9 +115,9 @@ class Supervisor:
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
         self._children: dict[Role, _Child] = {}  # running
-        self._exits: dict[Role, ProcessExit] = {}  # of the processes started last
+        self._exits: dict[Role, ProcessExit] = {}  # exits of the processes started last
         self._ready_descriptor: int | None = None
-        self._was_ready = self._app_was_ready = False  # since both were started, since the app was
+        self._was_ready = self._app_was_ready = False  # since both were started; since the app was
         self._stop_requests = StopRequests()
         self._restart_asked = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -207,7 +207,7 @@ class Supervisor:
                 pause_s = 0.0
             else:
                 self._log.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
-                if self._app_was_ready:  # it had recovered: it comes back at once, however often
+                if self._app_was_ready:  # after a recovery it is restarted at once, however often
                     pause = RestartBackoff(APP_DEATHS_AT_ONCE)
                 pause_s = pause.after(time.monotonic() - started_s, recovered=False)
                 self._log.info("restarting", pause_s=pause_s)
@@ -280,7 +280,7 @@ class Supervisor:
         self._children[Role.COORDINATOR].process.terminate()
 
         def is_over() -> bool:
-            # After a failure nobody would end the other process; a second request means at once.
+            # A failed process can't end the other one; a second request means: stop at once.
             failed = any(one.returncode != 0 for one in self._exits.values())
             return not self._children or failed or self._stop_requests.count > requests
 

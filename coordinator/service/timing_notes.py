@@ -172,7 +172,7 @@ class RowBuilder:
             known = self._arrivals[seen.source] = deque(maxlen=ARRIVALS_MAX)
             if len(self._arrivals) > SOURCES_MAX:
                 self._arrivals.popitem(last=False)
-        if not known or known[-1].last_position < seen.last_position:  # else it was sent again
+        if not known or known[-1].last_position < seen.last_position:  # otherwise the source sent it again
             known.append(seen)
 
     def _up_to(self, sequence_id: int, given_ns: int) -> list[TimingRow]:
