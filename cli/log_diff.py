@@ -1,4 +1,4 @@
-"""Differences of two logs, as text and as plain values."""
+"""Differences between two logs, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IDENTITY_IN_WORDS = {
 
 
 def diff_values(diff: LogDiff, readers: tuple[LogReader, LogReader]) -> dict[str, Any]:
-    """Plain values, for JSON. "a" and "b" are the two logs, in the order in which they were given."""
+    """Return plain values for JSON. "a" and "b" are the two logs, in the order in which they were given."""
     return {
         "same": diff.is_same,
         "a": _log_values(diff, readers, 0),
@@ -86,7 +86,7 @@ def _checkpoint_values(header: CheckpointHeader | None) -> dict[str, Any] | None
 
 
 def _described(readers: tuple[LogReader, LogReader], difference: RecordDifference) -> list[dict[str, Any] | None]:
-    """The record in both logs, or its one message that differs; None where a log has it no more."""
+    """Describe the record in each log, or its one message that differs; None where a log has trimmed it."""
     described: list[dict[str, Any] | None] = []
     for reader in readers:
         row = _row(reader, difference.sequence_id)
@@ -106,7 +106,7 @@ def _row(reader: LogReader, sequence_id: int) -> LoggedValue | None:
 
 
 def diff_lines(diff: LogDiff, readers: tuple[LogReader, LogReader], names: Pair) -> Iterator[str]:
-    """``names``: what the two were called when they were asked for."""
+    """Yield lines for people. ``names``: the two logs as the user named them."""
     width = max(map(len, names))
     labels = f"{names[0]:{width}}", f"{names[1]:{width}}"
     for index, label in enumerate(labels):
@@ -153,7 +153,7 @@ def _difference_lines(
 
 
 def _shown(reader: LogReader, difference: RecordDifference) -> str:
-    """The message that differs, or where there is none the record's own line."""
+    """Return the message that differs as text, or the line of the record if no one message does."""
     row = _row(reader, difference.sequence_id)
     if row is None:
         return "trimmed meanwhile"

@@ -1,4 +1,4 @@
-"""checkpoint, upgrade: what an operator asks of an instance."""
+"""Commands to a running instance: checkpoint, upgrade, pause, resume, clock."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _checkpoint_id(status: dict[str, Any]) -> int:
 
 
 def _failures(status: dict[str, Any]) -> int:
-    """Checkpoints in a row that the state could not be saved for."""
+    """Return how many checkpoints in a row failed because the state could not be saved."""
     unsaved = status.get("unsaved")
     return unsaved["failures"] if unsaved else 0
 
@@ -136,7 +136,7 @@ def _state(settings: InstanceSettings) -> str:
 
 
 def _version(settings: InstanceSettings) -> int | None:
-    """The version that the log is of; None before the first start."""
+    """Return the version of the log; None before the first start."""
     from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log import log_exists
 
@@ -197,7 +197,7 @@ def _ask(registry: Registry, name: str, verb: str) -> Values:
     return answer
 
 
-# clock: what a running instance makes of its machine's clock.
+# clock: the time of a running instance, as it follows the clock of its machine.
 
 
 @click.command()

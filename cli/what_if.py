@@ -1,4 +1,4 @@
-"""what-if: the log of an instance, handled by other code."""
+"""what-if: replays the log of an instance with other code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from immortal.replay.what_if import plan_what_if, run_what_if
 
 
 class _Version(click.ParamType):  # type: ignore[type-arg]
-    """A version number; the option alone stands for the app's own."""
+    """A version number; the option without a value stands for the version of the app."""
 
     name = "version"
 

@@ -1,4 +1,4 @@
-"""Log in, and the fleet."""
+"""Pages for the login and for the fleet: all instances at a glance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from immortal.web.fleet import Row
 from immortal.web.rendering import page, render
 from immortal.web.site import LOOK_S, Site, site_of, stream, text_of
 
-WARM_UP_S = 1.0  # for the first look at all instances, before the page says where it is
+WARM_UP_S = 1.0  # for the first look at all instances, before the URL is printed
 
 
 def routes() -> list[Route]:
@@ -29,7 +29,7 @@ def routes() -> list[Route]:
 
 
 def warm_up(site: Site) -> None:
-    """The first look, and what the first page takes beside it."""
+    """Look at all instances, and load what the first page needs, so that it comes fast."""
     site.fleet.look(0.0)
     page("login.html", site=site, wrong=False)
     page("fleet.html", site=site, **_shown(site.fleet.rows(), "", ""))
@@ -37,7 +37,7 @@ def warm_up(site: Site) -> None:
 
 
 def login(request: Request) -> Response:
-    """With the right token the browser is let in; without one it is asked for it."""
+    """Let the browser in if it has the right token; without a token, ask for it."""
     site = site_of(request)
     given = request.query_params.get("token", "")
     if site.token.is_right(given.strip()):
@@ -70,7 +70,7 @@ def fleet_live(request: Request) -> EventSourceResponse:
         view = _view(site, request)
         before, names = names, [row.name for row in view["rows"]]
         yield "tiles", render("_tiles.html", **view)
-        if before is not None and before != names:  # some came, or went
+        if before is not None and before != names:  # instances were added or removed
             yield "rows", render("_rows.html", **view)
         for row in view["rows"]:
             yield f"row-{row.name}", str(row.cells)

@@ -1,4 +1,4 @@
-"""Lanes of a time range: single messages where they are few, counts where they are many.
+"""Search of logs for the timeline: a lane per instance, with single messages if they are few, else with counts.
 
 So the answer has one size, whatever the size of the logs: a count is found by searching for the edges of its range, of
 which each costs some 20 reads of a record, and messages are read only where there are at most MESSAGES_MAX.
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 BUCKETS = 160
-MESSAGES_MAX = 4000  # of all lanes together, of one answer
-RECORDS_MAX = 2000  # of one lane, that are read for it
+MESSAGES_MAX = 4000  # limit on the messages of all lanes in one answer
+RECORDS_MAX = 2000  # limit on the messages read for one lane
 WORDS_CHARACTERS = 120
 
 
@@ -78,7 +78,7 @@ class Lane:
         return self._times.first_from(time_ns, low, min(self._end, low + step))
 
     def messages(self, methods: Methods, wanted: Filter, limit: int) -> list[Message] | None:
-        """None where there are more than ``limit`` that are wanted, or more than may be read."""
+        """Read the wanted messages; None if they are more than ``limit``, or more must be read than may be."""
         if self.records > RECORDS_MAX:
             return None
         found = []
@@ -92,7 +92,7 @@ class Lane:
 
 
 def ends(reader: LogReader) -> tuple[int, int] | None:
-    """The times of the first and the last record; None where there is no record."""
+    """Return the times of the first and the last record; None if there is no record."""
     times = Times(reader)
     first, last = times.first, times.last
     if first > last:
@@ -128,7 +128,7 @@ class Range(Struct, frozen=True):
 
 
 def timeline_lanes(logs: Logs, load: Callable[[str], InstanceSettings], asked: Range) -> list[dict[str, Any]]:
-    """Each lane: {"name", "records", "counts", "messages"}, without messages where they are too many, or {"name",
+    """Return each lane: {"name", "records", "counts", "messages"}, without messages if they are too many, or {"name",
     "problem"}."""
     numbers = {name: number for number, name in enumerate(asked.lanes)}
     wanted = asked.wanted.filter()
@@ -157,7 +157,7 @@ def timeline_lanes(logs: Logs, load: Callable[[str], InstanceSettings], asked: R
 
 # ``python -m immortal.web.log_search``: messages that match a regular expression, found in a process of its own.
 #
-# An expression may take longer than anybody waits, and holds up the whole process meanwhile. So this one is ended.
+# A slow expression blocks its whole process, so that process is killed when the search takes too long.
 
 
 SCAN_S_MAX = 4.0
@@ -178,16 +178,16 @@ class Lanes(msgspec.Struct, tag="lanes"):
 
 
 def scan(request: Request) -> Page:
-    """Raises WebError where it takes too long."""
-    return decoding.decode_json(_asked(request, request.wanted.pattern), type=Page)
+    """Search for messages in a process of its own. Raises WebError if it takes too long."""
+    return decoding.decode_json(_searched(request, request.wanted.pattern), type=Page)
 
 
 def lanes(home: str, asked: Range) -> list[dict[str, Any]]:
     """Return lanes as :func:`timeline_lanes` does, in a process of its own. Raises WebError if it takes too long."""
-    return decoding.decode_json(_asked(Lanes(home, asked), asked.wanted.pattern), type=list[dict[str, Any]])
+    return decoding.decode_json(_searched(Lanes(home, asked), asked.wanted.pattern), type=list[dict[str, Any]])
 
 
-def _asked(request: Request | Lanes, pattern: str) -> bytes:
+def _searched(request: Request | Lanes, pattern: str) -> bytes:
     command = [sys.executable, "-P", "-m", "immortal.web.log_search"]
     try:
         done = subprocess.run(

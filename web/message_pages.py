@@ -1,4 +1,4 @@
-"""The messages of an instance, and one of them."""
+"""Pages of an instance's messages: the list, one message, the timeline."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from immortal.web.rendering import page
 from immortal.web.site import Site, checked_pattern, number_of, place_in, settings_of, site_of, text_of
 
 LIMIT = 100
-SHOWN_CHARACTERS_MAX = 20_000  # of the arguments on a page; all of them are a link
-LINE_CHARACTERS = 100  # up to which values stand on one line
+SHOWN_CHARACTERS_MAX = 20_000  # characters of the arguments that a page shows; a link leads to all of them
+LINE_CHARACTERS = 100  # characters up to which values stay on one line
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
 
 
@@ -42,11 +42,11 @@ def routes() -> list[Route]:
 
 
 def messages(request: Request) -> Response:
-    """A page of them, from a place on, or the last ones."""
+    """Show a page of messages, from a place on, or the last ones."""
     site, settings = site_of(request), settings_of(request)
     wanted, error = _wanted(request)
     limit = min(LIMIT_MAX, max(1, number_of(request, "limit", LIMIT) or LIMIT))
-    at, back = _where(request, site, settings)
+    at, back = _start_place(request, site, settings)
     found: Page | None = None
     if not error:
         found = _page(site.registry, site, settings, wanted, at, limit, back=back)
@@ -92,8 +92,8 @@ def _wanted(request: Request) -> tuple[Wanted, str]:
     return Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ms * 1_000_000), ""
 
 
-def _where(request: Request, site: Site, settings: InstanceSettings) -> tuple[At | None, bool]:
-    """From where on, and whether back from there. "at" may be a place or a time. Raises WebError."""
+def _start_place(request: Request, site: Site, settings: InstanceSettings) -> tuple[At | None, bool]:
+    """Return where the page starts, and if it goes back from there. "at" may be a place or a time. Raises WebError."""
     before, at = text_of(request, "before").strip(), text_of(request, "at").strip()
     if before:
         record, index = place_in(before, "before")
@@ -131,7 +131,7 @@ def _page(
 def message(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     found, record, committer_id = _message(request, site, settings)
-    noted = _noted(settings, committer_id, found, record)
+    noted = _timings(settings, committer_id, found, record)
     shown = _pretty(found)
     _, note = site.logs.methods(settings)
     return page(
@@ -154,7 +154,7 @@ def message(request: Request) -> Response:
 
 
 def arguments(request: Request) -> Response:
-    """All of them, as a file."""
+    """Send all arguments of a message as a file."""
     site, settings = site_of(request), settings_of(request)
     found, *_ = _message(request, site, settings)
     name = f"{settings.name}-{found.sequence_id}-{found.index}.json"
@@ -179,7 +179,7 @@ def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[
     return found, record, committer_id
 
 
-def _noted(
+def _timings(
     settings: InstanceSettings, committer_id: int, found: Message, record: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
     """List durations that the instance noted beside the log for a message: (name, ns)."""
@@ -201,12 +201,12 @@ def _pretty(one: Message) -> str:
     try:
         short = len(one.text) <= LINE_CHARACTERS
         return one.text if short else json.dumps(decoding.load_json(one.text), indent=2, ensure_ascii=False)
-    except ValueError:  # bytes of a message that has no name
+    except ValueError:  # bytes, for a message whose method has no name
         return one.text
 
 
 def _as_test(settings: InstanceSettings, one: Message) -> str:
-    """A test that fails where today's class handles this message, or one before it, in another way."""
+    """Return a test that fails if the present class handles this message, or one before it, differently."""
     module, _, cls = (settings.app or "module:Class").partition(":")
     name = settings.name.replace("-", "_")
     return (
@@ -220,7 +220,7 @@ def _as_test(settings: InstanceSettings, one: Message) -> str:
 
 
 def _as_calls(settings: InstanceSettings, one: Message) -> dict[str, str]:
-    """The same call once more: "client", in Python, and "command"; nothing for what is none, or can't be written so."""
+    """Return code that repeats the call, as "client" (Python) and "command"; empty if that is impossible."""
     values = one.described.get("values")
     handler = one.method.rpartition(".")[2]
     if one.kind != "call" or not isinstance(values, list) or "method" not in one.described:
@@ -244,7 +244,7 @@ def _as_calls(settings: InstanceSettings, one: Message) -> dict[str, str]:
 
 LANES_MAX = 24
 US = 1000  # ns
-AROUND_US = 20_000  # to either side of a message that a link leads to
+AROUND_US = 20_000  # shown on either side of the message that a link leads to
 
 
 def timeline_routes() -> list[Route]:
@@ -306,13 +306,13 @@ def _lanes(site: Site, name: str, asked: str) -> list[str]:
 
 
 def _span(site: Site, lanes: list[str]) -> tuple[int, int] | None:
-    """The first and the last time of all lanes, ns."""
+    """Return the first and the last time of all lanes, in ns."""
     found = []
     for name in lanes:
         try:
             with site.logs.reader(site.settings(name)) as reader:
                 found.append(log_search.ends(reader))
         except ImmortalError:
-            continue  # never started, say; its lane will tell
+            continue  # such as an instance never started; its lane shows the problem
     spans = [span for span in found if span is not None]
     return (min(span[0] for span in spans), max(span[1] for span in spans)) if spans else None
