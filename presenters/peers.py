@@ -32,13 +32,13 @@ def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
 
 
 def live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
-    """None where no coordinator runs."""
+    """Ask the running coordinator for its peers; None if none runs."""
     if control.running(settings.folder) is None:
         return None
     try:
         found: dict[str, Peer] = control.query(settings.folder, "peers")["peers"]
     except control.NotRunningError:
-        return None  # it stopped just now
+        return None  # the coordinator has just stopped
     return found
 
 

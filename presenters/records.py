@@ -1,4 +1,4 @@
-"""A record of the log in words: its messages, and where each batch came from."""
+"""Describes a record of the log for people: its messages, and where each batch came from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ARGUMENTS_SHOWN_BYTES_MAX = 48
 
 
 def describe_record(logged: LoggedValue, committer_id: int, methods: Methods | None = None) -> dict[str, Any]:
-    """Plain values; "problem" where the record is damaged, which then says all there is to say.
+    """Return the record as plain values; of a damaged one, only the "problem".
 
     ``methods``: what the instance's class names; then the messages have names, and their arguments as values.
     """
@@ -88,7 +88,7 @@ def time_text(time_ns: int) -> str:
 
 
 def _messages(content: bytes, methods: Methods) -> Iterator[dict[str, Any]]:
-    """Each message; those of a batch one by one, marked with the batch's type."""
+    """Yield each message; those of a batch one by one, marked with the batch's type."""
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RECORD_TIME:
             yield {"type": "RECORD_TIME", "time_ns": decode_record_time(content, start, end)}
@@ -112,12 +112,12 @@ def _message(content: bytes, message_type: int, start: int, end: int, methods: M
         return _rpc(content, start, end, methods)
     name = MessageType(message_type).name if message_type in set(MessageType) else f"type {message_type}"
     described = {"type": name, "size_bytes": end - start, "data": _shown(content[start:end])}
-    if message_type == MessageType.INITIAL_MESSAGE and (wrapped := _wrapped(content[start:end], methods)) is not None:
+    if message_type == MessageType.INITIAL_MESSAGE and (wrapped := _inner_rpc(content[start:end], methods)) is not None:
         return {**described, "wraps": wrapped}
     return described
 
 
-def _wrapped(content: bytes, methods: Methods) -> dict[str, Any] | None:
+def _inner_rpc(content: bytes, methods: Methods) -> dict[str, Any] | None:
     """The RPC inside an initial message, of the SDK an incoming one, else an outgoing one; it may be any bytes."""
     try:
         message_type, start, end = decode_message(content, 0)
@@ -154,7 +154,7 @@ def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
             return {"method": name}
         decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values).items()}
         return {"method": name, "in_words": CallText.of(rpc, is_msgpack=True).with_method(name), **decoded}
-    except decoding.DecodeError:  # no call of the SDK's
+    except decoding.DecodeError:  # not a call that the SDK made
         return {"method": name}
 
 
@@ -173,7 +173,7 @@ def _parts(rpc: IncomingRpc, values: list[Any]) -> dict[str, Any]:
 
 
 def _shown(data: bytes) -> str:
-    """The bytes as Python writes them, shortened."""
+    """Return the bytes as Python writes them, shortened."""
     if len(data) <= ARGUMENTS_SHOWN_BYTES_MAX:
         return repr(data)[2:-1]
     return f"{repr(data[:ARGUMENTS_SHOWN_BYTES_MAX])[2:-1]}..."
@@ -183,7 +183,7 @@ def _shown(data: bytes) -> str:
 
 
 def record_lines(described: dict[str, Any]) -> Iterator[str]:
-    """The record as lines of text, which a terminal can show: the record's own, then one for each message."""
+    """Yield the record as lines of text, which a terminal can show: the record's own, then one for each message."""
     yield from map(printable, _record_lines(described))
 
 
@@ -232,11 +232,11 @@ def _message_text(message: dict[str, Any]) -> str:
 # One logged message in words: its method and arguments, by the class that handles it where that is known.
 
 
-BYTES_SHOWN_MAX = 64  # of what can't be decoded
+BYTES_SHOWN_MAX = 64  # of data that can't be decoded
 
 
 def rpc_of(message: bytes) -> IncomingRpc | None:
-    """None for what is no RPC, or none that can be read."""
+    """Parse an RPC message; None if it is no RPC, or damaged."""
     try:
         message_type, start, end = decode_message(message)
         return decode_incoming_rpc(message, start, end) if message_type == MessageType.RPC else None
@@ -252,7 +252,7 @@ def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
 
 
 def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[str, Any]:
-    """Plain JSON values: "method" (None: unknown), "type", and "arguments", or "bytes" with the "problem".
+    """Return plain JSON values: "method" (None: unknown), "type", and "arguments", or "bytes" with the "problem".
 
     "arguments" are an object by parameter name, or where no class is known an array. "$caller" and "$call" tell who
     waits for the answer, and its number.
@@ -291,7 +291,7 @@ def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
 
 
 def _values(rpc: IncomingRpc) -> list[Any] | None:
-    """The arguments as MessagePack has them; None where they are no array of it."""
+    """Decode the arguments from MessagePack; None if they are not an array."""
     try:
         values: list[Any] = decoding.decode_shown(rpc.arguments, type=list[Any])
     except decoding.DecodeError:

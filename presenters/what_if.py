@@ -30,7 +30,7 @@ Values = dict[str, Any]
 SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
 INITIAL_METHOD_ID = -1
 TRACEBACK_LINES_MAX = 8
-VALUE_SIZE_MAX = 60  # characters of a value in the state
+VALUE_SIZE_MAX = 60  # characters shown of a value in the state
 
 
 _FATE_WORDS = {
@@ -87,12 +87,12 @@ class Report:
         return [] if new is None else new.warnings
 
     def _state_differences(self, blob_paths: Mapping[Side, Path]) -> list[Values]:
-        """At most ``limit`` and one more."""
+        """Return the differences of the states, at most ``limit`` + 1."""
         results = self._outcome.results
         old, new = ((result.blob_size_bytes, result.blob_check) for result in (results[Side.OLD], results[Side.NEW]))
         if old == new:
             return []
-        if any(result.description is None for result in results.values()):  # no SDK app: only its bytes are known
+        if any(result.description is None for result in results.values()):  # no SDK app: its state is bytes
             return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
         old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
         old_class, new_class, code = self._class(Side.OLD), self._class(Side.NEW), self._apps[Side.NEW].code
@@ -125,7 +125,7 @@ class Report:
 
     @cached_property
     def _methods(self) -> Methods:
-        """The names that either side gives; where both name a method, the new side's."""
+        """Return the names of methods that either side gives; if both name one, that of the new side."""
         methods: dict[tuple[str, int], str] = {("", INITIAL_METHOD_ID): "the initial message"}
         for side in Side:
             result = self._outcome.results.get(side)
@@ -139,12 +139,12 @@ class Report:
         return call.with_method(method_name(call.method_id, call.kind, destination, self._methods))
 
     def _input(self, key: Key) -> str | None:
-        """The logged call with that key; None if the apps do not tell, or if it is no call or no longer kept."""
+        """Describe the logged call with that key; None if the apps do not tell it, it is no call, or it was trimmed."""
         if self._outcome.by_position:
             return None
         try:
             value = next(self._reader.values(key[0], key[0]), None)
-        except LogError:  # trimmed meanwhile
+        except LogError:  # the log was trimmed meanwhile
             return None
         message = None if value is None else message_at(record_of(value).content, key[1])
         return None if message is None else format_call(message, "", self._methods)
@@ -395,7 +395,7 @@ def _blob_text(result: ReplayResult) -> str:
 
 
 def _value_text(difference: Values, side: Side) -> str:
-    """A value of the state, shortened; "absent" where that side has none."""
+    """Return a value of the state, shortened; "absent" where that side has none."""
     if side.value not in difference:
         return "absent"
     return _clipped(json.dumps(difference[side.value], ensure_ascii=False))
