@@ -1,4 +1,4 @@
-"""The protocol of a replay as a state machine without I/O: what the app gets, what it answers.
+"""Protocol between a replay and its app, as a state machine without I/O.
 
     GREETING --Hello--> RESTORING --the blob is given--> REPLAYING --the last record is given--> ENDING --> DONE
                                                          |      ^
@@ -126,7 +126,7 @@ class ReplaySession:
         self._origins: list[Origin] | None = None
         self._snapshot = False
         self._blob_is_final = False
-        self._upgraded_to: int | None = None  # and no record since
+        self._upgraded_to: int | None = None  # while no record was given since
         self.app_leaves = False
         """The app was said goodbye to: it closes the connection itself."""
         self._impulses = summary.impulses_by_destination()
@@ -141,7 +141,7 @@ class ReplaySession:
             **dict.fromkeys(_OF_VERDICTS, self._report_of_app),
             MessageType.HELLO: late_hello,
             MessageType.ATTACH_TO: self._attach,
-            MessageType.BARRIER: lambda message: (),  # of when calls leave: nothing does
+            MessageType.BARRIER: lambda message: (),  # about when calls may leave: in a replay none leaves
             MessageType.APP_DESCRIPTION: self._description,
             MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
             MessageType.SNAPSHOT_BEGIN: self._snapshot_message,
@@ -162,17 +162,17 @@ class ReplaySession:
 
     @property
     def _has_numbers(self) -> bool:
-        """The app tells what it draws, and draws what it is told."""
+        """Whether the app reports the random numbers that it draws, and can be given others to draw."""
         return self._app.hello is not None and MessageType.NUMBERS in self._app.hello.extensions
 
     @property
     def _has_verdicts(self) -> bool:
-        """A message may fail alone there."""
+        """Whether the app can let one message fail and go on."""
         return MessageType.VERDICTS in self._app.extensions
 
     @property
     def app_flushes(self) -> bool:
-        """Before its state it sends all that it has made."""
+        """Whether the app sends all outputs that it has made before its state."""
         return self._app.flushes
 
     @property
@@ -189,7 +189,7 @@ class ReplaySession:
         return output
 
     def begin(self) -> Iterator[Event]:
-        """Impulses that lie right behind the checkpoint: to be looked at before anything else."""
+        """Begin; yield the impulses right after the checkpoint, which must be handled before anything else."""
         for stream in self._streams.values():
             yield from stream.add_kept_impulses()
 
@@ -235,7 +235,7 @@ class ReplaySession:
                 self._send_control(MessageType.NUMBERS, data=data)
 
     def give_record(self, value: bytes, trailer: Trailer) -> bool:
-        """The next record, as the log holds it; False if the replay does not want it any more.
+        """Give the app the next record, as the log holds it; return False if the replay needs no more.
 
         Raises ReplayError where it has not the message at which the replay is to end.
         """
@@ -262,7 +262,7 @@ class ReplaySession:
         return True
 
     def end_here(self) -> None:
-        """No record follows: whoever follows the log has seen enough."""
+        """End the replay after the record given last."""
         if self.phase in (Phase.REPLAYING, Phase.UPGRADING):
             self._last_sequence_id = self.fed_sequence_id
         if self.phase is Phase.REPLAYING:
@@ -304,7 +304,7 @@ class ReplaySession:
     # --- the app's side ---------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> Iterator[Event]:
-        """Bytes from the app. Raises RemoteProtocolError, UpgradeFailedError, StateUnsavedError."""
+        """Handle bytes from the app. Raises RemoteProtocolError, UpgradeFailedError, StateUnsavedError."""
         was_heard = self._app.has_spoken
         self._reader.receive_data(data)
         while self.phase is not Phase.DONE and (event := self._reader.next_event()) is not None:
@@ -312,7 +312,7 @@ class ReplaySession:
                 yield from self._message(event)
             elif isinstance(event, BlobStart):
                 if not self._app.has_spoken:
-                    self._hear(None)
+                    self._check_kind(None)
                 self._require_asked()
             elif isinstance(event, BlobData):
                 if event.data and self._blob_is_final:
@@ -324,7 +324,7 @@ class ReplaySession:
 
     def _message(self, message: Message) -> Iterable[Event]:
         if not self._app.has_spoken:
-            self._hear(message)
+            self._check_kind(message)
             if message.message_type == MessageType.HELLO:
                 return ()
         return self._handlers.get(message.message_type, self._out_of_place)(message)
@@ -351,13 +351,13 @@ class ReplaySession:
         return (VerdictGiven(decode_verdict(message.data)),)
 
     def _report_of_app(self, message: Message) -> Iterable[Event]:
-        """No news here: what they say is of the run."""
+        """Ignore a report about the running app, which means nothing in a replay."""
         if not self._has_verdicts:
             self._out_of_place(message)
         return ()
 
     def _checkpoint_wanted(self, message: Message) -> Iterable[Event]:
-        """One comes at the end."""
+        """Ignore the wish: the replay asks for a checkpoint at its end."""
         return ()
 
     def _handler_failed(self, message: Message) -> Iterable[Event]:
@@ -373,8 +373,8 @@ class ReplaySession:
     def _out_of_place(self, message: Message) -> NoReturn:
         raise AppProtocolError(f"the app sent a message of type {message.message_type}, which has no place in a replay")
 
-    def _hear(self, message: Message | None) -> None:
-        """The app's first message (None: a blob): is it the kind of app that the log was begun with?"""
+    def _check_kind(self, message: Message | None) -> None:
+        """Check by the app's first message (None: a blob) that it is of the kind that the log was begun with."""
         self._app.note_first_message(message)
         time = MessageType.RECORD_TIME
         logged, asked = time in (self._summary.extensions or ()), time in self._app.extensions
@@ -391,7 +391,7 @@ class ReplaySession:
         origins, self._origins = self._origins, None
         for calls in read_calls(self._app, self.name, message):
             if calls.impulses:
-                continue  # of an app that takes itself for primary; they are input, the log has its own
+                continue  # from an app that takes itself for primary; impulses are input, and the log has its own
             if origins is not None and sum(origin.count for origin in origins) != calls.count:
                 raise AppProtocolError(f"the app gives origins for another number of messages than {calls.count}")
             stream = self._streams.get(calls.destination)

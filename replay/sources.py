@@ -1,4 +1,4 @@
-"""A log in one file: all that a replay reads of it, small enough to be kept beside a program's tests.
+"""File with all of a log that a replay reads, small enough to be kept beside the tests of a program.
 
     0-7 "IMMREC1\\n" · 8-15 CRC-64/XZ of what follows, little endian · what follows: zlib of a MessagePack map
 
@@ -31,12 +31,12 @@ _FRONT_SIZE_BYTES = len(MAGIC) + 8
 class _Contents(msgspec.Struct):
     identity: LogIdentity
     summary: LogSummary
-    checkpoints: dict[int, bytes]  # the blobs, by ID
+    checkpoints: dict[int, bytes]  # blobs of checkpoints, by checkpoint ID
     values: list[bytes]  # from the summary's first record to its last
 
 
 class RecordedLog:
-    """A :class:`RecordSource` over such a file's contents."""
+    """:class:`RecordSource` over the contents of such a file."""
 
     def __init__(self, contents: _Contents) -> None:
         self.identity = contents.identity
@@ -64,7 +64,7 @@ class RecordedLog:
 
     @classmethod
     def read(cls, path: Path) -> RecordedLog:
-        """Raises LogFormatError for a file that is none, or damaged; OSError."""
+        """Read such a file. Raises LogFormatError if it is another kind of file, or damaged; OSError."""
         data = path.read_bytes()
         if not data.startswith(MAGIC):
             raise LogFormatError(
@@ -83,7 +83,7 @@ class RecordedLog:
         return found
 
     def write(self, path: Path) -> int:
-        """Write a new file; its size in bytes. Raises OSError, FileExistsError among them."""
+        """Write a new file; return its size in bytes. Raises OSError, FileExistsError among them."""
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 9)
         data = MAGIC + crc64(packed).to_bytes(8, "little") + packed
         with open(path, "xb", opener=opener) as file:
@@ -99,14 +99,14 @@ class RecordedLog:
         yield from self._contents.values[max(0, first_sequence_id - start) : end]
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
-        """Raises LogError for one that it has not."""
+        """Yield the blob of a checkpoint in pieces. Raises LogError if the file has no such checkpoint."""
         blob = self._contents.checkpoints.get(checkpoint_id)
         if blob is None:
             raise LogError(f"the recorded log has no checkpoint {checkpoint_id}")
         yield blob
 
 
-# How two replays of one process share a log.
+# A log that two replays in one process share.
 
 
 class SharedSource:

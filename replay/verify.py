@@ -1,4 +1,4 @@
-"""Proof of determinism: a stretch of the log is replayed, and what comes of it is compared with what came of it then.
+"""Proof of determinism: replays a part of the log, and compares outputs and state with those of the original run.
 
 The outputs are compared with the marks in the records, the state at the end with the next checkpoint. Where a
 receiver's log is at hand, the outputs are compared with it too, which shows what was sent then.
@@ -30,12 +30,12 @@ from immortal.replay.host import run_replay
 from immortal.replay.plan import ReplayPlan, checkpoint_problem, usable_checkpoints
 from immortal.replay.result import ReplayResult, Sink
 
-MARKS_AHEAD_MAX = 1 << 20  # of records that the app was given: one that is so far behind makes too little
-ORIGINS_KEPT_MAX = 1 << 16  # runs, of each stream: beyond it a report names no origin
+MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: one so far behind makes too few messages
+ORIGINS_KEPT_MAX = 1 << 16  # runs kept for each stream: a message older than these is reported without its origin
 
 
 class OutputDivergence(Struct, frozen=True):
-    """A stream that the replay makes differently.
+    """Stream of outputs that the replay makes differently.
 
     ``divergence``: the mark that it does not fit; None where only the receiver's log shows it. ``is_surplus``: it fits
     all marks, but makes more; ``divergence`` then has what lies behind the last one. ``difference``: the first message
@@ -50,7 +50,7 @@ class OutputDivergence(Struct, frozen=True):
 
 
 class StateDivergence(Struct, frozen=True):
-    """The state at the end is another one: [{"path", "old", "new"}]; ``problem``: why it can't be looked into."""
+    """Difference of the states at the end: [{"path", "old", "new"}]; ``problem``: why it can't be looked into."""
 
     differences: Sequence[Mapping[str, Any]]
     problem: str | None = None
@@ -128,7 +128,7 @@ def verify_section(
     progress: Callable[[int, int | None], None] | None = None,
     announce: Callable[[str], None] = lambda address: None,
 ) -> VerifySection:
-    """Replay one stretch with ``app`` and compare. ``receivers``: the logs of those that it calls, where at hand.
+    """Replay one section with ``app`` and compare. ``receivers``: the logs of those that it calls, where at hand.
 
     Raises what :func:`run_replay` raises.
     """
@@ -180,7 +180,7 @@ def _compare_state(
 
 
 class CheckingSink(Sink):
-    """Compares the outputs as they come."""
+    """Compares the outputs of the replay with the marks and the receivers' logs, as they come."""
 
     def __init__(self, source: RecordSource, start: CheckpointHeader, receivers: Mapping[str, RecordSource]) -> None:
         self.counts: dict[str, int] = {}
@@ -203,7 +203,7 @@ class CheckingSink(Sink):
         self._stream(destination).passed(OutputBatch(first_position, count, payload))
 
     def finish(self, marks: Mapping[str, OutputMark] | None, *, all_made: bool) -> None:
-        """The replay has come to its end, where the streams had these ``marks``; None: nobody knows."""
+        """Compare the ends of all streams with ``marks``, those at the end of the section; None: not known."""
         for destination in marks or ():
             self._stream(destination)
         for destination, stream in self._streams.items():
@@ -227,7 +227,7 @@ class CheckingSink(Sink):
         return stream
 
     def _witness(self, destination: str) -> ReceiverComparison | None:
-        if destination == ONESELF:  # what is made behind a record is logged behind it
+        if destination == ONESELF:  # what is made after a record is logged after it
             return ReceiverComparison(received(self._source, ONESELF, self._start.sequence_id + 1))
         receiver = self._receivers.get(destination)
         return None if receiver is None else ReceiverComparison(received(receiver, self._source.identity.instance_name))
@@ -240,10 +240,10 @@ class _CheckedStream:
         self._checksum = mark.checksum if mark else 0
         self._witness = witness
         self._divergence: Divergence | None = None
-        self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of batches with none behind them
+        self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of batches not proved yet
         self._made_position = self._proved_position = self._called_position = mark.position if mark else 0
         self._is_surplus = False
-        self._marks: deque[int] = deque()  # positions to be reached
+        self._marks: deque[int] = deque()  # positions of marks not reached yet
         self._origins: deque[tuple[int, Origin]] = deque(maxlen=ORIGINS_KEPT_MAX)  # (first position, of what follows)
 
     def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
@@ -274,7 +274,7 @@ class _CheckedStream:
         self._prove()
 
     def _prove(self) -> None:
-        """Marks that have been reached speak for all before them."""
+        """Drop batches that are proved: a mark that is reached proves all before it."""
         while self._marks and self._marks[0] <= self._made_position:
             self._proved_position = max(self._proved_position, self._marks.popleft())
         if self._witness is not None:
@@ -296,7 +296,7 @@ class _CheckedStream:
         """``mark``: how far the stream had got; None: nobody knows. ``all_made``: the app holds nothing back."""
         if mark is not None:
             self.expect(None, mark)
-        if not all_made:  # what was held back then may have come earlier now, or later
+        if not all_made:  # what the app held back then may come earlier or later now
             return
         self._guard(self._check.finish)
         if mark is not None and self._called_position > mark.position and self._divergence is None:
@@ -305,7 +305,7 @@ class _CheckedStream:
             self.expect(None, OutputMark(self._called_position, self._checksum ^ 1))
 
     def _guard(self, compare: Callable[[], None]) -> None:
-        """The first divergence is the one that counts: nothing behind it can be compared."""
+        """Run ``compare`` unless a divergence was found: nothing after the first one can be compared."""
         if self._divergence is None:
             try:
                 compare()
@@ -335,7 +335,7 @@ class _CheckedStream:
 
 
 class Difference(Struct, frozen=True):
-    """The first message of a stream that is another one now; both are whole RPC messages in incoming form."""
+    """First message of a stream that differs now; both are whole RPC messages in incoming form."""
 
     position: int
     then: bytes
@@ -345,12 +345,12 @@ class Difference(Struct, frozen=True):
 class _Segment(Struct):
     """Consecutive messages, ``count`` of them left."""
 
-    position: int  # of the first one left
+    position: int  # position of the first message left
     count: int
     payload: bytes
 
     def take(self, count: int) -> bytes:
-        """The next ``count`` messages."""
+        """Take the next ``count`` messages."""
         offset = offset_after(self.payload, count, self.count)
         taken, self.payload = self.payload[:offset], self.payload[offset:]
         self.position += count
@@ -394,7 +394,7 @@ class ReceiverComparison:
         return None if segment is None else _Segment(*segment)
 
     def made(self, first_position: int, count: int, payload: bytes) -> None:
-        """The replay has made these; ``difference`` is set at the first that was another one."""
+        """Compare messages that the replay has made; set ``difference`` at the first that differs."""
         now = _Segment(first_position, count, payload)
         while now.count and self._then is not None and self.difference is None:
             then = self._then
