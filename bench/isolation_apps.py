@@ -68,7 +68,7 @@ class _Hub(Immortal):
 
     @on_primary
     def drive(self, impulses: Impulses) -> None:
-        """Does what each line of standard input says, and says so in turn."""
+        """Do what each line of standard input says, and report it when done."""
         for line in sys.stdin:
             match line.split():
                 case ["fill"]:
@@ -82,7 +82,7 @@ class _Hub(Immortal):
 
 
 def _sample(impulses: Impulses, window: int, rate: float, count: int, begin_us: int) -> None:
-    """``count`` calls to each receiver, ``rate`` a second. What is held up was due no later for that."""
+    """Send ``count`` calls to each receiver, ``rate`` a second. A delayed call keeps the time when it was due."""
     for number in range(count):
         due_us = begin_us + int(number * 1e6 / rate)
         time.sleep(max(0.0, due_us / 1e6 - time.time()))

@@ -13,7 +13,7 @@ LATENCY_SAMPLES = 200
 
 
 def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -> float:
-    """Bytes/s of appending blocks to a new file in ``folder``, with an fdatasync after each."""
+    """Measure the bytes/s of appending blocks to a new file in ``folder``, with an fdatasync after each."""
     path = folder / "disk-rate"
     block = os.urandom(block_size_bytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -30,7 +30,7 @@ def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -
 
 
 def append_latencies(folder: Path, block_size_bytes: int, samples: int = LATENCY_SAMPLES) -> list[float]:
-    """Seconds of appending one block to a new file in ``folder`` with an fdatasync, ``samples`` times, ascending."""
+    """Time in s of appending one block to a new file in ``folder`` with an fdatasync, ``samples`` times, ascending."""
     path = folder / "disk-latency"
     block = os.urandom(block_size_bytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -47,7 +47,7 @@ def append_latencies(folder: Path, block_size_bytes: int, samples: int = LATENCY
         path.unlink()
 
 
-# What a process uses: memory and time of processors, as the kernel counts them.
+# Memory and CPU time of a process, as the kernel counts them.
 
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ class Memory:
 
 
 def memory_of(pid: int) -> Memory:
-    """Raises OSError."""
+    """Read the memory of a process. Raises OSError."""
     sizes = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, _, value = line.partition(":")
@@ -73,6 +73,6 @@ def memory_of(pid: int) -> Memory:
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of processors that the process has used, with all its threads. Raises OSError."""
+    """Return the CPU seconds that a process has used, with all its threads. Raises OSError."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Logs to Parquet, partitioned by instance and day: each run adds what is new since the last one.
+"""Exports logs to Parquet, partitioned by instance and day: each run adds what is new since the last one.
 
     FOLDER/_immortal_export.json                      what is exported so far; written last, in one step
     FOLDER/TABLE/instance=NAME/day=DAY/run-N-*.parquet
@@ -101,7 +101,7 @@ def export(
 
 
 def prepare(fleet: Fleet, folder: Path, tables: Sequence[str] | None) -> LogFleet:
-    """Check what was asked for, and make the folder; the logs to be exported. Needs no Spark. Raises SourceError."""
+    """Check what was asked for, and make the folder; return the logs to export. Needs no Spark. Raises SourceError."""
     if not isinstance(fleet, LogFleet):
         raise SourceError("what is to be exported is an export already: give logs")
     for table in tables or ():
@@ -180,7 +180,7 @@ class _Run:
         writer.mode("overwrite").parquet(str(self._staging / table))
 
     def _compare(self, table: str, ranges: Sequence[LogRange]) -> None:
-        """Read back what was written, read the logs once more: they must agree, instance by instance."""
+        """Check for each instance that what was written agrees with its log, which is read once more."""
         staged = self._staging / table
         if not any(staged.glob("instance=*")):
             written: dict[str, dict[str, int]] = {}
@@ -236,7 +236,7 @@ class _Run:
 
 
 def _make_folder(folder: Path, tables: list[str]) -> None:
-    """Make the folder and an empty state, so that whatever a run leaves behind is known to be one's own."""
+    """Make the folder and an empty state, so that files left by a broken run are known to be ours."""
     if (folder / EXPORT_FILE_NAME).exists():
         return
     if folder.is_file():
@@ -272,7 +272,7 @@ def _remove_leftovers(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
-    """For each instance the number of rows and a checksum of all their columns that no order changes."""
+    """Return for each instance the number of rows, and a checksum of them that does not depend on their order."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     columns = [F.col(column) for column in sorted(frame.columns)]  # Parquet puts partitions last
@@ -295,14 +295,14 @@ def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
 def read_for_export(
     batches: Iterator[pa.RecordBatch], table: str, checkpoint_ids: Mapping[str, int]
 ) -> Iterator[pa.RecordBatch]:
-    """For mapInArrow: rows of LogRange's fields into the rows of a table, with the columns that exporting adds."""
+    """Turn rows of LogRange's fields into rows of ``table``, with the columns that an export adds; for mapInArrow."""
     reader = RangeReader(Options.of({"table": table}), SCHEMAS[table])
     for batch in batches:
         for row in batch.to_pylist():
             wanted = LogRange(**row)
             if table == "raw":
                 for values in read_range(wanted):
-                    if not isinstance(values, Gap):  # a gap has no bytes; the table of records tells it
+                    if not isinstance(values, Gap):  # a gap has no bytes; the table of records shows it
                         yield _raw(values, wanted)
             elif table == "outputs":
                 for values in read_range(wanted):
@@ -321,7 +321,7 @@ def _with_day(rows: pa.RecordBatch, time_ns: pa.Array) -> pa.RecordBatch:
 
 
 def _raw(values: Values, wanted: LogRange) -> pa.RecordBatch:
-    """Damaged records too, as they are, without a day."""
+    """Return records as bytes; damaged ones too, without a day."""
     headers = decode_headers(values, wanted.committer_id)
     verify_checks(values, headers)
     time_ns = decode_trailers(values, headers, with_marks=False).time_ns

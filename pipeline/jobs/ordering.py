@@ -23,7 +23,7 @@ from immortal.protocol.system_methods import EXECUTED_METHOD_ID, ORDERED_METHOD_
 from immortal.protocol.varint import encode_zigzag
 
 ORDERED = "ordered"
-"""What results of this kind are called among those of the workers."""
+"""Name of this kind of results among those of the workers."""
 
 _CALL = bytes((RpcKind.CALL,))
 _MARKS_OF_OTHERS = tuple(_CALL + encode_zigzag(one) for one in (ORDERED_METHOD_ID, ORDERING_METHOD_ID))
@@ -47,7 +47,7 @@ class _Word(NamedTuple):
     sender: str
     number: int
     timestamp: int
-    calls: int  # how many, where it was executed
+    calls: int  # number of calls, if the run was executed
 
 
 # --- in the workers --------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def ordered_results(row: Row) -> Iterator[Result]:
     if payload is None:
         return
     marks: tuple[bytes, ...] = _MARKS_OF_OTHERS
-    if row.sender == row.receiver:  # what it has executed
+    if row.sender == row.receiver:  # runs that the receiver has executed
         marks = (*marks, _MARK_OF_ONESELF)
     if not any(mark in payload for mark in marks):
         return
@@ -93,7 +93,7 @@ def _words(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str
 
 
 class OrderingAudit:
-    """Takes the results of the workers; :meth:`violations` of all of them. ``first``: record of each log."""
+    """Collects the results of the workers, and finds the violations in them. ``first``: record of each log."""
 
     def __init__(self) -> None:
         self._words: dict[str, list[_Word]] = defaultdict(list)
@@ -102,17 +102,17 @@ class OrderingAudit:
         self._words[receiver] += [_Word(record, batch, at, source, *word) for at, *word in decoding.load_json(body)]
 
     def executed(self, log: str) -> list[tuple[str, int, int, int]]:
-        """The runs that this log has executed, in its order: sender, number, timestamp, count of calls."""
+        """Return the runs that this log has executed, in its order: sender, number, timestamp, count of calls."""
         words = sorted(word for word in self._words[log] if word.kind == _EXECUTED)
         return [(word.sender, word.number, word.timestamp, word.calls) for word in words]
 
     @property
     def runs_count(self) -> int:
-        """Executions of runs, over all logs."""
+        """Return the number of executions of runs, over all logs."""
         return sum(word.kind == _EXECUTED for words in self._words.values() for word in words)
 
     def violations(self, first: Mapping[str, int]) -> Iterator[Violation]:
-        """``first``: the first record of each log that was read."""
+        """Yield all violations. ``first``: the first record of each log that was read."""
         places: Places = {}
         for log, words in sorted(self._words.items()):
             words.sort()
@@ -127,7 +127,7 @@ class OrderingAudit:
 
 
 def _one_place(log: str, executed: Iterable[_Word], places: Places) -> Iterator[Violation]:
-    """Consistency: a run is the same, and has the same place, for all."""
+    """Check consistency: a run is the same, and has the same place, in all logs."""
     for word in executed:
         timestamp, count, other = places.setdefault((word.sender, word.number), (word.timestamp, word.calls, log))
         if count != word.calls:
@@ -142,7 +142,7 @@ def _one_place(log: str, executed: Iterable[_Word], places: Places) -> Iterator[
 
 
 def _in_order(log: str, executed: Iterable[_Word]) -> Iterator[Violation]:
-    """Consistency: each log has them in the one order."""
+    """Check consistency: each log has the runs in the one order."""
     last: Key = (0, "", 0)
     for word in executed:
         key = (word.timestamp, word.sender, word.number)
@@ -157,7 +157,7 @@ def _in_order(log: str, executed: Iterable[_Word]) -> Iterator[Violation]:
 
 
 def _sent_here(log: str, words: Iterable[_Word]) -> Iterator[Violation]:
-    """Locality: only its destinations execute a run. (What an instance sends to itself takes no message.)"""
+    """Check locality: only its destinations execute a run. (What an instance sends to itself takes no message.)"""
     sent = set()
     for word in words:
         if word.kind == _PROPOSED_HERE and word.sender == word.source:
@@ -168,7 +168,7 @@ def _sent_here(log: str, words: Iterable[_Word]) -> Iterator[Violation]:
 
 
 def _senders(places: Places) -> Iterator[Violation]:
-    """Causality: runs of one sender are in the order in which it sent them."""
+    """Check causality: runs of one sender are in the order in which it sent them."""
     last: dict[str, tuple[int, int]] = {}
     for (sender, number), (timestamp, _, log) in sorted(places.items()):
         before, at = last.get(sender, (0, 0))
@@ -182,7 +182,7 @@ def _senders(places: Places) -> Iterator[Violation]:
 
 
 def _after_causes(log: str, words: Iterable[_Word], places: Places) -> Iterator[Violation]:
-    """Causality: what an instance sent behind a run that it had executed comes after that.
+    """Check causality: what an instance sent after a run that it had executed comes after that.
 
     When its log shows a proposal for its run n, it has sent RUNS_IN_FLIGHT_MAX more at most: later runs were sent
     behind all that it had executed by then.

@@ -145,7 +145,7 @@ INSTANCES_SHOWN_MAX = 5
 _VERDICTS = {0: "the same", 3: "DIFFERENT"}
 
 
-def _said_of(result: FleetResult) -> Iterator[str]:
+def _notes_of(result: FleetResult) -> Iterator[str]:
     """Yield which code ran and other notes: each once, with its instances."""
     said: dict[str, list[str]] = {}
     for each in result.instances:
@@ -163,7 +163,7 @@ def _said_of(result: FleetResult) -> Iterator[str]:
         yield f"{line} ({', '.join(names[:INSTANCES_SHOWN_MAX])}{', ...' if len(names) > INSTANCES_SHOWN_MAX else ''})"
 
 
-_SAID = ("old", "new", "note:", "not")  # how lines begin, in their order
+_SAID = ("old", "new", "note:", "not")  # beginnings of lines, in the order of the lines
 _NOTHING: dict[str, Any] = {
     "records": 0,
     "differences": {},
@@ -196,7 +196,7 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
     for each in result.instances:
         if each.error:
             yield f"{each.instance}: {each.error}"
-    yield from _said_of(result)
+    yield from _notes_of(result)
     if result.by_method:
         kinds = [kind for kind in result.by_method[0] if kind not in ("destination", "method")]
         yield ""
