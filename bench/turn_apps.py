@@ -113,7 +113,7 @@ class _Core:
 
 
 def beside_idle_us(peers: int) -> float:
-    """Measure the core alone for a call to one of ``peers`` and its acknowledgement, while the others are idle; in µs."""
+    """Measure in µs a call to one of ``peers`` and its acknowledgement in the core alone, while the others are idle."""
     core = _Core(peers)
     begun_s = time.process_time()
     for position in range(2, CALLS + 2):

@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def reference_pages() -> dict[str, str]:
-    """Return a page for each public module: its ``__all__``, or all that it defines. A name appears on one page only."""
+    """Return a page for each public module: its ``__all__``, or all that it defines. Each name is on one page."""
     pages, seen = {}, set()
     for name, title in REFERENCE.items():
         module: Any = importlib.import_module(name)
