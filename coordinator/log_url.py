@@ -16,7 +16,7 @@ def split_url(log: str) -> tuple[str, str]:
 
 
 def log_of_instance(log: str, instance_name: str) -> str:
-    """``log`` as the one of an instance: a server, whose URL has a host, keeps the logs of many, each by its name."""
+    """Complete the URL of a server, which keeps many logs, with the instance's name. Other URLs and paths stay."""
     is_of_many = not is_in_folder(log) and split_url(log)[1].startswith("//") and "#" not in log
     return f"{log}#{instance_name}" if is_of_many else log
 

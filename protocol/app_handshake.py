@@ -91,7 +91,7 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Raises RemoteProtocolError."""
+    """Decode a coordinator's answer. Raises RemoteProtocolError."""
     at = NONCE_SIZE_BYTES + PROOF_SIZE_BYTES
     if len(data) <= at:
         raise RemoteProtocolError(f"a coordinator's Proof of {len(data)} bytes, more than {at} were expected")
@@ -107,7 +107,7 @@ def encode_proof(proof: bytes) -> bytes:
 
 
 def decode_proof(data: bytes) -> bytes:
-    """Raises RemoteProtocolError."""
+    """Decode an app's proof. Raises RemoteProtocolError."""
     return _exactly("an app's Proof", data, PROOF_SIZE_BYTES)
 
 

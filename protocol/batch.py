@@ -1,8 +1,8 @@
-"""RPC messages packed one after the other: the payload of a batch. Checked, cut and wrapped without decoding them.
+"""Checks, splits and wraps batches (packed RPC messages) without decoding their arguments.
 
-Batches are homogeneous far more often than not: calls of one method whose arguments have one size. Then each message
-starts with the same bytes at the same stride, which slices compare at C speed; only otherwise is each one visited. Even
-then few sizes come again and again: what the front of a message says is looked up.
+Most batches are homogeneous: calls of one method whose arguments have one size. Then each message starts with the same
+bytes at the same stride, and slices compare them at C speed. Only in other batches each message is visited, and even
+there few sizes occur again and again, so checked fronts of messages are looked up.
 """
 
 from __future__ import annotations

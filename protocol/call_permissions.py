@@ -13,9 +13,11 @@ from immortal.protocol.client_frames import CLIENTS
 
 
 class Row(Struct, frozen=True):
-    """``carried``: the messages or frames that bring it. ``method_ids``: for apps that speak as WIRE.md's part
-    4.1 says; others may send any method ID. ``caller``: the first argument of a call that waits for an answer (kind 0,
-    RPC type 0)."""
+    """Row of the table.
+
+    ``carried``: messages or frames that carry the call. ``method_ids``: for apps that follow WIRE.md's part 4.1; others
+    may send any method ID. ``caller``: first argument of a call that waits for an answer (kind 0, RPC type 0).
+    """
 
     sender: str
     receiver: str

@@ -382,7 +382,7 @@ def encode_replies(replies: Iterable[Reply]) -> bytes:
 
 
 def decode_replies(payload: bytes, count: int) -> Iterator[Reply]:
-    """Raises RemoteProtocolError unless ``payload`` is exactly ``count`` replies."""
+    """Decode exactly ``count`` replies. Raises RemoteProtocolError for anything else."""
     offset = 0
     for _ in range(count):
         number, offset = decode_zigzag_long(payload, offset)

@@ -23,7 +23,7 @@ _THIS = Path("immortal", "protocol", "compiled.py")
 
 
 class CompiledSet:
-    """``name``: in words. ``folder``: below the root, where its files are."""
+    """Set of modules compiled together. ``name``: for messages. ``folder``: of the compiled files, below the root."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name

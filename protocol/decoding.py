@@ -128,7 +128,7 @@ def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook
 
 
 def check_shown(data: bytes | memoryview) -> None:
-    """Raises TooDeepError for what can't be shown."""
+    """Check that a value can be printed. Raises TooDeepError."""
     from immortal.protocol.nesting import (
         is_nested_beyond,
         nesting_depth,

@@ -1,4 +1,4 @@
-"""Every error of this project, by whose fault it is.
+"""All errors of this project, by which side is at fault.
 
     ImmortalError
       ProtocolError

@@ -1,7 +1,8 @@
-"""Values that MessagePack has no form for, as an extension: integers of any size, and what would lose its type.
+"""Encodes values that MessagePack has no form for as an extension: large integers, and values that would lose their
+type.
 
-An integer beyond 64 bits stands like this anywhere. The others are written only where nothing says which type to read:
-as a part of what is annotated ``Any``. `docs/WIRE.md`, "Extension values", has the bytes.
+An integer beyond 64 bits is encoded like this anywhere. Others only where no annotation gives the type to read, as
+inside a value annotated ``Any``. `docs/WIRE.md`, "Extension values", has the bytes.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(data: bytes) -> Hello:
-    """Raises RemoteProtocolError. Unknown extensions are kept: refusing them is the caller's."""
+    """Decode a Hello. Unknown extensions are kept; the caller refuses them. Raises RemoteProtocolError."""
     if not data or data[0] != HELLO_VERSION:
         raise RemoteProtocolError(f"a Hello of version {data[0] if data else 'none'}, expected {HELLO_VERSION}")
     count, offset = decode_zigzag_int(data, 1)
@@ -153,7 +153,7 @@ def encode_app_time(time: AppTime) -> bytes:
 
 
 def decode_app_time(data: Readable) -> AppTime:
-    """Raises RemoteProtocolError."""
+    """Decode an AppTime. Raises RemoteProtocolError."""
     if len(data) != _APP_TIME.size:
         raise RemoteProtocolError(f"an AppTime has {len(data)} bytes, {_APP_TIME.size} were expected")
     return AppTime(*_APP_TIME.unpack(data))
@@ -175,7 +175,10 @@ def encode_app_batch(message_type: MessageType, destination: str, count: int, pa
 
 
 def decode_app_batch(data: bytes) -> AppBatch:
-    """Raises RemoteProtocolError; the payload is not looked at (:func:`immortal.protocol.batch.check_batch`)."""
+    """Decode an AppBatch without its payload (:func:`immortal.protocol.batch.check_batch`).
+
+    Raises RemoteProtocolError.
+    """
     destination, offset = decode_name(data, 0)
     count, offset = decode_zigzag_int(data, offset)
     if count < 1:
@@ -235,7 +238,7 @@ def encode_app_description(description: AppDescription) -> bytes:
 
 
 def decode_app_description(data: bytes) -> AppDescription:
-    """Raises RemoteProtocolError."""
+    """Decode an AppDescription. Raises RemoteProtocolError."""
     version, offset = decode_zigzag_int(data, 0)
     if version < 1:
         raise RemoteProtocolError(f"an AppDescription gives the version {version}, at least 1 was expected")
@@ -293,7 +296,7 @@ def decode_sources(data: bytes) -> list[str]:
 
 
 class Origin(Struct, frozen=True):
-    """``count`` consecutive messages of a batch were made by the handler of this logged message."""
+    """Origin of ``count`` consecutive messages of a batch: the logged message whose handler made them."""
 
     sequence_id: int
     message_index: int
@@ -309,7 +312,7 @@ def encode_origins(origins: Sequence[Origin]) -> bytes:
 
 
 def decode_origins(data: Readable) -> list[Origin]:
-    """Raises RemoteProtocolError."""
+    """Decode Origins. Raises RemoteProtocolError."""
     count, offset = decode_zigzag_int(data, 0)
     if not 0 <= count <= len(data):
         raise RemoteProtocolError(f"an Origins announces {count} entries in {len(data)} bytes")
@@ -338,7 +341,7 @@ def encode_handler_failed(failure: HandlerFailure) -> bytes:
 
 
 def decode_handler_failed(data: bytes) -> HandlerFailure:
-    """Raises RemoteProtocolError."""
+    """Decode a HandlerFailed. Raises RemoteProtocolError."""
     sequence_id, offset = decode_zigzag_long(data, 0)
     message_index, offset = decode_zigzag_int(data, offset)
     return HandlerFailure(sequence_id, message_index, data[offset:].decode("utf-8", "replace"))
@@ -358,7 +361,7 @@ DRAWS_MAX = 10_000  # limit of one message; a record may have several
 
 
 class RandomDraw(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """``number`` was drawn by the handler ``task`` for ``what`` with the detail ``detail``, as a journal says it.
+    """Random number drawn by the handler ``task`` for ``what`` with ``detail``, in a journal's terms.
 
     Of a handler that starts: ``task`` 0, ``what`` "" and, as ``detail``, the index of the message that starts it.
     """
@@ -391,5 +394,5 @@ def pack_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
 
 
 def decode_numbers(data: bytes) -> Numbers:
-    """Raises RemoteProtocolError."""
+    """Decode Numbers. Raises RemoteProtocolError."""
     return _NUMBERS.decode_message(data, "a Numbers message")

@@ -1,4 +1,4 @@
-"""Files and folders for their owner alone, whatever the umask."""
+"""Creates files and folders for their owner alone, whatever the umask; file locks; files that describe processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def open_lock(path: Path) -> int:
 
 
 def acquire_lock(descriptor: int, timeout_s: float) -> None:
-    """Raises BlockingIOError where another process has it for all of that time, OSError."""
+    """Lock a file. Raises BlockingIOError where another process holds the lock for ``timeout_s``, OSError."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -141,7 +141,10 @@ SUPERVISOR_FILE_NAME = "supervisor.json"
 
 
 class ProcessFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``process_start_ticks``: the kernel's start time of the process, which tells it from a later one with its ID."""
+    """Description of a running process.
+
+    ``process_start_ticks``: the kernel's start time, which tells it from a later process with the same ID.
+    """
 
     pid: int
     started_ns: int

@@ -77,7 +77,7 @@ def method_of_identity(identity: bytes) -> int:
 
 
 def describe_call_identity(identity: bytes, method: str) -> str:
-    """``method``: what it is called. Raises RemoteProtocolError."""
+    """Describe a call by its identity. ``method``: the method's name. Raises RemoteProtocolError."""
     _, offset = decode_zigzag_int(identity, CALL_DIGEST_SIZE_BYTES)
     size_bytes, _ = decode_zigzag_int(identity, offset)
     return f"{method} with {size_bytes} bytes of arguments (digest {digest_prefix(identity[:CALL_DIGEST_SIZE_BYTES])})"

@@ -50,7 +50,7 @@ def encode_query(question: QueryQuestion) -> bytes:
 
 
 def decode_query(data: bytes) -> QueryQuestion:
-    """Raises RemoteProtocolError."""
+    """Decode a QueryAsked. Raises RemoteProtocolError."""
     return _QUESTION.decode_message(data, "a QueryAsked")
 
 
@@ -60,7 +60,7 @@ def encode_query_answer(answer: QueryAnswer) -> bytes:
 
 
 def decode_query_answer(data: bytes) -> QueryAnswer:
-    """Raises RemoteProtocolError."""
+    """Decode a QueryAnswered. Raises RemoteProtocolError."""
     answer = _ANSWER.decode_message(data, "a QueryAnswered")
     if len(answer.value) > ANSWER_SIZE_BYTES_MAX:
         raise RemoteProtocolError(

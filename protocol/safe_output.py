@@ -14,7 +14,7 @@ from msgspec import Struct
 
 
 def printable(text: str) -> str:
-    r"""``text`` as a part of one line.
+    r"""Escape ``text`` for a part of one line.
 
     >>> printable("a\x1b]0;title\x07\nb")
     'a\\x1b]0;title\\x07\\nb'
@@ -48,7 +48,7 @@ def printable_lines(text: str, indent: str = "  ") -> list[str]:
 
 
 def printable_message(text: str) -> str:
-    """``text`` with its line ends; lines behind the first are indented."""
+    """Escape ``text`` but for its line ends; lines behind the first are indented."""
     first, *rest = text.split("\n")
     return "\n".join([printable(first), *(printable_lines("\n".join(rest)) if rest else ())])
 
@@ -63,7 +63,7 @@ def printable_json(
 
 
 def printable_json_text(text: str) -> str:
-    """``text``, which is JSON."""
+    """Escape ``text``, which is JSON, so that it stays the same JSON."""
     return text if text.isprintable() else "".join(map(_json_character, text))
 
 
@@ -122,7 +122,7 @@ class RateLimit:
         return self._kinds[self.counted_as(kind)].due_ns - self._credit_ns
 
     def counted_as(self, kind: Hashable) -> Hashable:
-        """``kind`` itself, or OTHERS."""
+        """Kind under which ``kind`` is counted: itself, or OTHERS."""
         return kind if kind in self._kinds else OTHERS
 
     def _known(self, kind: Hashable, now_ns: int) -> _Kind:

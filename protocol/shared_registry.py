@@ -236,7 +236,7 @@ class Copy:
                 connection.isolation_level = None
 
     def _write(self, wanted: dict[Path, str], kept: set[Path]) -> None:
-        """``kept``: what stays though nothing is known of it now."""
+        """Write the files of ``wanted``, and remove others but for ``kept``."""
         there = {self.path(file.stem, SETTINGS) for file in self.folder.glob("*.toml")}
         for file_name in _FILE_NAMES.values():
             there.update(self.folder.glob(f"*/{file_name}"))
@@ -473,7 +473,7 @@ def _lease(path: Path) -> list[str]:
 
 
 def import_driver() -> None:
-    """Raises SharedHomeError where the extra is missing."""
+    """Import psycopg. Raises SharedHomeError where the extra is missing."""
     try:
         import psycopg  # noqa: F401
     except ImportError:

@@ -28,8 +28,10 @@ NIL = msgspec.Raw(b"\xc0")
 
 
 class HandlersQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """``ticket``: the coordinator's, for the answer. ``task``: the handler that is to be told of whole; 0: all of them,
-    HANDLERS_COUNT_MAX at most.
+    """Question about handlers.
+
+    ``ticket`` identifies the answer. ``task``: the handler to describe in full; 0: all of them, HANDLERS_COUNT_MAX at
+    most.
 
     With ``sequence_id``: what the order in that message has come to. With ``retries``: effects of ``task`` that wait
     for their next attempt are to be tried at once. No log knows of attempts, so this is a question and no order.
@@ -43,7 +45,7 @@ class HandlersQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """``value``: plain values, for people and scripts."""
+    """Answer to a HandlersQuestion. ``value``: plain values, for people and scripts."""
 
     ticket: int
     value: dict[str, Any]
@@ -76,7 +78,7 @@ def encode_handlers_question(question: HandlersQuestion) -> bytes:
 
 
 def decode_handlers_question(data: bytes) -> HandlersQuestion:
-    """Raises RemoteProtocolError."""
+    """Decode a HandlersAsked. Raises RemoteProtocolError."""
     return _QUESTION.decode_message(data, "a HandlersAsked")
 
 
@@ -86,7 +88,7 @@ def encode_handlers_answer(answer: HandlersAnswer) -> bytes:
 
 
 def decode_handlers_answer(data: bytes) -> HandlersAnswer:
-    """Raises RemoteProtocolError."""
+    """Decode a Handlers message. Raises RemoteProtocolError."""
     return _ANSWER.decode_message(data, "a Handlers")
 
 

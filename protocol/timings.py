@@ -174,7 +174,7 @@ class TimingKind(IntEnum):
 
 
 class TimingRow(NamedTuple):
-    """``message``: its index in the record. Times are ns, monotonic."""
+    """Row of a segment. ``message``: its index in the record. Times are ns, monotonic."""
 
     sequence_id: int
     message: int
@@ -201,7 +201,7 @@ PlainRow = tuple[int, int, int, int, int, int]
 
 
 def encode_row(row: PlainRow, header_crc: int) -> bytes:
-    """``header_crc``: the CRC-32 of the segment's header."""
+    """Encode a row. ``header_crc``: the CRC-32 of the segment's header."""
     body = _ROW.pack(*row)
     return body + _CRC.pack(zlib.crc32(body, header_crc))
 

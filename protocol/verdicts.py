@@ -203,7 +203,7 @@ def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
 
 
 def decode_verdicts(data: bytes) -> Sequence[Verdict]:
-    """Raises RemoteProtocolError."""
+    """Decode Verdicts. Raises RemoteProtocolError."""
     return [_checked(verdict) for verdict in _VERDICTS.decode_message(data, "a Verdicts message")]
 
 
@@ -213,7 +213,7 @@ def encode_unsaved(unsaved: Unsaved) -> bytes:
 
 
 def decode_unsaved(data: bytes) -> Unsaved:
-    """Raises RemoteProtocolError."""
+    """Decode a CheckpointFailed. Raises RemoteProtocolError."""
     return _UNSAVED.decode_message(data, "a CheckpointFailed message")
 
 
@@ -223,7 +223,7 @@ def encode_handling(handling: Handling) -> bytes:
 
 
 def decode_handling(data: bytes) -> Handling:
-    """Raises RemoteProtocolError."""
+    """Decode a Handling. Raises RemoteProtocolError."""
     handling: Handling = _HANDLING.decode_message(data, "a Handling message")
     if handling.message_index < RECORD or handling.task < 0:
         raise RemoteProtocolError(
@@ -239,7 +239,7 @@ def encode_careful(careful: Careful) -> bytes:
 
 
 def decode_careful(data: bytes) -> Careful:
-    """Raises RemoteProtocolError."""
+    """Decode a Careful. Raises RemoteProtocolError."""
     return _CAREFUL.decode_message(data, "a Careful message")
 
 

@@ -102,7 +102,7 @@ class Archive:
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
-        """``what``: for people, who read the name. Raises StoreError."""
+        """Store rows as an object. ``what`` is part of its name, for people. Raises StoreError."""
         data = pack(rows)
         if self.cipher is not None:
             data = self.cipher.encrypt(data)
@@ -150,7 +150,7 @@ class Cipher:
 
     @classmethod
     def of_file(cls, path: Path) -> Cipher:
-        """Raises ArchiveError for anything else, and for a secret that others may read."""
+        """Read a key file. Raises ArchiveError for anything else, and for a secret that others may read."""
         try:
             lines = [line.strip() for line in path.read_text("ascii").splitlines()]
             mode = path.stat().st_mode & 0o777
@@ -176,7 +176,7 @@ class Cipher:
         return pyrage.encrypt(data, self._recipients)
 
     def decrypt(self, data: bytes, name: str) -> bytes:
-        """``name``: of the object, for the error. Raises ArchiveError, DamagedObjectError."""
+        """Decrypt an object. ``name``: of the object, for the error. Raises ArchiveError, DamagedObjectError."""
         if not self._identities:
             raise ArchiveError("the key file has public keys alone: give the one with the secret key (--key-file)")
         try:

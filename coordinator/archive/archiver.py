@@ -50,7 +50,7 @@ class UnarchivedRecords(Struct, frozen=True):
 
 
 def unarchived(reader: LogReader, archived_sequence_id: int, now_ns: int) -> UnarchivedRecords:
-    """Raises LogError."""
+    """Compute what a loss of the log would lose now. Raises LogError."""
     with reader.view() as view:
         end = log_end(view)
         first = max(archived_sequence_id + 1, end.first_sequence_id)
@@ -99,7 +99,7 @@ class Archiver:
         return self._place.before
 
     def unarchived(self) -> UnarchivedRecords:
-        """Raises LogError."""
+        """Compute what a loss of the log would lose now. Raises LogError."""
         before = None if self._place.begins else self._place.before
         return unarchived(self._reader, -1 if before is None else before.last_sequence_id, self._now_ns())
 
@@ -212,7 +212,7 @@ class Archiver:
         return known is not None and known.header_digest == digest(value)
 
     def _ship_checkpoints(self, left_out: set[int]) -> None:
-        """``left_out``: gets those that are damaged."""
+        """Send new checkpoints. The IDs of damaged ones are added to ``left_out``."""
         with self._reader.view() as view:
             headers = checkpoint_headers(view)
         for checkpoint_id, (value, stored) in headers.items():
@@ -335,7 +335,7 @@ class LogEnd(Struct, frozen=True):
 
 
 def log_end(view: View) -> LogEnd:
-    """Raises DamagedLogError."""
+    """Read how far the log goes. Raises DamagedLogError."""
     marker = read_marker(view)
     epoch = meta_value(view, META_EPOCH, log_format.INT) or 0
     return LogEnd(*first_and_last_sequence_id(view), epoch, "" if marker is None else marker.nonce.hex())

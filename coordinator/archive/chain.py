@@ -96,8 +96,11 @@ _MIB = 1 << 20
 
 
 class Retention(Struct, frozen=True):
-    """``keep_days``: any moment of so many days before the newest can be brought back. ``keep_mb``: at most so many MiB
-    are kept, where the newest moment alone needs no more. With both, whichever keeps less."""
+    """Retention of an archive.
+
+    ``keep_days``: any moment of these days before the newest can be restored. ``keep_mb``: largest size in MiB, unless
+    the newest moment alone needs more. With both, whichever keeps less.
+    """
 
     keep_days: float | None = None
     keep_mb: int | None = None

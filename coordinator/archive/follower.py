@@ -22,8 +22,11 @@ REPORT_INTERVAL_S = 60.0  # between reports that all is well
 
 
 class Options(Struct, frozen=True):
-    """``every_s``: a moment at least so often, where there is something new; ``segment_size_bytes``: and once so much
-    has come."""
+    """Options of a follower.
+
+    ``every_s``: longest time between two moments while there is news. ``segment_size_bytes``: amount of news after
+    which a moment is made earlier.
+    """
 
     every_s: float = 10.0
     segment_size_bytes: int = SEGMENT_SIZE_BYTES
@@ -32,8 +35,11 @@ class Options(Struct, frozen=True):
 
 
 class Follower:
-    """``open_reader``: of the log as it is now; ``version``: another one where another log took its place.
-    ``wait(seconds)``: True once it is to end. ``say``: is told what an operator should know."""
+    """Archives a log as it grows.
+
+    ``open_reader`` opens the present log; ``version`` changes when another log takes its place. ``wait(seconds)``
+    returns True once the follower is to end. ``say`` gets messages for the operator.
+    """
 
     def __init__(
         self,
@@ -51,8 +57,8 @@ class Follower:
         self._wait = wait
         self._say = say
         self._anew = options.anew
-        self._said = ""
-        self._said_at_s = self._pruned_at_s = float("-inf")
+        self._last_problem = ""
+        self._reported_at_s = self._pruned_at_s = float("-inf")
         self._delay_s = POLL_S
 
     def once(self) -> Moment | None:
@@ -116,20 +122,22 @@ class Follower:
         return False
 
     def _report_success(self, archiver: Archiver, moment: Moment | None) -> None:
-        is_mended = bool(self._said)
-        self._said, self._delay_s = "", POLL_S
+        is_recovered = bool(self._last_problem)
+        self._last_problem, self._delay_s = "", POLL_S
         last = archiver.last
-        if last is not None and (is_mended or (moment and time.monotonic() - self._said_at_s >= REPORT_INTERVAL_S)):
-            self._said_at_s = time.monotonic()
+        if last is not None and (
+            is_recovered or (moment and time.monotonic() - self._reported_at_s >= REPORT_INTERVAL_S)
+        ):
+            self._reported_at_s = time.monotonic()
             self._say(f"archived up to record {last.last_sequence_id}; {archiver.unarchived().seconds:.0f} s at risk")
 
     def _ends_while_waiting(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
         """Report the error and wait a while; return True if told to end."""
         text = str(error)
-        if text != self._said:
+        if text != self._last_problem:
             risk = "" if risk_s is None else f"; {risk_s:.0f} s at risk"
             self._say(f"{text}{risk}; it is tried again")
-            self._said = text
+            self._last_problem = text
         delay_s = self._delay_s
         self._delay_s = min(2 * delay_s, RETRY_S_MAX)
         return self._wait(delay_s)

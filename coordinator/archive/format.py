@@ -1,4 +1,4 @@
-"""A moment of a log in an archive: which objects it adds, whose log it is, and how far that was.
+"""Format of an archive: manifests of moments, and packs of a log's rows.
 
 NAME/moments/000000000042                    the manifest of moment 42: a line with a checksum, then JSON
 NAME/segments/0000000000812-...-e7-<random>  records, of a log in its 7th epoch
@@ -112,7 +112,10 @@ def encode_moment(moment: Moment) -> bytes:
 
 
 def decode_moment(data: bytes, name: str) -> Moment:
-    """``name``: of the object, for the errors. Raises DamagedObjectError; ArchiveError for a newer version."""
+    """Decode a manifest.
+
+    ``name``: of the object, for the errors. Raises DamagedObjectError; ArchiveError for a newer version.
+    """
     head, _, body = data.partition(b"\n")
     words = head.decode("ascii", "replace").rsplit(" ", 2)
     if words[0] != _HEAD:
@@ -161,7 +164,7 @@ def pack(rows: Sequence[PackedRow]) -> bytes:
 
 
 def unpack(data: bytes, name: str) -> list[PackedRow]:
-    """``name``: of the object, for the error. Raises DamagedObjectError."""
+    """Decode a pack. ``name``: of the object, for the error. Raises DamagedObjectError."""
     if not data.startswith(_MAGIC):
         raise DamagedObjectError(f"the object {name} begins with {data[:8]!r}, {_MAGIC!r} was expected")
     try:

@@ -1,7 +1,7 @@
-"""An archive as a log that can only be read: ``s3://BUCKET/PATH#INSTANCE``, and so of the other stores.
+"""An archive as a read-only log: ``s3://BUCKET/PATH#INSTANCE``, and the same for other stores.
 
-What needs a secret key takes it from the file that KEY_FILE_VARIABLE names, as stores take their credentials from the
-environment: so neither is in a URL, which settings, plans and errors show.
+A secret key is read from the file that KEY_FILE_VARIABLE names, as credentials of stores come from the environment. So
+neither is part of a URL, which settings, plans and errors show.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ArchiveReader(ReadBackend):
 
 
 class ArchivePlace(Place):
-    """``scheme``: of the store."""
+    """Location of an archive, which is only read as a log. ``scheme``: the store's."""
 
     is_shared = True
 
@@ -128,7 +128,7 @@ class ArchivePlace(Place):
         )
 
     def _named(self, cipher: Cipher | None = None) -> Archive:
-        """Raises LogFormatError where the URL says no instance."""
+        """Open the archive of the URL's instance. Raises LogFormatError where the URL names none."""
         if not self._instance:
             raise LogFormatError(f"{self.where} may hold the archives of many instances: write {self.where}#NAME")
         if not _is_name(self._instance):

@@ -1,5 +1,6 @@
-"""A moment of an archive as a log again: all objects first, each checked, then the log in one step, then all of it
-verified as any log is."""
+"""Restores a moment of an archive as a log: fetches and checks all objects, makes the log in one step, then verifies
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a moment as a view: what each of its objects has is read when it is asked for."""
+"""View of the log of a moment. Each object is fetched when one of its rows is first read."""
 
 from __future__ import annotations
 

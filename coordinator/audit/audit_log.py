@@ -219,7 +219,7 @@ def _clipped(value: object) -> object:
 
 
 class Line(Struct, frozen=True):
-    """``problem``: why it can't stand there; "" if it fits."""
+    """Line of the audit log. ``problem``: why it can't follow the line before; "" if it does."""
 
     file: Path
     number: int  # in its file, from 1

@@ -34,7 +34,10 @@ class Auditor:
         impostors: int,
         now_ns: int,
     ) -> None:
-        """``limited``: who may not do everything. ``refusals``: how often what was done to which caller."""
+        """Write what is new.
+
+        ``limited``: callers with limited permissions. ``refusals``: numbers of refusals by kind and caller.
+        """
         self._changes(security, sorted(limited))
         if security is not None:
             for key, count in counters.let_in_by.items():

@@ -1,15 +1,15 @@
-"""The durable log of one instance, over a backend: docs/LOG_FORMAT.md says what its rows are.
+"""The durable log of one instance, over a backend. docs/LOG_FORMAT.md specifies its rows.
 
-create_log, open_log    open for writing: a RowLogStore, the core's LogStore
+create_log, open_log    open for writing: a RowLogStore, which is the core's LogStore
 open_reader             open for reading beside a live writer: a LogReader
 
-rows.py and reading.py turn the core's words into rows and back; backend.py says what a backend does with them, and
-open.py which backends there are. What no running coordinator needs is in modules of its own, which it does not import:
+rows.py turns the core's types into rows, view_queries.py turns rows back; backend.py is the interface to backends, and
+open.py knows which backends exist. A running coordinator does not import these modules:
 
-verify.verify_log       a walk over all that a log holds; says what is damaged and what that means (findings)
-cut.LogCutter           cuts the end of a log off by hand, and keeps what it cuts (cut_plan)
-backup.back_up          a copy that the next one brings up to date
-memory.MemoryLogStore   a log in memory that crashes, fails and rots when a test says so
+verify.verify_log       walks over a whole log; reports what is damaged, and what that means
+cut.LogCutter           cuts the end of a log off, and keeps what it cuts
+backup.back_up          makes a copy, or updates an earlier one
+memory.MemoryLogStore   a store in memory that crashes, fails and rots when a test says so
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A running coordinator reads its log through its store: the reader is not in its memory."""
+    """Import the reader on first use: a running coordinator reads through its store, and needs no reader."""
     if name in ("LogReader", "LoggedValue", "TrimmedError"):
         from immortal.coordinator.log import reader
 

@@ -1,8 +1,9 @@
-"""A log that only the holder of a key can write: each record, chunk and row of it has a MAC (docs/decisions/0017).
+"""Authentication of a log: only the holder of a key can write it, since each record, chunk and row has a MAC
+(docs/decisions/0017).
 
-Records make a chain: the MAC of each covers the one before. The MACs of the rows of each other table are added up, and
-each transaction writes a tag of that sum: so no row can be changed, added, removed or brought back from before. A
-checkpoint's chunks have their MACs in a row beside its header.
+Records form a chain: the MAC of each covers the one before. The MACs of the rows of each other table are summed, and
+each transaction writes a tag of the sum. So no row can be changed, added, removed or replaced by an older one. The MACs
+of a checkpoint's chunks are in a row beside its header.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Backend(ReadBackend, Protocol):
         return
 
     def raise_failure(self) -> None:
-        """Raises :attr:`failure`, if there is one."""
+        """Raise :attr:`failure` again, if there is one."""
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
 
@@ -301,7 +301,7 @@ class Place(Protocol):
         """
 
     def open_reader(self, instance_name: str | None) -> ReadBackend:
-        """Raises as :meth:`open`."""
+        """Open the log for reading. Raises as :meth:`open`."""
 
     def is_live(self) -> bool:
         """True while a process writes this log, as far as the backend can tell."""
@@ -414,7 +414,9 @@ class HeldLog(Protocol):
 
 
 class Options(Struct, frozen=True):
-    """``size_bytes``: set aside for the log at first; ``size_bytes_max``: its limit. None: the backend's own.
+    """Options of a backend.
+
+    ``size_bytes``: initial size of the log; ``size_bytes_max``: its limit. None: the backend's own.
 
     ``lease_s``: how long a writer that says nothing keeps a log that other machines reach. ``endpoint``: where peers
     reach this process. ``checkpoints_to``: the URL of a store for large checkpoints; "": they are in the log.

@@ -1,6 +1,6 @@
-"""A copy of a log, as of one moment, beside the coordinator that writes it; the next one copies only what came since.
+"""Makes backups: copies of a log as of one moment, beside its writer. A later backup copies only what is new.
 
-A backup is a log: any command reads it, and an instance starts from it.
+A backup is a log: any command reads it, and an instance can start from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing checkpoints: chunks as they come, then the header that makes them count; and what a crash left of them."""
+"""Checkpoints in the log: writing them (chunks, then the header that completes them), trimming, standbys' offers."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def encode_offer(offer: Offer) -> bytes:
 
 
 def decode_offer(data: bytes) -> Offer:
-    """Raises LogError."""
+    """Decode an offer. Raises LogError."""
     try:
         return _decode(data)
     except decoding.DecodeError as error:

@@ -1,7 +1,7 @@
-"""Cutting the end of a log off by hand, where a damaged record keeps its instance from recovering.
+"""Cuts the end of a log off on an operator's command, where a damaged record prevents recovery.
 
-What is cut is kept: it is first copied, byte for byte and durably, into a log of its own beside. Then it is removed in
-one append, so that a crash leaves the log whole or cut.
+The part to be cut is first copied, byte for byte and durably, into a log of its own next to this one. Then it is
+removed in one append, so a crash leaves the log either whole or cut.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def plan_cut(
 def _assess(
     verification: LogVerification, summary: LogSummary, name: str, sequence_id: int, force: bool
 ) -> tuple[int, int]:
-    """(ID, sequence ID) of the checkpoint from which recovery would start afterwards. Raises CutRefusedError."""
+    """Choose the checkpoint for a recovery after the cut: (ID, sequence ID). Raises CutRefusedError."""
     first, last = summary.first_sequence_id, summary.last_sequence_id
     # Where records at the end are missing, the first that is not there is a place to cut: a checkpoint has seen it.
     newest = max((header.sequence_id for header in summary.checkpoints), default=-1)

@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""The bytes of keys and small values, in the words of docs/LOG_FORMAT.md. No I/O."""
+"""Encodes keys and small values of the log's tables, in the terms of docs/LOG_FORMAT.md. No I/O."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def encode_client(key: bytes, position: ClientPosition) -> bytes:
 
 
 def decode_client(key: bytes, value: bytes) -> ClientPosition:
-    """Raises DamagedLogError."""
+    """Decode a client's row. Raises DamagedLogError."""
     known = unseal(b"clients", key, value, _CLIENT)
     return ClientPosition(known.number, known.released, known.time_ns, known.owner)
 
@@ -218,7 +218,7 @@ def encode_header(header: CheckpointHeader, chunk_count: int, outputs: bytes) ->
 
 
 def decode_header(key: bytes, value: bytes) -> StoredHeader:
-    """Raises DamagedLogError."""
+    """Decode a checkpoint's header. Raises DamagedLogError."""
     payload = unseal(b"checkpoints", key, value, _HEADER)
     header = CheckpointHeader(
         payload.checkpoint_id,
@@ -238,7 +238,7 @@ def encode_version_start(key: bytes, start: VersionStart) -> bytes:
 
 
 def decode_version_start(key: bytes, value: bytes) -> VersionStart:
-    """Raises DamagedLogError."""
+    """Decode the start of a version. Raises DamagedLogError."""
     return VersionStart(*unseal(b"versions", key, value, _VERSION_START))
 
 
@@ -252,7 +252,7 @@ def encode_outputs(unacknowledged: Mapping[str, Sequence[OutputBatch]]) -> bytes
 
 
 def decode_outputs(data: bytes) -> dict[str, list[OutputBatch]]:
-    """Raises msgspec.MsgspecError."""
+    """Decode unacknowledged outputs. Raises msgspec.MsgspecError."""
     return {name: [OutputBatch(*row) for row in rows] for name, rows in _OUTPUTS.decode(data).items()}
 
 

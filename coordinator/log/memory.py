@@ -1,4 +1,4 @@
-"""A log in memory that crashes, fails and rots when a test says so: for tests and the simulation."""
+"""Store in memory that crashes, fails and rots when a test says so: for tests and the simulation."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Making and opening logs by URL: the one place that knows which backends there are.
+"""Makes and opens logs by URL. Only this module knows which backends exist.
 
-``lmdb:PATH``, or a path alone, is a log in a folder, ``postgresql://...#NAME`` one in a database. ``memory:NAME`` is
-one in this process, for tests. ``s3://...#NAME`` and the like are archives, which are only read. What another package
-brings it registers as an entry point of the group ``immortal.log_backends``: its name is the scheme, its value
-(``module:Class``) a :class:`immortal.coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
+``lmdb:PATH``, or a path alone, is a log in a folder; ``postgresql://...#NAME`` is one in a database; ``memory:NAME`` is
+one in this process, for tests. ``s3://...#NAME`` and the like are archives, which are only read. A backend of another
+package is an entry point of the group ``immortal.log_backends``: its name is the scheme, its value (``module:Class``) a
+:class:`immortal.coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Log: TypeAlias = str | os.PathLike[str] | Place
 
 
 def place_of(log: Log) -> Place:
-    """Raises LogError for a URL of which no backend is known."""
+    """Parse a log's URL or path into its place. Raises LogError for an unknown scheme."""
     if isinstance(log, str):
         scheme, location = split_url(log)
     elif isinstance(log, os.PathLike):
@@ -60,7 +60,7 @@ def place_of(log: Log) -> Place:
 
 @functools.cache
 def backend_of(scheme: str) -> type[Place]:
-    """Raises LogError."""
+    """Class of the places with this scheme. Raises LogError."""
     known = BACKENDS.get(scheme) or ARCHIVES.get(scheme)
     if known is not None:
         module, _, name = known.partition(":")

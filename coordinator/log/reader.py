@@ -1,4 +1,4 @@
-"""A log open for reading only, beside its live writer: for ``immortal log show``, status, time travel, the pipeline."""
+"""Reads a log beside its live writer: for ``immortal log show``, status, time travel, the pipeline."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ class LogReader:
             return rows, authenticate_records(view, self.macs, rows), last_there
 
     def _stored_header(self, checkpoint_id: int) -> StoredHeader:
-        """Raises TrimmedError, DamagedCheckpointError."""
+        """Read a checkpoint's header. Raises TrimmedError, DamagedCheckpointError."""
         key = SEQUENCE_KEY.pack(checkpoint_id)
         with self.view() as view:
             found = view.get("checkpoints", key)

@@ -1,4 +1,4 @@
-"""The messages inside a logged record: its batches, one message of it, or only the first few of it.
+"""Finds messages inside a logged record: its batches, one message of it, or only its first few.
 
 Messages are counted from 0 through the whole record, as the app counts them: RPCs, and the initial message.
 """

@@ -1,7 +1,8 @@
-"""Rows of the table `sources` that are damaged, made anew from what else the log knows.
+"""Repairs damaged rows of the table ``sources`` from what else the log knows.
 
-A row with one flipped bit is put right. Another is made from the last record that holds a batch of that stream, where
-the log of its sender is known as well: only then can a sender with another log not be taken for the one that it was.
+A row with one flipped bit is restored. Another row is rebuilt from the last record that holds a batch of that stream,
+if the log also knows the sender's committer ID: otherwise a sender with another log could be taken for the original
+one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The writer's end of an authenticated log: each append gets the MACs of what it changes, over any backend."""
+"""Authenticates a writer's appends: adds the MACs of what each append changes, over any backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table ``spilled``: outputs that their sender's memory had no room for; impulses stay in a table of their own."""
+"""The table ``spilled``: outputs that their sender's memory had no room for. Impulses have a table of their own."""
 
 from __future__ import annotations
 

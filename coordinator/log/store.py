@@ -1,4 +1,4 @@
-"""The writer: a LogStore over a backend. What it does for the core is read from a view and written as one append."""
+"""The writing store: a LogStore over a backend. It reads what it needs from a view, and writes one append."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class RowLogStore(LogStore):
     # --- the log's key ------------------------------------------------------------------------------------------------
 
     def _authenticate(self, macs: Macs) -> None:
-        """Raises ForgedLogError, DamagedLogError."""
+        """Check the tables, then seal appends from here on. Raises ForgedLogError, DamagedLogError."""
         from immortal.coordinator.log.sealer import Sealer  # imported here, as below: few logs have a key
 
         with self.backend.view() as view:
@@ -276,7 +276,7 @@ class RowLogStore(LogStore):
             return is_done
 
     def _changes_of(self, transaction: Transaction, last_sequence_id: int) -> Changes:
-        """``last_sequence_id``: where its records go on."""
+        """Check the records, which follow ``last_sequence_id``, and turn the transaction into rows."""
         if transaction.records:
             check_records(transaction.records, last_sequence_id, self.identity.committer_id)
         return changes_of(transaction, self.clock_ns() if transaction.verdicts else 0)

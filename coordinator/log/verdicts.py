@@ -1,4 +1,4 @@
-"""The tables of messages that fail alone: the verdicts on them, the dead letters, and what operators did about them."""
+"""Tables about messages that failed alone: verdicts, dead letters, and what operators did about them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def load_audit(view: View, problems: list[str]) -> list[AuditEntry]:
 
 
 def load_suspect(view: View) -> Suspect:
-    """Raises DamagedLogError."""
+    """Read what may have ended the app's process. Raises DamagedLogError."""
     value = view.get("meta", META_SUSPECT)
     return NO_SUSPECT if value is None else Suspect(*log_format.unseal(b"meta", META_SUSPECT, bytes(value), _SUSPECT))
 

@@ -240,7 +240,7 @@ def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: i
 
 
 def client_positions(view: View) -> dict[str, ClientPosition]:
-    """Raises DamagedLogError."""
+    """Read clients' positions by client ID. Raises DamagedLogError."""
     rows = ((bytes(key), bytes(value)) for key, value in view.scan("clients"))
     return {log_format.name_of_key(key): log_format.decode_client(key, value) for key, value in rows}
 

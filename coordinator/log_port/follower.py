@@ -64,7 +64,7 @@ class LogAccess(Protocol):
 
 
 class LogFollower(Mailbox[ev.Event]):
-    """``fileno()`` is readable when there is something in :meth:`take`, or in :meth:`take_store`."""
+    """Follows a log on a thread. ``fileno()`` is readable when :meth:`take` or :meth:`take_store` has something."""
 
     def __init__(self, access: LogAccess) -> None:
         super().__init__()

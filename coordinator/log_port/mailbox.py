@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """``fileno()`` is readable when there is something to :meth:`take`."""
+    """Results of a thread for the loop. ``fileno()`` is readable when :meth:`take` has something."""
 
     def __init__(self) -> None:
         self._left: deque[T] = deque()

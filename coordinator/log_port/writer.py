@@ -383,7 +383,10 @@ class Finished(NamedTuple):
 
 
 class InFlightCommits:
-    """``ready``: readable when an answer may be there. It is not watched while a thread waits for that itself."""
+    """Commits begun and not finished.
+
+    ``ready`` is readable when an answer may be there, unless a thread waits for it.
+    """
 
     def __init__(self, store: RowLogStore, ready: select.epoll) -> None:
         self._store, self._ready = store, ready

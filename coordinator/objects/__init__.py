@@ -1,9 +1,7 @@
-"""Object storage: what archives of logs lie in, and the large checkpoints of logs in a database.
+"""Object storage, for archives of logs and for large checkpoints of logs in a database.
 
-store     a store by its URL: create-only puts, and errors in words; needs the extra ``archive``
-errors    what can go wrong with it
-
-A coordinator loads it only where its settings name a store.
+This module has the errors; store.py opens a store by its URL, and needs the extra ``archive``. A coordinator imports
+it only where its settings name a store.
 """
 
 from __future__ import annotations

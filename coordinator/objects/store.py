@@ -1,4 +1,4 @@
-"""A store by its URL: s3://, gs://, az://, file://. Objects are made once, and never written again."""
+"""Object stores by URL: s3://, gs://, az://, file://. Objects are created once, and never overwritten."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
 
 
 class Objects:
-    """``store``, below the folder ``prefix``; ``where`` is how people know it."""
+    """Objects in ``store`` below the folder ``prefix``. ``where``: name for messages."""
 
     def __init__(self, store: ObjectStore, where: str, prefix: str = "") -> None:
         self.where = where
@@ -83,7 +83,7 @@ class Objects:
         return True
 
     def get(self, name: str) -> bytes:
-        """Raises DamagedObjectError where it is missing, StoreError."""
+        """Read an object. Raises DamagedObjectError where it is missing, StoreError."""
         with _in_words(self.where):
             try:
                 return bytes(obstore.get(self._store, self._prefix + name).bytes())

@@ -163,7 +163,7 @@ def test_a_backup_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypa
 
     def fails() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(copies, "_bring_up_checkpoints", full)
+            patch.setattr(copies, "_copy_checkpoints", full)
             with pytest.raises(LogFullError, match=r"the disk of the log folder .*/backup is full"):
                 back_up(tmp_path / "log", NAME, tmp_path / "backup")
 

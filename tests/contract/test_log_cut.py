@@ -22,7 +22,7 @@ from immortal.coordinator.core.interfaces import (
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.backend import Append, Severity, Span
 from immortal.coordinator.log.backends.lmdb import copies
-from immortal.coordinator.log.backends.lmdb.tables import Writing
+from immortal.coordinator.log.backends.lmdb.tables import TableWriter
 from immortal.coordinator.log.backends.lmdb.writer import LmdbBackend
 from immortal.coordinator.log.cut import CutPlan, CutRefusedError, LogCutter, LostMessages
 from immortal.coordinator.log.verify import verify_log
@@ -376,7 +376,7 @@ if where == "copying":
 elif where == "renaming":
     copying.sync_folder = crash_behind(copying.sync_folder)
 else:
-    writing.Writing.delete = crash_behind(writing.Writing.delete)
+    writing.TableWriter.delete = crash_behind(writing.TableWriter.delete)
 with LogCutter(log, "alice") as cutter:
     cutter.cut(cutter.plan(12))
 """
@@ -430,13 +430,13 @@ def test_nothing_is_cut_where_it_can_not_be_kept(log: Path, monkeypatch: pytest.
 
 
 def test_nothing_is_cut_where_the_removal_fails(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Writing.delete
+    real = TableWriter.delete
 
-    def fail(self: Writing, span: Span) -> None:
+    def fail(self: TableWriter, span: Span) -> None:
         real(self, span)
         raise lmdb.DiskError("full")
 
-    monkeypatch.setattr(Writing, "delete", fail)
+    monkeypatch.setattr(TableWriter, "delete", fail)
     with pytest.raises(LogError, match="could not be cut, it is as it was"):
         cut(log, 12)
     assert last_sequence_id(log) == 19

@@ -20,7 +20,7 @@ from immortal.coordinator.log.backends.lmdb.environment import open_environment
 from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
 from immortal.coordinator.log.backends.lmdb.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal
 from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
-from immortal.coordinator.log.backends.lmdb.tables import JournalRows, Writing
+from immortal.coordinator.log.backends.lmdb.tables import JournalRows, TableWriter
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.format import FORMAT_VERSION
 from immortal.coordinator.log.identity import LogIdentity
@@ -569,7 +569,7 @@ def test_a_log_that_was_not_stopped_is_not_whole_without_its_journal(tmp_path: P
 
 def test_a_crash_before_the_tables_know_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_log(tmp_path / "log")
-    monkeypatch.setattr(Writing, "put_rows", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(TableWriter, "put_rows", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.commit(commit(0))
     monkeypatch.undo()

@@ -574,14 +574,14 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
     address = Address.of(postgres.url("another").removeprefix("postgresql:"))
     held = write_lease.Lease(address, 0.1, "")
     with connections.connect(address) as connection, connection.transaction():
-        held.take(connection)
+        held.take_over(connection)
 
     def left_s() -> float:
         query = "SELECT extract(epoch FROM until - clock_timestamp()) FROM immortal.leases WHERE instance = 'another'"
         return float(postgres.execute(query)[0][0])
 
     until(lambda: left_s() < 0)
-    held.begin()
+    held.start_renewing()
     try:
         until(lambda: left_s() > 0)
         assert len(broken) == 2

@@ -1,1 +1,1 @@
-"""Places where logs are kept, one module or folder each; :mod:`immortal.coordinator.log.open` alone names them."""
+"""Storage backends of logs, one module or folder each. Only :mod:`immortal.coordinator.log.open` names them."""

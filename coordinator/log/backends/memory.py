@@ -1,4 +1,4 @@
-"""A log in memory, with a notion of what is durable: for tests and the simulation.
+"""Backend for a log in memory, which tracks what is durable: for tests and the simulation.
 
 ``memory:NAME`` is a log of this process. Every append is durable as it returns; a process that ends, ends the log.
 """
@@ -108,7 +108,7 @@ _EMPTY = Table()
 
 
 class MemoryBackend(Backend):
-    """``free_bytes``: what its disk is said to have left."""
+    """Backend that keeps a log in memory. ``free_bytes``: free bytes of its simulated disk."""
 
     def __init__(self, durable: MemoryTables, where: str, instance_name: str | None, *, writes: bool = True) -> None:
         self.where = where

@@ -1,4 +1,6 @@
-"""A log in a folder: an LMDB environment, with a journal of small appends in front of it (docs/LOG_FORMAT.md)."""
+"""Backend for a log in a folder: an LMDB environment, with a journal of small appends in front of it
+(docs/LOG_FORMAT.md).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from immortal.coordinator.log.backends.lmdb.environment import (
     error_of,
     new_environment,
     remove_log,
-    tighten_log,
+    restrict_log_modes,
     unavailable_error,
 )
 from immortal.coordinator.log.backends.lmdb.files import (
@@ -123,7 +125,7 @@ class LmdbPlace(Place):
         remove_log(self._folder)
 
     def make_private(self) -> str | None:
-        return tighten_log(self._folder)
+        return restrict_log_modes(self._folder)
 
     def hold(self) -> LockedFolder:
         return LockedFolder(self._folder)

@@ -1,4 +1,4 @@
-"""Copies of logs into folders: what is cut off by hand, and backups."""
+"""Copies logs into folders: the part cut off by an operator, and backups."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     error_of,
     open_environment,
-    tighten_log,
+    restrict_log_modes,
 )
 from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, log_exists, sync_folder, sync_names
 from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
 from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, READERS_FILE_NAME, FolderLock
-from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, Writing, make_tables, open_tables
+from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, TableWriter, make_tables, open_tables
 from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.files import make_folder
@@ -29,7 +29,7 @@ COPIED_SIZE_BYTES_MAX = 32 << 20  # limit of one transaction
 _PARTIAL_PREFIX = ".cut-"
 _WITH_CHECKPOINTS = ("chunks", "outputs")
 _LEFT_OVER = {DATA_FILE_NAME, LOCK_FILE_NAME, READERS_FILE_NAME}  # left by an interrupted first backup
-_BY_THEMSELVES = ("records", "checkpoints", *_WITH_CHECKPOINTS)
+_COPIED_INCREMENTALLY = ("records", "checkpoints", *_WITH_CHECKPOINTS)
 
 # --- rows cut off by an operator --------------------------------------------------------------------------------------
 
@@ -102,15 +102,15 @@ def update_copy(source: View, identity: LogIdentity, mac: Mac | None, target: Pa
         raise ValueError(f"{target} holds something, and no backup: name a new folder, or an empty one")
     lock = FolderLock(target)
     try:
-        copied = _bring_up(source, identity, mac, target)
-        tighten_log(target)
+        copied = _copy_log(source, identity, mac, target)
+        restrict_log_modes(target)
         sync_names(target)
         return copied
     finally:
         lock.release()
 
 
-def _bring_up(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
+def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
     is_new = not log_exists(target)
     if is_new:
         (target / DATA_FILE_NAME).unlink(missing_ok=True)  # left by an interrupted first backup
@@ -123,11 +123,11 @@ def _bring_up(source: View, identity: LogIdentity, mac: Mac | None, target: Path
             _check_same_log(identity, theirs, target)
         try:
             with environment.begin(write=True, buffers=True) as transaction:
-                writing = Writing(environment, transaction, tables)
-                copied = _bring_up_records(source, writing, target)
-                _bring_up_checkpoints(source, writing)
+                writing = TableWriter(environment, transaction, tables)
+                copied = _copy_records(source, writing, target)
+                _copy_checkpoints(source, writing)
                 for table in ALL_TABLES:
-                    if table not in _BY_THEMSELVES:
+                    if table not in _COPIED_INCREMENTALLY:
                         writing.delete(Span(table))
                         writing.put_rows((table, bytes(key), value) for key, value in source.scan(table))
                 writing.fit_seal_tables()
@@ -151,7 +151,7 @@ def _check_same_log(ours: LogIdentity, theirs: LogIdentity, target: Path) -> Non
         raise ValueError(f"{target} has a backup of another log, of {theirs.instance_name!r}: name another folder")
 
 
-def _bring_up_records(source: View, writing: Writing, target: Path) -> int:
+def _copy_records(source: View, writing: TableWriter, target: Path) -> int:
     first, last = first_and_last_sequence_id(source)
     target_view = writing.view()
     _, have = first_and_last_sequence_id(target_view)
@@ -168,7 +168,7 @@ def _bring_up_records(source: View, writing: Writing, target: Path) -> int:
     return last - begin + 1
 
 
-def _bring_up_checkpoints(source: View, writing: Writing) -> None:
+def _copy_checkpoints(source: View, writing: TableWriter) -> None:
     """Copy the checkpoints that differ.
 
     A header holds the checks of its parts, so equal headers mean equal checkpoints.

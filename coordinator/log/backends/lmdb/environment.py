@@ -1,4 +1,4 @@
-"""Opening the LMDB environment of a log, and what must hold before its file is mapped."""
+"""Opens the LMDB environment of a log, after checking what must hold before its file is mapped."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def describe_unnamed(unnamed: UnnamedTransaction) -> str:
 
 
 def _name_last_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
-    """Raises LogError, LogSyncError."""
+    """Repair the meta page of a last transaction that no meta page names. Raises LogError, LogSyncError."""
     try:
         descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
@@ -249,7 +249,7 @@ def _disk_is_full(folder: Path) -> bool:
 FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
 
 
-def tighten_log(folder: Path) -> str | None:
+def restrict_log_modes(folder: Path) -> str | None:
     """Take from others what they may do with the log in ``folder``; in words what that was, None where it was nothing.
 
     Only its own files, those that were cut off it, and their folders are changed.

@@ -1,4 +1,4 @@
-"""The data file of LMDB: whether it is one, and whole, without mapping it."""
+"""Checks LMDB's data file without mapping it: that it is one, and is complete."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def log_exists(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """True for a log that a version up to 4 left unfinished while it made it.
+    """True for a file left by an interrupted first backup, which is made in place, in two transactions.
 
-    They made it in place, in two transactions: page 0 is then as LMDB begins it, and page 1 is not there, or has at
-    most the first transaction. No log that was ever complete has such a page 0, and a first start has no other files.
+    Page 0 is then as LMDB initializes it, and page 1 is missing, or has at most the first transaction. No complete log
+    has such a page 0, and an unfinished one has no other files.
     """
     if any(path.with_name(name).exists() for name in FILES_BESIDE):
         return False

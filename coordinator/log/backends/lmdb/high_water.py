@@ -1,6 +1,7 @@
-"""The high-water mark of a log: which record was the last one committed, in a file where no damage to the log takes it.
+"""The high-water mark of a log: its last committed record, in a file of its own that damage to the log leaves alone.
 
-It is written without a sync, after the commit: so it can only be older than the log. docs/decisions/0014 says why.
+It is written after the commit and without a sync, so it can only be older than the log. docs/decisions/0014 has the
+reasons.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class HighWaterMark:
                 )
         raise ValueError(f"{self.path} is damaged, or of another log: it is left out")
 
-    def lacking(self, view: View, mark: Mark | None) -> str | None:
+    def missing_data(self, view: View, mark: Mark | None) -> str | None:
         """Describe committed data that the log lacks, compared with ``mark``; None: nothing is missing."""
         if mark is None:
             return None

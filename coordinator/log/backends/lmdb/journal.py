@@ -1,8 +1,8 @@
-"""A journal in front of LMDB: small commits are appended to a file, with one sync each, and reach the tables together.
+"""The journal in front of LMDB: small commits are appended to a file with one sync each, and reach the tables together.
 
-An LMDB transaction of one small record writes six pages, syncs, writes its meta page, and syncs again. An entry of the
-journal is one write to blocks that the file has already. Entries hold rows of tables, and the ID of the LMDB
-transaction that they follow: the next transaction takes them all in, and with that none of them counts any more.
+An LMDB transaction of one small record writes six pages, syncs, writes its meta page, and syncs again. A journal entry
+is one write to existing blocks. Entries hold rows of tables, and the ID of the LMDB transaction that they follow. The
+next LMDB transaction puts all of them into the tables, which makes them obsolete.
 """
 
 from __future__ import annotations

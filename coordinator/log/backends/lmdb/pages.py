@@ -114,7 +114,7 @@ def name_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
 
 
 def decode_meta(data: bytes) -> Meta:
-    """``data``: a meta page behind its header."""
+    """Decode a meta page. ``data`` begins behind the page header."""
     _, _, _, _, free, main, last_page, transaction_id = _META.unpack_from(data)
     return Meta(Table.decode(free), Table.decode(main), last_page, transaction_id)
 

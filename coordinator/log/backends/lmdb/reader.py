@@ -1,4 +1,4 @@
-"""A log in LMDB open for reading, beside a process that may write it: a snapshot of LMDB, and the journal behind it."""
+"""Reads a log in LMDB beside a process that may write it: a snapshot of LMDB, and the journal on top."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class LmdbReader(ReadBackend):
             if mark is None and mac is not None and first_and_last_sequence_id(view)[1] >= 0:
                 what = f"{high_water_mark.path} is missing: records that were removed at the end would not be missed"
                 yield Finding(Severity.NOTE, "high-water mark", what)
-            lacking = high_water_mark.lacking(view, mark)
+            lacking = high_water_mark.missing_data(view, mark)
         if lacking is not None:
             yield Finding(Severity.FATAL, "high-water mark", f"{lacking}; the log cannot be opened")
 

@@ -1,4 +1,4 @@
-"""A log in LMDB at one moment: a read transaction, with the rows of the journal laid over its tables."""
+"""Tables of a log in LMDB: views of a read transaction with the journal's rows on top, and writing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Rows: TypeAlias = Iterator[tuple[Readable, Readable]]
 
 
 def view_of(transaction: ReadTransaction, tables: Tables, rows: JournalRows) -> LmdbView:
-    """``transaction`` as it would be with ``rows`` in its tables."""
+    """View of ``transaction`` as if the journal's ``rows`` were in its tables."""
     return OverlaidView(transaction, tables, rows) if rows else LmdbView(transaction, tables)
 
 
@@ -181,7 +181,7 @@ def journal_nonce(view: LmdbView) -> int | None:
     return meta_value(view, META_JOURNAL, INT)
 
 
-class Writing:
+class TableWriter:
     """A write transaction and the tables as it sees them: one that is missing is made by the first row that is put."""
 
     def __init__(self, environment: lmdb.Environment, transaction: WriteTransaction, tables: Tables) -> None:
@@ -217,7 +217,7 @@ class Writing:
                     cursor.delete()  # moves to the next row
                     found = bool(cursor.key())
 
-    def take_in(self, rows: JournalRows) -> None:
+    def apply_journal(self, rows: JournalRows) -> None:
         """Put the journal's rows into the tables. Raises DamagedLogError."""
         for (table, key), value in rows.items():
             database = self.tables.get(table)

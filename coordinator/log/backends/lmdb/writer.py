@@ -1,4 +1,4 @@
-"""A log in LMDB open for writing: small appends go to the journal, and the next transaction of LMDB takes them in."""
+"""Writes a log in LMDB: small appends go to the journal, and the next LMDB transaction moves them into the tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from immortal.coordinator.log.backends.lmdb.locks import FolderLock
 from immortal.coordinator.log.backends.lmdb.tables import (
     JournalRows,
     LmdbView,
-    Writing,
+    TableWriter,
     journal_nonce,
     open_tables,
     view_of,
@@ -83,7 +83,10 @@ class LmdbBackend(Backend):
             raise
 
     def _begin(self, instance_name: str) -> None:
-        """Raises LogFormatError, LogIdentityError, DamagedLogError, LogError."""
+        """Read the log's identity and its journal.
+
+        Raises LogFormatError, LogIdentityError, DamagedLogError, LogError.
+        """
         self.tables = open_tables(self.environment, self._folder)
         with self.environment.begin(buffers=True) as transaction:
             identity = read_identity(LmdbView(transaction, self.tables), self.where, instance_name)
@@ -213,14 +216,14 @@ class LmdbBackend(Backend):
             self._write(lambda writing: writing.put_rows((row,)))
         self._has_journal = made
 
-    def _write(self, operation: Callable[[Writing], None]) -> None:
+    def _write(self, operation: Callable[[TableWriter], None]) -> None:
         with self._write_lock:
             self.raise_failure()
             while True:
                 try:
                     with self.environment.begin(write=True, buffers=True) as transaction:
-                        writing = Writing(self.environment, transaction, self.tables)
-                        writing.take_in(self.journaled[1])
+                        writing = TableWriter(self.environment, transaction, self.tables)
+                        writing.apply_journal(self.journaled[1])
                         operation(writing)
                         began_s = time.perf_counter()
                     self._tell_synced(began_s)
@@ -261,7 +264,7 @@ class LmdbBackend(Backend):
         except (OSError, ValueError) as error:
             return [str(error)]
         with self.view() as view:
-            lacking = self._high_water_mark.lacking(view, mark)
+            lacking = self._high_water_mark.missing_data(view, mark)
         if lacking is not None:
             raise DamagedLogError(lacking, -1)
         return []
@@ -290,7 +293,7 @@ class LmdbBackend(Backend):
     def close(self) -> None:
         with contextlib.suppress(LogError):  # the next start takes it in
             if self._needs_journal:
-                self._write(Writing.forget_journal)
+                self._write(TableWriter.forget_journal)
                 self._needs_journal = False
             self.flush()
         self.close_uncleanly()

@@ -1,4 +1,5 @@
-"""A log in PostgreSQL: ``postgresql://USER@HOST/DATABASE#INSTANCE``. docs/how-to/postgresql.md, docs/LOG_FORMAT.md.
+"""Backend for a log in PostgreSQL: ``postgresql://USER@HOST/DATABASE#INSTANCE`` (docs/how-to/postgresql.md,
+docs/LOG_FORMAT.md).
 
 One database holds the logs of many instances, in its schema ``immortal`` (schema.py). Other machines reach it, so an
 instance can have a follower on another one.
@@ -22,7 +23,7 @@ except ImportError as error:  # first: the modules below need it too
 from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
 from immortal.coordinator.log.backends.postgres import schema
 from immortal.coordinator.log.backends.postgres import write_lease as leases
-from immortal.coordinator.log.backends.postgres.chunks import removed
+from immortal.coordinator.log.backends.postgres.chunks import remove_objects
 from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
 from immortal.coordinator.log.backends.postgres.durability import Durability
 from immortal.coordinator.log.backends.postgres.standby import PostgresStandby, PostgresWatching
@@ -192,7 +193,7 @@ class PostgresPlace(Place):
             connection.execute("DELETE FROM immortal.leases WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.standbys WHERE instance = %s", [instance])
         try:
-            removed(objects)
+            remove_objects(objects)
         except StoreError as error:
             raise LogError(f"the log is gone; of its checkpoints some are still in {objects[0].url}: {error}") from None
 

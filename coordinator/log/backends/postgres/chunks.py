@@ -1,11 +1,12 @@
-"""Large checkpoints of a log in PostgreSQL, in object storage: the row of a chunk says where its value is.
+"""Stores large checkpoints of a log in PostgreSQL in object storage: the row of a chunk has a pointer to its value.
 
-Whole chunks (1 MiB) go to the store, what is smaller stays in the database: a small checkpoint has no object. A row
-comes before its object is there, and the header that makes the checkpoint count waits for all of them: what the store
-has not taken by then goes into the database with it. So a store that is away loses nothing, and delays a header alone.
+Whole chunks (1 MiB) go to the store; smaller ones stay in the database, so a small checkpoint has no object. A row is
+written before its object is stored. The header, which completes the checkpoint, waits for all objects, and those that
+the store has not accepted by then go into the database with it. So an unavailable store loses nothing, and only delays
+a header.
 
-An object's name has the epoch of its writer: one of an older epoch that no row names is nobody's any more. No clock has
-a part in it.
+An object's name has the epoch of its writer. If its epoch is older and no row names it, it is garbage. No clock is
+involved.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ _decode = decoding.Decoder(Pointer).decode
 
 
 def pointer_of(value: bytes) -> Pointer:
-    """Raises DamagedLogError."""
+    """Decode a pointer. Raises DamagedLogError."""
     try:
         return _decode(value)
     except decoding.DecodeError as error:
         raise DamagedLogError(f"a row of {ELSEWHERE} says no place: {error}", -1) from None
 
 
-def fetched(value: bytes) -> bytes | None:
+def fetch_chunk(value: bytes) -> bytes | None:
     """The chunk that a row says the place of; None: it is not there any more. Raises LogUnavailableError, LogError."""
     pointer = pointer_of(value)
     try:
@@ -69,15 +70,15 @@ def fetched(value: bytes) -> bytes | None:
         raise LogUnavailableError(str(error)) from None
 
 
-def removed(pointers: Iterable[Pointer]) -> None:
-    """Raises StoreError, LogError."""
+def remove_objects(pointers: Iterable[Pointer]) -> None:
+    """Remove objects from their stores. Raises StoreError, LogError."""
     for pointer in pointers:
         _folder(pointer.url, pointer.folder).remove([pointer.name])
 
 
 @lru_cache(maxsize=8)
 def _folder(url: str, instance: str) -> Objects:
-    """Raises LogError, StoreError."""
+    """Open the instance's folder in the store. Raises LogError, StoreError."""
     try:
         from immortal.coordinator.objects.store import Objects, store_of
     except ImportError as error:
@@ -124,14 +125,14 @@ class ChunkUploads:
             except StoreError as error:
                 self._say(error)
 
-    def outward(self, append: Append, epoch: int) -> Append:
-        """``append`` as the database gets it."""
+    def redirect_chunks(self, append: Append, epoch: int) -> Append:
+        """Return ``append`` with chunks that go to the store replaced by their pointers."""
         puts = [self._put(row, epoch) for row in append.puts]
         deletes = [*append.deletes]
         deletes += [span._replace(table=ELSEWHERE) for span in append.deletes if span.table == CHUNKS]
         for table, key, _ in append.puts:
             if table == "checkpoints":
-                for upload in self._not_taken(SEQUENCE_KEY.unpack(key)[0]):
+                for upload in self._failed_uploads(SEQUENCE_KEY.unpack(key)[0]):
                     puts.append((CHUNKS, upload.key, upload.value))
                     deletes.append(Span.of_one(ELSEWHERE, upload.key))
         return msgspec.structs.replace(append, puts=puts, deletes=deletes)
@@ -161,7 +162,7 @@ class ChunkUploads:
     def _send(self, name: str, value: bytes) -> None:
         _folder(self._url, self._instance).put_new(name, value)
 
-    def _not_taken(self, checkpoint_id: int) -> list[_Upload]:
+    def _failed_uploads(self, checkpoint_id: int) -> list[_Upload]:
         """Wait until the store has answered for all chunks; returns the failed ones. They stay for another try."""
         own = [one for one in self._uploads if CHUNK_KEY.unpack(one.key)[0] == checkpoint_id]
         failed = [(one, error) for one in own if (error := one.error()) is not None]
@@ -177,7 +178,7 @@ class ChunkUploads:
     def remove(self, pointers: Collection[Pointer]) -> None:
         """Remove objects in the background. :meth:`collect` of the next writer finds those that fail."""
         if pointers:
-            self._pool.submit(removed, pointers)
+            self._pool.submit(remove_objects, pointers)
 
     def collect(self, named: Collection[str], epoch: int) -> Future[int] | None:
         """Remove what writers of epochs before ``epoch`` have left and is not ``named``, beside what else is done."""

@@ -1,4 +1,4 @@
-"""Connections to the database of a log, and what their failures mean."""
+"""Connects to the database of a log, and translates its failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Address(Struct, frozen=True):
 
     @classmethod
     def of(cls, location: str) -> Address:
-        """``location``: what a URL has behind "postgresql:". Raises LogError."""
+        """Parse ``location``, the part of a URL behind "postgresql:". Raises LogError."""
         database, _, instance = f"postgresql:{location}".partition("#")
         try:
             given = conninfo.conninfo_to_dict(database)
@@ -130,7 +130,7 @@ class Connections:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
-        """Raises as :func:`connect`."""
+        """Borrow a connection from the pool. Raises as :func:`connect`."""
         try:
             connection = self._idle.pop()
         except IndexError:

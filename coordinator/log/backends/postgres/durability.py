@@ -52,7 +52,7 @@ class DurabilityGuard:
     def waits_for_standbys(self) -> bool:
         return self._standbys_count > 0
 
-    def begin(self, connection: Connection) -> None:
+    def check_connection(self, connection: Connection) -> None:
         """Check the settings of the connection that is to append. Raises LogError."""
         durability = Durability.of(connection)
         self._synchronous_commit = durability.synchronous_commit
@@ -80,7 +80,10 @@ class DurabilityGuard:
         _note(connection, self._instance, _TAKEN, self._taken)
 
     def require_whole(self, connection: Connection, done: tuple[int, int]) -> None:
-        """``done``: the epoch of a writer, and how many of its appends were acknowledged. Raises LogLostError."""
+        """Check that the server lacks no acknowledged append.
+
+        ``done``: the writer's epoch, and its number of acknowledged appends. Raises LogLostError.
+        """
         if self._allow_data_loss:
             return
         noted = _Noted.of(connection, self._instance)
@@ -254,7 +257,7 @@ class Durability(Struct, frozen=True):
         return lines
 
     def check(self, where: str) -> None:
-        """Raises LogError where acknowledged input could be lost."""
+        """Check the settings. Raises LogError where acknowledged input could be lost."""
         if self.losses:
             raise LogError(
                 f"acknowledged input could be lost in {where}: {'; '.join(self.losses)}; set it right for this role"

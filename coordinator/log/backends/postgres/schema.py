@@ -1,8 +1,8 @@
-"""The schema ``immortal`` of a database: its tables, the one function that appends, and how it came to be.
+"""The schema ``immortal`` of a database: its tables, the function that appends, and its migrations.
 
-Each entry of MIGRATIONS brings the schema from the version of its index to the next one. What has been released is
-never changed: a change is one more entry. They are applied in one transaction, under an advisory lock, by whoever
-makes a log (`immortal register`); whoever opens one only compares the version.
+Each entry of MIGRATIONS brings the schema from the version of its index to the next one. A released entry is never
+changed: a change is one more entry. They are applied in one transaction, under an advisory lock, by `immortal register`
+when it makes a log; opening a log only compares the version.
 """
 
 from __future__ import annotations

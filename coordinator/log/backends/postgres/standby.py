@@ -1,8 +1,8 @@
-"""A checkpoint that a standby takes, in the database: one row says what is asked of whom, and becomes the answer.
+"""Standbys of a log in PostgreSQL: their registration, and checkpoints that the writer requests of them.
 
-The writer puts the row, with its fence and the standby's name in the key. The standby puts chunks under their own keys,
-each only while that row is there, and at last what it has to say into the row. Whoever takes the log removes the row,
-and with it the right to put chunks. What was put and not adopted has no header: it goes as half-written checkpoints do.
+A request is a row, with the writer's fence and the standby's name in its key. The standby writes chunks under their own
+keys, each only while that row exists, and then its answer into the row. A takeover of the log removes the row, and with
+it the right to write chunks. Chunks that were not adopted have no header: they are removed like incomplete checkpoints.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def request_checkpoint(connection: _Connection, instance: str, asked: StandbyChe
 
 
 def forget(connection: _Connection, instance: str) -> None:
-    """Whatever is asked of anybody."""
+    """Remove all open requests."""
     connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE])
 
 
@@ -98,16 +98,16 @@ class StandbyChunks:
         self._uploads = ChunkUploads(checkpoints_to, instance)
 
     def put(self, connection: _Connection, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
-        """Raises LogError where nobody wants it any more."""
+        """Store one chunk. Raises LogError where the request was cancelled."""
         row = (CHUNKS, CHUNK_KEY.pack(asked.checkpoint_id, index), value)
-        self._insert(connection, asked, self._uploads.outward(Append(-1, puts=[row]), asked.fence))
+        self._insert(connection, asked, self._uploads.redirect_chunks(Append(-1, puts=[row]), asked.fence))
 
     def offer(self, connection: _Connection, asked: StandbyCheckpointRequest, offer: bytes) -> None:
-        """Raises LogError."""
+        """Answer the request, once all chunks are stored. Raises LogError."""
         # At a header the store has taken all objects, or their chunks come as rows.
         header = (_HEADER, SEQUENCE_KEY.pack(asked.checkpoint_id), b"")
         with connection.transaction():
-            self._insert(connection, asked, self._uploads.outward(Append(-1, puts=[header]), asked.fence))
+            self._insert(connection, asked, self._uploads.redirect_chunks(Append(-1, puts=[header]), asked.fence))
             done = connection.execute(
                 "UPDATE immortal.rows SET value = %s"
                 " WHERE instance = %s AND table_name = %s AND key = %s AND value = ''",
@@ -159,14 +159,14 @@ class LeaseListener:
     def on_news(self, connection: _Connection, *, is_news: bool) -> None:
         raise NotImplementedError
 
-    def leave(self, connection: _Connection) -> None:
-        """The last that is done."""
+    def unregister(self, connection: _Connection) -> None:
+        """Undo what this listener has written; called at its end."""
 
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)
 
     def close(self, wait_s: float) -> None:
-        """The thread ends by itself; it is waited for as long as is said."""
+        """End the thread, and wait for it at most ``wait_s``."""
         self._is_closed = True
         self.wake()
         self._thread.join(wait_s)
@@ -185,7 +185,7 @@ class LeaseListener:
         while not self._is_closed:
             self.on_news(connection, is_news=is_news)
             is_news = self._wait(connection)
-        self.leave(connection)
+        self.unregister(connection)
 
     def _wait(self, connection: _Connection) -> bool:
         """Wait for a notification, at most for the poll interval; True if one came."""
@@ -254,14 +254,14 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
         if self._chunks is not None:
             self._chunks.close()
 
-    def leave(self, connection: _Connection) -> None:
+    def unregister(self, connection: _Connection) -> None:
         connection.execute(
             "DELETE FROM immortal.standbys WHERE instance = %s AND name = %s", [self._instance, leases.own_name()]
         )
 
 
 class PostgresWatching(LeaseListener, EndpointWatch):
-    """``endpoint``: where peers reached the one who had the log when there was one last."""
+    """Watches where peers reach the writer. ``endpoint``: that of the latest known writer."""
 
     def __init__(self, address: Address) -> None:
         self.endpoint: str | None = None

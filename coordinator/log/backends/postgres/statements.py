@@ -153,18 +153,18 @@ class Answer(NamedTuple):
 class Sender:
     """Sends appends over ``connection`` in pipeline mode. Other queries may use it when all appends are answered.
 
-    Raises psycopg.Error, after which nobody knows what became of those that are not answered. One thread at a time.
+    After psycopg.Error the outcome of open appends is unknown. One thread at a time.
 
-    ``looks``: behind each append, in the same round trip, the server's settings are asked for. They may have changed
-    since the append was begun, and its commit may not have waited for what it was to wait for.
+    ``reads_settings``: request the server's settings behind each append, in the same round trip. If they have changed
+    since the append began, its commit may not have waited for standbys.
     """
 
-    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], *, looks: bool) -> None:
+    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], *, reads_settings: bool) -> None:
         connection.execute(PREPARE)
-        if looks:
+        if reads_settings:
             connection.execute(b"PREPARE immortal_settings AS " + SETTINGS.encode())
         self._connection = connection
-        self._looks = looks
+        self._reads_settings = reads_settings
         self.settings = ""  # read behind the last answered append, in the form of durability.SETTINGS
         self._pgconn = connection.pgconn
         self._unanswered_count = 0
@@ -180,7 +180,7 @@ class Sender:
         self._unanswered_count += 1
         pgconn.send_query_prepared(PREPARED, encoded(arguments), _BINARY)
         pgconn.pipeline_sync()
-        if self._looks:
+        if self._reads_settings:
             pgconn.send_query_prepared(b"immortal_settings", None)
             pgconn.pipeline_sync()
         self._is_unsent = bool(pgconn.flush())
@@ -199,7 +199,7 @@ class Sender:
             elif result.status == pq.ExecStatus.PIPELINE_SYNC:
                 self._results.append(self._result)
                 self._result = None
-                if len(self._results) > self._looks:
+                if len(self._results) > self._reads_settings:
                     return self._answered()
             elif self._result is None or result.status == pq.ExecStatus.FATAL_ERROR:
                 self._result = result
@@ -220,7 +220,7 @@ class Sender:
         epoch, appends_count, last_sequence_id, holder = (_text(append, column) for column in range(1, 5))
         return Answer(False, int(epoch or 0), int(appends_count or 0), int(last_sequence_id or -1), holder)
 
-    def look(self) -> None:
+    def request_settings(self) -> None:
         """Ask for the settings now. No append is on its way."""
         row = self._connection.execute("EXECUTE immortal_settings").fetchone()
         self.settings = "" if row is None else row[0]

@@ -1,25 +1,25 @@
-"""A log at one moment: one transaction that reads, and sees what was committed when it began."""
+"""View of a log in PostgreSQL: a read-only transaction, which sees what was committed when it began."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, LiteralString
 
 import psycopg
 
 from immortal.coordinator.core.errors import DamagedLogError, LogError
 from immortal.coordinator.log.backend import TableSize, View
-from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetched, pointer_of
+from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetch_chunk, pointer_of
 from immortal.coordinator.log.backends.postgres.connections import Connections
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
 RECORDS = "records"
 SEQUENCE_ID_MAX = (1 << 63) - 1
-FETCH_SIZE_BYTES = 4 << 20  # asked for at once, of rows as large as those before
+FETCH_SIZE_BYTES = 4 << 20  # size of a page, estimated from the rows of the page before
 FIRST_ROWS_MAX = 8  # most scans want one row, or all of a small table
 ROWS_MAX = 4096
 SMALL_PACK_SIZE_BYTES = 64 << 10  # packs up to this size are fetched with their heads: 4 MiB at once
@@ -30,6 +30,12 @@ _BACK: dict[str, LiteralString] = {
     " AND " + bound + " ORDER BY key DESC LIMIT %(limit)s"
     for bound in ("true", "key <= %(key)s", "key < %(key)s")
 }
+_FROM_KEY: LiteralString = (
+    " FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(table)s AND key >= %(key)s"
+    " ORDER BY key LIMIT %(limit)s"
+)
+_VALUES: LiteralString = "SELECT key, value" + _FROM_KEY
+_VALUE_SIZES: LiteralString = "SELECT key, octet_length(value)" + _FROM_KEY
 _PACKS: LiteralString = (
     "SELECT first, kept_from, kept_count, CASE WHEN octet_length(pack) <= %(small)s THEN pack END"
     " FROM immortal.records WHERE instance = %(instance)s AND "
@@ -53,7 +59,7 @@ class PostgresView(View):
             return self._record(_sequence_id(key))
         value = self._value(table, key)
         if value is None and table == CHUNKS and (pointer := self._value(ELSEWHERE, key)) is not None:
-            return fetched(pointer)
+            return fetch_chunk(pointer)
         return value
 
     def _value(self, table: str, key: bytes) -> bytes | None:
@@ -74,20 +80,19 @@ class PostgresView(View):
             yield from self._scan(table, first)
 
     def _scan(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return self._pages(_VALUES, table, first, _limit_after)
+
+    def _pages(
+        self, query: LiteralString, table: str, first: bytes, limit_after: Callable[[list[tuple[Any, ...]]], int]
+    ) -> Iterator[tuple[bytes, Any]]:
+        """Run ``query`` page by page. ``limit_after``: size of the next page, from the rows of one."""
         limit = FIRST_ROWS_MAX
         while True:
-            rows = self.rows(
-                "SELECT key, value FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(table)s"
-                " AND key >= %(key)s ORDER BY key LIMIT %(limit)s",
-                table=table,
-                key=bytes(first),
-                limit=limit,
-            )
+            rows = self.rows(query, table=table, key=bytes(first), limit=limit)
             yield from rows
             if len(rows) < limit:
                 return
-            first = rows[-1][0] + b"\0"
-            limit = _limit_after(rows)
+            first, limit = rows[-1][0] + b"\0", limit_after(rows)
 
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
         if table == RECORDS:
@@ -118,7 +123,7 @@ class PostgresView(View):
             reverse=back,
         )
         for key, value, is_elsewhere in both:
-            found = fetched(value) if is_elsewhere else value
+            found = fetch_chunk(value) if is_elsewhere else value
             if found is not None:
                 yield key, found
 
@@ -126,26 +131,11 @@ class PostgresView(View):
         if table == RECORDS:
             yield from super().sizes(table, first)
             return
-        sizes: Iterator[tuple[bytes, int]] = self._sizes(table, first)
+        sizes: Iterator[tuple[bytes, int]] = self._pages(_VALUE_SIZES, table, first, lambda rows: ROWS_MAX)
         if table == CHUNKS:
             elsewhere = ((key, pointer_of(value).size_bytes) for key, value in self._scan(ELSEWHERE, first))
             sizes = heapq.merge(sizes, elsewhere)
         yield from sizes
-
-    def _sizes(self, table: str, first: bytes) -> Iterator[tuple[bytes, int]]:
-        limit = FIRST_ROWS_MAX
-        while True:
-            rows = self.rows(
-                "SELECT key, octet_length(value) FROM immortal.rows WHERE instance = %(instance)s"
-                " AND table_name = %(table)s AND key >= %(key)s ORDER BY key LIMIT %(limit)s",
-                table=table,
-                key=bytes(first),
-                limit=limit,
-            )
-            yield from rows
-            if len(rows) < limit:
-                return
-            first, limit = rows[-1][0] + b"\0", ROWS_MAX
 
     def pointers(self, first: bytes = b"", end: bytes | None = None) -> list[Pointer]:
         """Pointers of the chunks in this range of keys that are in an object store."""
@@ -207,7 +197,10 @@ class PostgresView(View):
 
 
 class _Pack:
-    """``kept``: the sequence IDs that there still are of it. ``data``: all of it; None: it is large, and not read."""
+    """Pack of records.
+
+    ``kept``: sequence IDs of its remaining records. ``data``: the whole pack; None: it is large, and not read yet.
+    """
 
     def __init__(self, view: PostgresView, first: int, kept: range, data: bytes | None) -> None:
         self.first, self.kept = first, kept
@@ -215,7 +208,7 @@ class _Pack:
         self._values = None if data is None else unpack(data, first)
 
     def rows(self, sequence_ids: range) -> Iterator[tuple[Readable, Readable]]:
-        """Whoever wants one of a large pack reads one; whoever wants the next one, too, all of it."""
+        """Yield rows. The first record of a large pack is read alone; the second one loads the whole pack."""
         for number, sequence_id in enumerate(sequence_ids):
             if number and self._values is None:
                 self._values = unpack(self._part(0, None), self.first)

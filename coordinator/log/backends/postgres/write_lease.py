@@ -152,7 +152,7 @@ class Lease:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-lease", daemon=True)
 
-    def take(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+    def take_over(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
         """Take the lease, in the transaction that takes the log."""
         connection.execute(
             "INSERT INTO immortal.leases (instance, process, holder, endpoint, until)"
@@ -163,7 +163,7 @@ class Lease:
         )
         notify(connection, self._address.named)
 
-    def begin(self) -> None:
+    def start_renewing(self) -> None:
         """The transaction is done: renew it from here on."""
         _OURS.add(self._process.nonce)
         self._thread.start()

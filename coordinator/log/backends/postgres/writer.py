@@ -1,13 +1,13 @@
-"""The log open for writing: one append is one round trip, which changes the log's head or nothing.
+"""Writes a log in PostgreSQL: one append is one round trip, which changes the log's head or nothing.
 
-The head of a log has its epoch, how many appends its writer has done in it, the last record, and who writes. An append
-says what it expects there. Who takes the log over raises the epoch: both change one row, so one of them comes first,
-and no clock has a part in it. Small appends may be under way at the same time: each expects what the one before it
-leaves there, so none is done where that one was not.
+The head of a log has its epoch, the number of appends in this epoch, the last record, and the writer's name. An append
+gives the head that it expects. A takeover raises the epoch. Both change the same row, so one of them comes first, and
+no clock is involved. Small appends may be in flight together: each expects the head that the one before it leaves, so
+none is done if that one was not.
 
-A connection that breaks leaves it unknown which of those under way were done; and the server may still be at them. So
-the writer takes the log over from itself: once the epoch is one higher, they were done or never will be, and the count
-of appends says how many.
+When a connection breaks, the outcome of appends in flight is unknown, and the server may still be working on them. So
+the writer takes the log over from itself. Once the epoch is one higher, they are done or never will be, and the head's
+number of appends tells which.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class _InFlight(NamedTuple):
 
 
 class PostgresBackend(Backend):
-    """``synced`` is told what each append took: the round trip, and the server's sync in it."""
+    """Log in PostgreSQL, open for writing.
+
+    ``synced`` gets the time of each append: its round trip with the server's sync.
+    """
 
     is_remote = True
     appends_max = APPENDS_MAX
@@ -97,7 +100,7 @@ class PostgresBackend(Backend):
         self._connection = self._connected()
         try:
             with reaching(address):
-                self._guard.begin(self._connection)
+                self._guard.check_connection(self._connection)
                 self._sender = self._made_sender()
                 with viewing(self._readers, self._instance) as view:
                     self.identity = read_identity(view, self.where, instance_name)
@@ -111,7 +114,7 @@ class PostgresBackend(Backend):
             self._connection.close()
             self._readers.close()
             raise
-        self._lease.begin()
+        self._lease.start_renewing()
 
     def _connected(self) -> Connection:
         connection = connect(self._address)
@@ -119,7 +122,7 @@ class PostgresBackend(Backend):
         return connection
 
     def _made_sender(self) -> Sender:
-        return Sender(self._connection, looks=self._guard.waits_for_standbys)
+        return Sender(self._connection, reads_settings=self._guard.waits_for_standbys)
 
     def _reconnect(self) -> None:
         with contextlib.suppress(psycopg.Error):
@@ -138,7 +141,7 @@ class PostgresBackend(Backend):
         with self._guard.record_data_loss(connection), connection.transaction():
             if (held := leases.holder(connection, self._instance, lock=True)) is not None:
                 raise LogLockedError(f"the log {self.where} is in use by {held.name}")
-            self._lease.take(connection)
+            self._lease.take_over(connection)
             standbys.forget(connection, self._instance)
             head = leases.head_count(connection, self._instance, lock=True)
             row = connection.execute(
@@ -195,7 +198,7 @@ class PostgresBackend(Backend):
             self._require_known()
             require(not self._in_flight, f"{len(self._in_flight)} appends are under way, and one is to be waited for")
             gone = self._objects_of(append.deletes)
-            append = self._chunks.outward(append, self.fence)
+            append = self._chunks.redirect_chunks(append, self.fence)
             parts = list(statements(append))
             if len(parts) == 1 and not armed:
                 self._send(append, parts[0])
@@ -282,7 +285,7 @@ class PostgresBackend(Backend):
                 reach(point)
         if self._guard.waits_for_standbys:
             with self._open():
-                self._sender.look()
+                self._sender.request_settings()
         self._finish_append(Answer(*row))
 
     @contextlib.contextmanager
@@ -316,7 +319,7 @@ class PostgresBackend(Backend):
             self.synced(time.perf_counter() - begun_s)
 
     def _check(self, append: Append, answer: Answer) -> None:
-        """Raises FencedError, InvariantError."""
+        """Check that the append was done. Raises FencedError, InvariantError."""
         if answer.is_done:
             return
         if answer.epoch != append.fence:
