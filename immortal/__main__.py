@@ -1,4 +1,4 @@
-"""``python -m immortal``: the command ``immortal``; a supervisor starts its coordinator so, too."""
+"""Command ``python -m immortal``, the same as ``immortal``; a supervisor starts its coordinator with it, too."""
 
 import sys
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""For mypy: in an ``async def`` handler a call of one's own ``def`` handler is something to await, and awaiting
+"""Plugin for mypy that types calls by async handlers: a call of one's own ``def`` handler is awaitable, and awaiting
 ``immortal.multicast([...]).count(...)`` gives a tuple of what ``count`` returns.
 
 Types can't say so by themselves, as in a ``def`` handler the same call returns at once (those of

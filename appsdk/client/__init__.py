@@ -67,7 +67,9 @@ T = TypeVar("T")
 
 
 class Connector(Generic[S, A]):
-    """What ``connect(...)`` gives, for one ``with`` or ``async with``."""
+    """Open a client at the start of a ``with`` or ``async with`` block, and close it at its end. ``connect(...)`` makes
+    one.
+    """
 
     def __init__(
         self,

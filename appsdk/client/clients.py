@@ -25,7 +25,9 @@ K = TypeVar("K")
 
 
 class Client:
-    """Open from the moment that it is made, and in a child of its process from its first use. Raises NotConnectable."""
+    """Client of one instance for threads; open from the moment that it is made. A forked child gets a client of its own
+    at its first use. Raises NotConnectable.
+    """
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
         self._finder = finder
@@ -36,7 +38,7 @@ class Client:
         register(self)
 
     def _begin(self) -> None:
-        """In this process: nothing is known of calls, and there is no connection."""
+        """Reset to a client of this process without a connection and without calls."""
         self._is_open = False
         self._opening = threading.Lock()
         self._lock = threading.Lock()  # of connection, transport and forks
@@ -53,13 +55,13 @@ class Client:
         self._thread.start()
 
     def forked_in_child(self) -> None:
-        """In a child: it is another client there, with an ID of its own, and knows nothing of its parent's calls."""
+        """Become another client in a forked child: with an ID of its own, and without its parent's calls."""
         disown_in_child(self._own, self._transport, self._forks, self._thread)
         self._begin()
 
     @property
     def _connection(self) -> Connection:
-        """This process's own. Raises ClientClosed, NotConnectable."""
+        """Connection of this process; made at its first use. Raises ClientClosed, NotConnectable."""
         if not self._is_open:
             with self._opening:
                 if not self._is_open:
@@ -87,7 +89,7 @@ class Client:
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        """What the method returned. Raises what it raised, and ClientError."""
+        """Call the method and return what it returned. Raises what it raised, and ClientError."""
         make = partial(Call, method.method, arguments, trace_context=trace_context)
         return self._made(method, timeout_s, make, self._connection.submit, key)
 
@@ -99,7 +101,7 @@ class Client:
         submit: Callable[[C, K], None],
         key: K,
     ) -> Any:
-        """What becomes of a call, or of a question."""
+        """Submit a call or a status query and wait for its outcome."""
         replied = threading.Lock()
         replied.acquire()
         call = make(lambda call: replied.release())
@@ -110,7 +112,7 @@ class Client:
         return self._wait(method, call, replied, timeout_s)
 
     def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
-        """What the query returned, which is not logged where the instance can do that. Raises as :meth:`call`."""
+        """Ask a query and return its value, beside the log where the instance can do that. Raises as :meth:`call`."""
         replied = threading.Lock()
         replied.acquire()
         call = Call(method.method, arguments, lambda call: replied.release())
@@ -126,7 +128,7 @@ class Client:
     def start(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
     ) -> Any:
-        """Until the instance has it. Raises ClientError."""
+        """Submit a call and wait until the instance has it. Raises ClientError."""
         connection = self._connection
         with self._lock:
             self._require_open()
@@ -146,7 +148,7 @@ class Client:
     # -----------------------------------------------------------------------------------------------------------------
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
-        """The call is on its way. Raises ClientClosed."""
+        """Send a call without waiting for its reply. Raises ClientClosed."""
         connection = self._connection
         with self._lock:
             self._require_open()
@@ -154,7 +156,7 @@ class Client:
         os.eventfd_write(self._wake, 1)
 
     def settle(self, timeout_s: float | None) -> None:
-        """Until there are replies to all that was forked, by this process. Raises ClientError."""
+        """Wait until each call that this process forked has a reply. Raises ClientError."""
         self._forks_done.wait(timeout_s)
         with self._lock:
             self._forks.check(timeout_s)
@@ -171,7 +173,9 @@ class Client:
         timeout_s: float | None,
         again: Callable[[float | None], Any] | None = None,
     ) -> Any:
-        """``again``: what waits for the same once more; None: as this does."""
+        """Wait for the outcome of ``call``. ``again``: the function by which a CallTimeout waits once more; None: this
+        one.
+        """
         if replied.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             replied.release()  # for who asks again
         else:
@@ -194,7 +198,7 @@ class Client:
     def _give_up(
         self, method: Method, call: Call, timeout_s: float | None, again: Callable[[float | None], Any]
     ) -> None:
-        """Raises CallTimeout, unless the reply comes at the same moment."""
+        """Raise CallTimeout, unless the reply comes at the same moment."""
         with self._lock:
             if call.outcome is not None:
                 return
@@ -221,7 +225,7 @@ class Client:
                 os.eventfd_read(self._wake)
 
     def close(self) -> None:
-        """Calls that wait end with ClientClosed; what was sent may still be done."""
+        """Close the client. Calls that wait end with ClientClosed; the instance may still do what was sent."""
         with self._lock:
             if self._closing:
                 return
@@ -242,7 +246,7 @@ class Client:
 
 
 class AsyncClient:
-    """Made within a running loop, and used in that alone. Raises NotConnectable."""
+    """Client of one instance for one asyncio loop, the one that runs when it is made. Raises NotConnectable."""
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -262,7 +266,7 @@ class AsyncClient:
         register(self)
 
     def forked_in_child(self) -> None:
-        """In a child: its loop is its parent's, so it can't go on there."""
+        """Refuse use in a forked child: the loop is its parent's."""
         self._closed = self._is_parents = True
         what, advice = f"the client of {self._connection.instance!r}", "connect anew, in a loop of this one"
         self._why_closed = after_fork_message(what, self._process_id, advice)
@@ -278,7 +282,7 @@ class AsyncClient:
     async def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        """What the method returned. Raises what it raised, and ClientError."""
+        """Call the method and return what it returned. Raises what it raised, and ClientError."""
         make = partial(Call, method.method, arguments, trace_context=trace_context)
         return await self._made(method, timeout_s, make, self._connection.submit, key)
 
@@ -290,7 +294,7 @@ class AsyncClient:
         submit: Callable[[C, K], None],
         key: K,
     ) -> Any:
-        """What becomes of a call, or of a question."""
+        """Submit a call or a status query and wait for its outcome."""
         replied: asyncio.Future[None] = self._loop.create_future()
         call = make(lambda call: _end(replied))
         self._require_open()
@@ -299,7 +303,7 @@ class AsyncClient:
         return await self._wait(method, call, replied, timeout_s)
 
     async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
-        """What the query returned, which is not logged where the instance can do that. Raises as :meth:`call`."""
+        """Ask a query and return its value, beside the log where the instance can do that. Raises as :meth:`call`."""
         replied: asyncio.Future[None] = self._loop.create_future()
         call = Call(method.method, arguments, lambda call: _end(replied))
         self._require_open()
@@ -312,7 +316,7 @@ class AsyncClient:
     async def start(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
     ) -> Any:
-        """Until the instance has it. Raises ClientError."""
+        """Submit a call and wait until the instance has it. Raises ClientError."""
         self._submit(Call(method.method, arguments, lambda call: None, trace_context), key)
         return await self._made(STATUS, timeout_s, partial(Question, True), self._connection.ask, key)
 
@@ -330,11 +334,11 @@ class AsyncClient:
     # -----------------------------------------------------------------------------------------------------------------
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
-        """The call is on its way. Raises ClientClosed."""
+        """Send a call without waiting for its reply. Raises ClientClosed."""
         self._submit(self._forks.call(method, arguments, trace_context), key)
 
     async def settle(self, timeout_s: float | None) -> None:
-        """Until there are replies to all that was forked. Raises ClientError."""
+        """Wait until each call that was forked has a reply. Raises ClientError."""
         if self._is_parents:
             self._require_open()
         with suppress(TimeoutError):
@@ -358,7 +362,9 @@ class AsyncClient:
         timeout_s: float | None,
         again: Callable[[float | None], Any] | None = None,
     ) -> Any:
-        """``again``: what waits for the same once more; None: as this does."""
+        """Wait for the outcome of ``call``. ``again``: the function by which a CallTimeout waits once more; None: this
+        one.
+        """
         if not replied.done():
             timer = None if timeout_s is None else self._loop.call_later(timeout_s, _end, replied)
             try:
@@ -409,7 +415,7 @@ class AsyncClient:
             self._timer = self._loop.call_later(max(0.001, due_s - time.monotonic()), self._process)
 
     async def close(self) -> None:
-        """Calls that wait end with ClientClosed; what was sent may still be done."""
+        """Close the client. Calls that wait end with ClientClosed; the instance may still do what was sent."""
         if self._closed:
             return
         self._closed = True
@@ -434,7 +440,9 @@ def _end(replied: asyncio.Future[None]) -> None:
 
 
 class ForkTracker:
-    """Used where the client's connection is owned. ``all_done``: no reply is missing."""
+    """Forked calls that have no reply yet, and the first error among them. ``all_done`` is called when no reply is
+    missing. Used under the lock, or on the loop, of the client.
+    """
 
     def __init__(self, instance: str, all_done: threading.Event | asyncio.Event) -> None:
         self._instance = instance
@@ -444,7 +452,7 @@ class ForkTracker:
         all_done.set()
 
     def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
-        """A call to be submitted."""
+        """Make a call whose reply is counted here, for the caller to submit."""
         self._missing_count += 1
         self._all_done.clear()
         return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
@@ -466,7 +474,7 @@ class ForkTracker:
             pass
 
     def check(self, timeout_s: float | None) -> None:
-        """After a wait of ``timeout_s``. Raises ClientError for the first call that may not have been done."""
+        """Raise ClientError for the first forked call that may not have been done, after a wait of ``timeout_s``."""
         if self._error is not None:
             raise self._error
         if self._missing_count:

@@ -1,4 +1,4 @@
-"""A client's talk with one instance, without I/O: frames in, frames out, and when to try elsewhere.
+"""Protocol of a client with one instance, without I/O: frames in, frames out, and when to try another endpoint.
 
     CALLING --Welcome--> TALKING --silence, or "not me"--> CALLING, at the next endpoint
 
@@ -47,7 +47,9 @@ def random_client_id() -> str:
 
 
 def _may_be_same(first: Call, call: Call) -> bool:
-    """As far as is known of both. Methods whose IDs are not known yet are compared by their names."""
+    """Tell whether two calls can be one request, as far as both are known. Methods without an ID yet are compared by
+    name.
+    """
     if first.method and call.method and type(first.method) is type(call.method) and first.method != call.method:
         return False
     if not call.arguments or not (first.message or first.arguments):
@@ -58,7 +60,9 @@ def _may_be_same(first: Call, call: Call) -> bool:
 
 
 class Connection:
-    """``client_id``: given by hand, or None for a random one. Times are monotonic, in seconds."""
+    """State of a client's talk with one instance. ``client_id``: given by the user, or None for a random one. Times are
+    monotonic, in seconds.
+    """
 
     def __init__(self, instance: str, client_id: str | None, now_s: float) -> None:
         self.instance = instance
@@ -95,7 +99,7 @@ class Connection:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, key: str | None = None) -> None:
-        """Send it as soon as it can be. ``key``: it is the one request of that key."""
+        """Send a call as soon as possible. ``key``: makes it the one request of that key."""
         if key is None:
             self._main.add(call)
             return
@@ -108,8 +112,9 @@ class Connection:
             lane.add(call)
 
     def _follows(self, lane: Session, call: Call, key: str) -> bool:
-        """Whether the request of that key is under way here, so that ``call`` gets its reply; or is refused, where that
-        is another call."""
+        """Join ``call`` to the request of that key if one is under way here, or refuse it where that is another call.
+        False: none is.
+        """
         self._name_known(call)
         first = lane.first
         if first is None:
@@ -123,7 +128,7 @@ class Connection:
         return True
 
     def _name_known(self, call: Call) -> None:
-        """Its method has an ID instead, where that is known."""
+        """Replace the method's name by its ID, where that is known."""
         if isinstance(call.method, str):
             call.method = self._methods.get(call.method, call.method)
 
@@ -134,7 +139,7 @@ class Connection:
         return describe_call_identity(logged_calls(message, 1, "", 1)[1][0], name) if message else f"a call of {name}"
 
     def query(self, call: Call) -> None:
-        """Ask it as soon as it can be, beside the log where the instance takes that."""
+        """Ask a query as soon as possible, beside the log where the instance takes that."""
         self._queries.add(call)
 
     def _session_of(self, key: str) -> Session:
@@ -144,26 +149,26 @@ class Connection:
         return lane
 
     def attach(self, call: Call, key: str) -> None:
-        """Let ``call`` have the reply of the request of that key, which was sent, perhaps by another process."""
+        """Give ``call`` the reply of the request of that key, which was sent, perhaps by another process."""
         lane = self._session_of(key)
         if not self._follows(lane, call, key):
             lane.attach(call, 1)
 
     def cancel(self, call: Call, key: str) -> None:
-        """``call`` cancels the request of that key."""
+        """Ask the instance to cancel the request of that key; ``call`` gets the reply."""
         self._session_of(key).add_second(call)
 
     def ask(self, question: Question, key: str) -> None:
-        """What has become of the request of that key?"""
+        """Ask for the status of the request of that key."""
         self._session_of(key).ask(question)
 
     def withdraw(self, call: Call) -> bool:
-        """Forget a call that was not sent yet; whether that was so."""
+        """Forget a call that was not sent yet. Returns whether it was so."""
         self._queries.withdraw(call)
         return all(lane.withdraw(call) for lane in self._lanes.values())
 
     def refuse(self, error: ClientError) -> None:
-        """End the calls that were not sent yet, and queries: of those none is done by being sent."""
+        """End with ``error`` the calls that were not sent yet, and all queries: none of those was done."""
         self._queries.close(error)
         for lane in list(self._lanes.values()):
             lane.refuse_waiting(error)
@@ -176,11 +181,11 @@ class Connection:
 
     @property
     def heard_s(self) -> float:
-        """When something was heard last, or the socket was made."""
+        """Time of the last frame that came, or at which the socket was made."""
         return self._heard_s
 
     def ask_soon(self, now_s: float) -> None:
-        """Ask at once whether there is still somebody, unless something is outstanding: then that is asked anyway."""
+        """Ping at once, unless something is outstanding: that is asked for anyway."""
         self._idle_due_s = now_s
 
     def close(self, error: ClientError) -> None:
@@ -191,7 +196,7 @@ class Connection:
     # --- the socket --------------------------------------------------------------------------------------------------
 
     def reopened(self, now_s: float) -> None:
-        """There is a new socket, to another endpoint or to the same."""
+        """Begin anew on a new socket, to another endpoint or to the same."""
         self.needs_reconnect = False
         self._talking = False
         self._hello_s = HELLO_MIN_S
@@ -199,7 +204,7 @@ class Connection:
         self._asked_s = None
 
     def receive(self, data: bytes, now_s: float) -> None:
-        """A message has come. One that makes no sense is passed over: what it was to say is asked for again."""
+        """Process one message. A malformed one is dropped: what it carried is asked for again."""
         try:
             frame = decode_client_frame(data)
             self._heard_s, self._asked_s = now_s, None
@@ -301,7 +306,7 @@ class Connection:
     # --- what is to be sent ------------------------------------------------------------------------------------------
 
     def data_to_send(self, now_s: float) -> list[bytes]:
-        """All that is to be sent now."""
+        """Return all frames that are due now."""
         if self._asked_s is not None and now_s - self._asked_s >= self._silence_s:
             self.problem = f"nothing was heard for {now_s - self._heard_s:.1f} s"
             self.needs_reconnect = True
@@ -358,7 +363,9 @@ class Connection:
         return frame
 
     def _resolve(self, call: Call, now_s: float) -> bool:
-        """Give ``call`` its method's ID. False: it is not known yet, or there is none, and the call is done with."""
+        """Give ``call`` its method's ID. False: the ID is not known yet, or there is none and the call has ended with
+        an error.
+        """
         if isinstance(call.method, int):
             return True
         found = self._methods.get(call.method)
@@ -390,11 +397,11 @@ class Connection:
         return SILENCE_CALLING_S if self.endpoints_count > 1 and not self._talking else SILENCE_S
 
     def goodbye(self) -> list[bytes]:
-        """To be sent before the end: what is answered is of no interest any more."""
+        """Return the frames to send before the end: they release all replies."""
         return [encode_client_frame(self._main.ping(0.0))] if self._talking else []
 
     def next_deadline_s(self) -> float:
-        """When :meth:`data_to_send` is to be called, whatever happens."""
+        """Time at which :meth:`data_to_send` must be called, even if no frame comes."""
         due_s = [self._idle_due_s] if self._talking else []
         if not self._talking or self._names_needed:
             due_s.append(self._hello_due_s)

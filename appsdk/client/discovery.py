@@ -31,14 +31,14 @@ KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A client's own CURVE keys, in Z85. No text of this object shows the secret one."""
+    """CURVE keys of a client, in Z85. No text of this object shows the secret key."""
 
     public: str
     secret: str = field(repr=False)
 
 
 class Places(Struct, frozen=True):
-    """``endpoints`` of one instance, to be tried in turn; ``server_keys``: those that it may show, () in plain.
+    """Endpoints of one instance, to be tried in turn, and the server keys that it may show: () without CURVE.
 
     ``folder``: where its processes say that they run; None where that is another machine's, or not known.
     ``refusal``: why it does not let this caller in, as far as its settings say so.
@@ -52,7 +52,9 @@ class Places(Struct, frozen=True):
 
 
 class Finder(Struct, frozen=True):
-    """Finds them anew each time: an instance may move, and keys change."""
+    """Look up where an instance listens and which keys it has; anew each time, as an instance may move and keys
+    change.
+    """
 
     name: str
     home: str | os.PathLike[str] | None = None
@@ -62,7 +64,7 @@ class Finder(Struct, frozen=True):
     insecure: bool = False
 
     def find(self) -> Places:
-        """Raises NotConnectable."""
+        """Return the endpoints and keys of the instance. Raises NotConnectable."""
         home = home_of(self.home)
         for folder in (home, home / self.name):
             if (problem := openness(folder)) is not None:
@@ -82,7 +84,9 @@ class Finder(Struct, frozen=True):
         return Places(endpoints, keys, pair, (home / self.name).absolute() if here else None, refusal)
 
     def follow(self) -> RegistryWatch | None:
-        """News of where it is and of its keys; None where only a look can tell. Raises NotConnectable."""
+        """Watch the registry for changes of the instance; None where only another :meth:`find` can tell. Raises
+        NotConnectable.
+        """
         if self.endpoints:
             return None
         copy = _copy_of(home_of(self.home))
@@ -90,7 +94,7 @@ class Finder(Struct, frozen=True):
 
     @property
     def caller(self) -> str | None:
-        """Whose keys are shown; None: the instance's own."""
+        """Identity whose keys the client shows; None: the instance's own."""
         return self.identity or os.environ.get(IDENTITY_VARIABLE)
 
     def _refusal(self, home: Path, registered: Mapping[str, Any]) -> str:
@@ -103,7 +107,9 @@ class Finder(Struct, frozen=True):
         )
 
     def _pair(self, home: Path) -> KeyPair:
-        """Those of the identity; without one the instance's own, which whoever runs it can read."""
+        """Return the key pair of the identity; without one the instance's own, which whoever runs the instance can
+        read.
+        """
         identity = self.caller
         if identity not in (None, self.name) and (home / f"{identity}.toml").exists():
             raise NotConnectable(
@@ -129,7 +135,7 @@ class Finder(Struct, frozen=True):
 
 
 class RegistryWatch:
-    """Of an instance that a registry in a database knows; until :meth:`close`."""
+    """Watch one instance in a registry that a database keeps, until :meth:`close`."""
 
     def __init__(self, finder: Finder, copy: Copy) -> None:
         self._finder, self._copy = finder, copy
@@ -137,7 +143,7 @@ class RegistryWatch:
         copy.keep()
 
     def moved(self, known: Places) -> bool:
-        """Whether it is to be found otherwise than ``known``; that costs nothing while nothing changes."""
+        """Tell whether the instance has other endpoints or keys than ``known``. Cheap while nothing changes."""
         if self._changes == self._copy.changes:
             return False
         self._changes = self._copy.changes
@@ -152,7 +158,7 @@ class RegistryWatch:
 
 
 def home_of(home: str | os.PathLike[str] | None) -> Path:
-    """The registry folder; of a URL this machine's copy. Raises NotConnectable."""
+    """Return the registry folder; for a URL the copy on this machine. Raises NotConnectable."""
     try:
         return shared_registry.folder_of(home)
     except SharedHomeError as error:
@@ -201,7 +207,7 @@ def _public_keys(path: Path) -> tuple[str, ...]:
 
 
 def pair_of(folder: Path, identity: str) -> KeyPair | None:
-    """The pair in use; None where there is none. Raises PermissionError."""
+    """Return the key pair in use; None where there is none. Raises PermissionError."""
     path = folder / "keys" / "pairs"
     try:
         if path.stat().st_mode & 0o077:
@@ -220,7 +226,7 @@ def pair_of(folder: Path, identity: str) -> KeyPair | None:
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only this machine reaches it. Raises NotConnectable for what is no endpoint."""
+    """Tell whether only this machine can reach ``endpoint``. Raises NotConnectable for what is no endpoint."""
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
     match = _TCP.fullmatch(endpoint)
@@ -237,7 +243,9 @@ def is_local(endpoint: str) -> bool:
 
 
 class ProcessStatus(Struct, frozen=True):
-    """``stopped``: by somebody's will, or never started. ``problem``: why it does not answer; "" while it runs."""
+    """State of an instance's processes. ``stopped``: an operator stopped it, or it was never started. ``problem``: why
+    it does not answer; "" while it runs.
+    """
 
     stopped: bool
     problem: str
@@ -247,7 +255,9 @@ _UNKNOWN = ProcessStatus(False, "")
 
 
 def presence(folder: Path) -> ProcessStatus:
-    """Of the instance of ``folder``. A process that is killed leaves its file: it may be started again any moment."""
+    """Return the status of the processes of the instance in ``folder``. A killed process leaves its file: it may be
+    started again any moment.
+    """
     name = folder.name
     files = [folder / SUPERVISOR_FILE_NAME, folder / COORDINATOR_FILE_NAME]
     try:
@@ -264,7 +274,9 @@ def presence(folder: Path) -> ProcessStatus:
 
 
 def _is_there(file: Path) -> bool:
-    """Raises OSError where it can't be told: from Python 3.14 on ``exists()`` says False there."""
+    """Tell whether ``file`` exists. Raises OSError where that can't be told: from Python 3.14 on ``exists()`` returns
+    False there.
+    """
     try:
         file.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""What can go wrong with a call from outside, by what is known of the request.
+"""Errors of calls from outside, by what is known of the request.
 
 ClientError
   NotConnectable     the instance can't be called as things are: not registered, stopped, no key that it lets in
@@ -25,15 +25,15 @@ from immortal.protocol.identity import IdentityConflict
 
 
 class ClientError(ImmortalError):
-    """The root of a client's errors."""
+    """Root of the errors of clients."""
 
 
 class NotConnectable(ClientError):  # noqa: N818 (what happened, not what is wrong)
-    """The instance can't be called as things are; the message says what to do."""
+    """The instance can't be called at present; the message says what to do."""
 
 
 class Request(Protocol):
-    """What a request is known by."""
+    """Identity of a request: client ID and number."""
 
     client_id: str
     number: int

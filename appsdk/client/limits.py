@@ -1,4 +1,4 @@
-"""Every limit and pause of a client, with its reason. Times are in seconds."""
+"""Limits and pauses of a client, each with its reason. Times are in seconds."""
 
 from __future__ import annotations
 

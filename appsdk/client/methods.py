@@ -39,20 +39,22 @@ _ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
 
 
 class Method(Protocol):
-    """``method``: the ID, or the name as long as nobody knows it. ``name``: for people."""
+    """Codec of one method's calls. ``method``: its ID, or its name while the ID is not known. ``name``: for
+    messages.
+    """
 
     method: int | str
     name: str
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
-        """Raises TypeError."""
+        """Encode the arguments of a call. Raises TypeError."""
 
     def value(self, reply: Reply) -> Any:
-        """What the handler returned. Raises what it raised, and ClientError."""
+        """Return what the handler returned. Raises what it raised, and ClientError."""
 
 
 class NamedMethod:
-    """Of an instance whose class is not known here."""
+    """Method of an instance whose class is not known here."""
 
     def __init__(self, name: str) -> None:
         self.method: int | str = name
@@ -76,7 +78,7 @@ class NamedMethod:
 
 
 class NamedQuery(NamedMethod):
-    """One that is called only if it is a query, as the instance says."""
+    """Method that is called only if the instance says that it is a query."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -84,18 +86,18 @@ class NamedQuery(NamedMethod):
 
 
 def query_name(name: str) -> str:
-    """What a query is called beside its name: no handler can be."""
+    """Return the name under which a query is looked up; no handler can have it."""
     return f"{QUERIES}.{name}"
 
 
 def query_of(name: str) -> str:
-    """The query that :func:`query_name` made ``name`` of; "" for another name."""
+    """Return the query that :func:`query_name` made ``name`` of; "" for another name."""
     front, dot, query = name.rpartition(".")
     return query if dot and front == QUERIES else ""
 
 
 class TypedMethod:
-    """A handler of a class that is known here."""
+    """Handler of a class that is known here."""
 
     def __init__(self, definition: Definition, handler: Handler[Any, Any]) -> None:
         self.method: int | str = handler.method_id
@@ -105,7 +107,7 @@ class TypedMethod:
         self._codec = definition.codec(handler)
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
-        """Checked here, where it can be said what is wrong: the instance only says that something is."""
+        """Encode the arguments and check them here, where the message can say what is wrong."""
         if keywords or len(arguments) != self._codec.plain_count:
             arguments = self._codec.bind(arguments, keywords)
         if self._codec.may_hold_untyped:
@@ -131,12 +133,12 @@ class TypedMethod:
 
 
 def typed_method(definition: Definition, name: str) -> TypedMethod:
-    """Raises AttributeError for a name that no handler has."""
+    """Return the handler called ``name``. Raises AttributeError for a name that no handler has."""
     return TypedMethod(definition, find_handler(definition, name))
 
 
 def typed_query(definition: Definition, name: str) -> TypedMethod:
-    """Raises AttributeError for a name that no query has."""
+    """Return the query called ``name``. Raises AttributeError for a name that no query has."""
     found = definition.handlers.get(name)
     if found is None or not found.is_query:
         queries = ", ".join(sorted(one.name for one in definition.handlers.values() if one.is_query)) or "none"
@@ -170,14 +172,16 @@ def _decoded(name: str, data: bytes) -> Any:
 
 
 def check_conflict(name: str, reply: Reply) -> None:
-    """Raises CallConflict where ``reply`` says that it is one; what the handler has raised is none."""
+    """Raise CallConflict where ``reply`` reports one; what the handler raised is none."""
     if reply.kind == ReplyKind.RAISED:
         with suppress(CallCancelled, CalleeFailed):
             _raised(name, reply)
 
 
 def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
-    """(name of the exception, arguments, attributes). Raises CallRefused, CalleeFailed, ClientError."""
+    """Return (name of the exception, arguments, attributes) of a reply. Raises CallRefused, CalleeFailed,
+    ClientError.
+    """
     try:
         found: tuple[str, list[Any], dict[str, Any]] = _decode_raised(_ARRAY_OF_3 + reply.value)
     except decoding.DecodeError as error:
@@ -201,7 +205,7 @@ Status = Literal["waiting", "done", "unknown"]
 
 
 class _StatusMethod:
-    """Its reply is that of a :class:`immortal.appsdk.client.session.Question`."""
+    """Codec of the reply to a :class:`immortal.appsdk.client.session.Question`."""
 
     method: int | str = 0
     name = "status"
@@ -210,7 +214,7 @@ class _StatusMethod:
         return b""
 
     def value(self, reply: Reply) -> Status:
-        """Raises CallConflict."""
+        """Return the status in words. Raises CallConflict."""
         if reply is REQUEST_ACCEPTED:
             return "waiting"
         check_conflict(self.name, reply)
@@ -218,7 +222,7 @@ class _StatusMethod:
 
 
 class _CancelMethod:
-    """Request 2 of a key cancels its first one."""
+    """Codec of request 2 of a key, which cancels request 1."""
 
     method: int | str = CANCEL_CALL_METHOD_ID
     name = "cancel"
@@ -227,7 +231,7 @@ class _CancelMethod:
         return msgspec.msgpack.encode((1, *arguments))
 
     def value(self, reply: Reply) -> bool:
-        """Whether it still waited. Raises ClientError."""
+        """Return whether the call still waited. Raises ClientError."""
         if reply.kind != ReplyKind.VALUE:
             raise ClientError(
                 "the app does not know how to cancel a call: its SDK is of an earlier version than this client's"

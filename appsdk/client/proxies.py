@@ -1,4 +1,4 @@
-"""Stand-ins for an instance, whose methods call it. To a type checker they are its class."""
+"""Proxies for an instance, whose methods call it. To a type checker they are its class."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Proxy:
-    """An attribute for each handler; calls go through ``client``."""
+    """Proxy with an attribute for each handler; calls go through ``client``."""
 
     def __init__(
         self,
@@ -39,8 +39,9 @@ class Proxy:
         methods: dict[str, Method] | None = None,
         trace_context: str = "",
     ) -> None:
-        """``methods``: those that are known, by name; shared by all proxies that are made of each other.
-        ``trace_context``: of the calls, as :mod:`immortal.protocol.trace_context` has it."""
+        """Make a proxy. ``methods``: known methods by name, shared by all proxies made of each other.
+        ``trace_context``: of its calls, in the form of :mod:`immortal.protocol.trace_context`.
+        """
         self._immortal_parts = (client, definition, name, timeout_s, key)
         self._immortal_trace = (trace_context,) if trace_context else ()
         self._immortal_methods: dict[str, Method] = {} if methods is None else methods
@@ -70,7 +71,7 @@ class Proxy:
 
     @cached_property
     def query(self) -> Any:
-        """Its queries, and no other handlers; of a class with a handler of that name, that."""
+        """Queries of the instance, and no other handlers. A class with a handler called ``query`` has that here."""
         _, definition, *_ = self._immortal_parts
         if definition is None:
             return NamedQueries(self)
@@ -78,7 +79,9 @@ class Proxy:
 
 
 class ProxyMethod:
-    """``shop.place(...)`` waits for its reply, or gives something to await; ``shop.place.fork(...)`` does not wait."""
+    """Handler to call: ``shop.place(...)`` waits for the reply, or returns an awaitable; ``shop.place.fork(...)`` does
+    not wait.
+    """
 
     def __init__(self, proxy: Proxy, method: Method) -> None:
         self._client, _, _, self._timeout_s, self._key = proxy._immortal_parts
@@ -90,14 +93,14 @@ class ProxyMethod:
         return self._client.call(self._method, encoded, self._timeout_s, self._key, *self._trace)
 
     def start(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """See :func:`start`."""
+        """Start a call; see :func:`start`."""
         encoded = self._method.encode(arguments, keywords)
         made = self.handle(self._key or random_client_id())
         taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
         return _after(taken, made) if isinstance(taken, Coroutine) else made
 
     def handle(self, key: str | None = None) -> Handle[Any]:
-        """Of the call with that key; without one, with its own."""
+        """Make the handle of the call with that key; without one, with the key of this proxy."""
         return Handle(self._client, self._method, self._timeout_s, key or self._key or "")
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
@@ -105,8 +108,9 @@ class ProxyMethod:
 
 
 class QueryMethod(ProxyMethod):
-    """``counter.query.total()``: asked between two handlers, and not logged. With a key it is a request, as all calls
-    are: that is done once, and so has its place in the log."""
+    """Query to ask: ``counter.query.total()`` runs between two handlers, and is not logged. With a key it is a request
+    like any call, logged and done once.
+    """
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self._key is not None:
@@ -115,7 +119,7 @@ class QueryMethod(ProxyMethod):
 
 
 class Queries:
-    """``counter.query``: the handlers that are queries, and no others."""
+    """Namespace ``counter.query``: the handlers that are queries, and no others."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._immortal_proxy = proxy
@@ -131,7 +135,9 @@ class Queries:
 
 
 class NamedQueries(Queries, ProxyMethod):
-    """Of an instance whose class is not known here: it may have a handler ``query``, which this then calls."""
+    """Queries of an instance whose class is not known here. It may have a handler ``query``, which a call of this
+    object calls.
+    """
 
     def __init__(self, proxy: Proxy) -> None:
         Queries.__init__(self, proxy)
@@ -139,7 +145,7 @@ class NamedQueries(Queries, ProxyMethod):
 
 
 class Handle(Generic[R]):
-    """A call that was started. ``id``: text by which :func:`handle` finds it again, also in another process.
+    """Call that was started. ``id``: text by which :func:`handle` finds it again, also in another process.
 
     With an async client the methods give something to await.
     """
@@ -155,20 +161,21 @@ class Handle(Generic[R]):
         return f"<handle {self.id!r}>"
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the handler returned, once it has: ``timeout`` seconds at most, None: however long it takes.
+        """Wait until the handler has ended, ``timeout`` seconds at most (None: without limit), and return what it
+        returned.
 
         Raises what it raised, CallCancelled, CallTimeout (it goes on), ClientError.
         """
         return self._client.result(self._method, timeout, self._key)
 
     def status(self) -> Any:
-        """As the instance knows it: "waiting", "done" (there is a result, or an error), or "unknown", where it has no
-        such call. Raises ClientError.
+        """Return the status at the instance: "waiting", "done" (with a result or an error), or "unknown" where the
+        instance has no such call. Raises ClientError.
         """
         return self._client.status(self._timeout_s, self._key)
 
     def cancel(self, reason: str = "") -> Any:
-        """Let the handler be cancelled; True: it still waited. False: it had ended, or is no ``async def``.
+        """Cancel the handler. True: it still waited. False: it had ended, or is no ``async def``.
 
         Once for each call: the next time it gives the same. Raises ClientError.
         """
@@ -197,7 +204,7 @@ def start(method: Callable[Q, Coroutine[Any, Any, R]], /, *args: Q.args, **kwarg
 @overload
 def start(method: Callable[Q, R], /, *args: Q.args, **kwargs: Q.kwargs) -> SyncHandle[R]: ...
 def start(method: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """``start(shop.place, "book")``: the call is made, and a :class:`Handle` given, as soon as the instance has it.
+    """Start a call and return a :class:`Handle` as soon as the instance has it: ``start(shop.place, "book")``.
 
     With an async client it is awaited. The call has a key of its own, a random one or that of ``with_key(shop, ...)``:
     to start it once more with the same key gives the same call. Raises TypeError, ClientError.
@@ -208,7 +215,7 @@ def start(method: Any, /, *arguments: Any, **keywords: Any) -> Any:
 
 
 def handle(proxy: object, handle_id: str) -> Any:
-    """The :class:`Handle` with that ID, of a call that was started here or in another process.
+    """Return the :class:`Handle` with that ID, of a call that was started here or in another process.
 
     Nothing is asked of the instance yet. Raises TypeError, AttributeError.
     """
@@ -221,7 +228,8 @@ def handle(proxy: object, handle_id: str) -> Any:
 
 
 def with_key(proxy: P, key: str) -> P:
-    """``with_key(shop, "order-17").buy("book")``: one request, however often and from wherever it is made.
+    """Return a proxy whose next call is one request, however often and from wherever it is made: ``with_key(shop,
+    "order-17").buy("book")``.
 
     The first call with ``key`` is done, and each other one gets the reply of that. Raises TypeError.
     """
@@ -232,7 +240,8 @@ def with_key(proxy: P, key: str) -> P:
 
 
 def with_traceparent(proxy: P, traceparent: str) -> P:
-    """``with_traceparent(shop, "00-4bf9...-00f0...-01").buy("book")``: the call is part of that trace.
+    """Return a proxy whose calls are part of that trace: ``with_traceparent(shop,
+    "00-4bf9...-00f0...-01").buy("book")``.
 
     ``traceparent``: of the caller's span, as W3C Trace Context has it. The instance notes it in its log, and
     ``immortal trace`` goes on with it. Raises TypeError.
@@ -241,7 +250,7 @@ def with_traceparent(proxy: P, traceparent: str) -> P:
 
 
 def trace_context_of(traceparent: object) -> str:
-    """Raises TypeError."""
+    """Return the trace context that ``traceparent`` names. Raises TypeError."""
     if not isinstance(traceparent, str):
         raise TypeError(f"a traceparent was expected, as W3C Trace Context has it, not {traceparent!r}")
     try:
@@ -256,12 +265,12 @@ async def _after(taken: Awaitable[Any], made: Handle[Any]) -> Handle[Any]:
 
 
 def with_timeout(proxy: P, timeout: float | None) -> P:
-    """The same with another timeout for each call, in seconds; None: for ever. Raises TypeError."""
+    """Return a proxy with another timeout for each call, in seconds; None: without limit. Raises TypeError."""
     return _made_of(proxy, timeout_s=timeout)
 
 
 def client_of(proxy: object) -> Client | AsyncClient:
-    """What is behind a proxy. Raises TypeError."""
+    """Return the client behind a proxy. Raises TypeError."""
     return _checked(proxy)._immortal_parts[0]
 
 

@@ -1,4 +1,4 @@
-"""The queries of one client, without I/O: each is asked until it is answered, or nobody waits for it any more.
+"""Queries of one client, without I/O: each is asked until it is answered or withdrawn.
 
 A query changes nothing and is in no log, so to ask twice does no harm, and no number must be kept for it. Where the
 instance takes none beside its log (an earlier version), it is made as a logged call.
@@ -18,7 +18,7 @@ _LATER = frozenset({ClientCode.NOT_READY, ClientCode.BUSY})
 
 
 class Queries:
-    """``log``: makes a call of a query, where that is the only way."""
+    """Table of open queries. ``log``: makes a call of a query, for an instance that can't answer beside the log."""
 
     def __init__(self, instance: str, log: Callable[[Call], None]) -> None:
         self.problem = ""  # why the last one was not answered yet
@@ -38,14 +38,14 @@ class Queries:
             self._waiting[self._number] = call
 
     def withdraw(self, call: Call) -> None:
-        """Nobody waits for it any more."""
+        """Forget a query that no caller waits for any more."""
         for calls in (self._waiting, self._sent):
             for number in [number for number, one in calls.items() if one is call]:
                 del calls[number]
                 self._due_s.pop(number, None)
 
     def greeted(self) -> None:
-        """It may be another coordinator now: whatever was sent is asked anew."""
+        """Ask anew all that was sent: the coordinator may be another one."""
         self._are_logged = False
         self._due_s = dict.fromkeys(self._sent, 0.0)
 
@@ -57,13 +57,15 @@ class Queries:
 
     @property
     def due_s(self) -> float | None:
-        """When :meth:`frames` has one to ask again."""
+        """Time at which :meth:`frames` has a query to ask again; None: it has none."""
         return min(self._due_s.values(), default=None)
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def frames(self, client_id: str, resolve: Callable[[Call], bool], now_s: float) -> Iterator[ClientFrame]:
-        """Those to be asked now. ``resolve``: as in :meth:`immortal.appsdk.client.session.Lane.requests`."""
+        """Yield the frames of queries that are due. ``resolve``: as in
+        :meth:`immortal.appsdk.client.session.Session.requests`.
+        """
         for number in [number for number, due_s in self._due_s.items() if now_s >= due_s]:
             yield self._frame(client_id, number, now_s)
         for number, call in list(self._waiting.items()):
@@ -85,7 +87,7 @@ class Queries:
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def received(self, frame: ClientFrame, now_s: float) -> bool:
-        """Whether the frame is about queries. Raises RemoteProtocolError."""
+        """Process a frame; False: it is not about queries. Raises RemoteProtocolError."""
         if frame.frame_type is ClientFrameType.ANSWER:
             (reply,) = decode_replies(frame.payload, 1)
             self.problem = ""

@@ -33,7 +33,7 @@ from immortal.protocol.client_frames import (
 
 
 class Call:
-    """One call. ``method``: its ID, or its name as long as that is not known. Used where its connection is owned.
+    """One call. ``method``: its ID, or its name while that is not known. Used under the lock of its connection's owner.
 
     ``outcome`` is a Reply or a ClientError once there is one, and ``done`` is called then.
     """
@@ -88,7 +88,7 @@ REQUEST_UNKNOWN = Reply(1, -2)
 
 
 class Question(Call):
-    """Status query for the first request of a session. Outcome: REQUEST_ACCEPTED, REQUEST_UNKNOWN, or the request's.
+    """Status query for request 1 of a session. Outcome: REQUEST_ACCEPTED, REQUEST_UNKNOWN, or the request's.
 
     ``starts``: whoever asks wants to know that it was taken, and nothing more.
     """
@@ -102,7 +102,7 @@ class Question(Call):
 
 
 class Session:
-    """``keeps_replies``: the coordinator is never told that a reply is of no interest any more.
+    """Numbered requests of one client ID. ``keeps_replies``: the coordinator is never told to release a reply.
 
     ``renew`` gives another client ID, for one whose numbers mean nothing any more; None: it was given by hand.
     """
@@ -137,11 +137,11 @@ class Session:
 
     @property
     def first(self) -> Call | None:
-        """The request with the number 1, if it is here."""
+        """Request 1, if this process has it."""
         return self._outstanding.get(1) or (self._waiting[0] if self._waiting and self._next_number == 1 else None)
 
     def follow(self, call: Call, first: Call) -> None:
-        """Let ``call`` have the reply of the first one; what it knows better, that is known of both from now on."""
+        """Give ``call`` the reply of ``first``, and share what either of them knows about the request."""
         if not first.method:
             first.method = call.method
         if not (first.arguments or first.message):
@@ -150,7 +150,7 @@ class Session:
         first.followers.append(call)
 
     def attach(self, call: Call, number: int) -> None:
-        """Let ``call`` have the reply of that request, which was sent, perhaps by another process."""
+        """Give ``call`` the reply of that request, which was sent, perhaps by another process."""
         if self.error is not None:
             call.finish(self.error)
             return
@@ -164,7 +164,7 @@ class Session:
         self.poll_due_s = 0.0
 
     def add_second(self, call: Call) -> None:
-        """A request about the first one, which was sent, perhaps by another process: it has the number 2."""
+        """Add request 2, about request 1, which was sent, perhaps by another process."""
         if self._second is not None and self._second.outcome is None:
             call.leader = self._second
             self._second.followers.append(call)
@@ -194,11 +194,11 @@ class Session:
 
     @property
     def was_sent(self) -> bool:
-        """A first request was, perhaps by another process."""
+        """Note that request 1 was sent, perhaps by another process."""
         return self._next_number > 1
 
     def ponged(self, taken: int) -> None:
-        """The coordinator has taken the requests up to ``taken``."""
+        """Process a pong: the coordinator has the requests up to ``taken``."""
         self._pings_count = max(0, self._pings_count - 1)
         first = self._outstanding.get(1)
         is_unknown = taken == 0 and first is not None and not first.message
@@ -223,7 +223,7 @@ class Session:
             self.poll_due_s = 0.0
 
     def withdraw(self, call: Call) -> bool:
-        """Forget ``call`` if it was not sent yet; whether that was so."""
+        """Forget ``call`` if it was not sent yet. Returns whether it was so."""
         if call.sent or call.followers:
             return False
         leader = call.leader
@@ -250,12 +250,13 @@ class Session:
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def named(self) -> Iterator[Call]:
-        """Those that were sent, perhaps by another process, and whose methods are names here."""
+        """Yield the calls that were sent, perhaps by another process, and have only their method's name here."""
         return (call for call in self._outstanding.values() if isinstance(call.method, str))
 
     def requests(self, resolve: Callable[[Call], bool], born_ns: int, now_s: float) -> Iterator[ClientFrame]:
-        """New calls, as many as may go now. ``resolve`` gives a call its method's ID: False if that is not known yet,
-        or if the call is done with."""
+        """Yield new calls, as many as may be sent now. ``resolve`` gives a call its method's ID; False: the ID is not
+        known yet, or the call has ended.
+        """
         while self._waiting and len(self._outstanding) < OUTSTANDING_MAX:
             first = self._next_number
             some: list[Call] = []
@@ -311,7 +312,7 @@ class Session:
         return next(iter(self._outstanding), self._next_number) - 1
 
     def again(self, behind: int = 0) -> Iterator[ClientFrame]:
-        """All that is outstanding with numbers behind ``behind``, once more: the connection may be another one."""
+        """Retransmit all that is outstanding with numbers above ``behind``: the connection may be another one."""
         self._pings_count = 0
         yield from self._sent_again(behind, NUMBER_MAX)
 
@@ -335,7 +336,7 @@ class Session:
             yield self._request(some[0].number, some)
 
     def polls(self, born_ns: int, now_s: float) -> Iterator[ClientFrame]:
-        """Ask for what is outstanding; the next time after a longer pause.
+        """Ask for what is outstanding, after a pause that grows.
 
         Others may have used this ID: whoever asks by number alone would be told what became of their calls, where this
         request was lost on its way. So what can be sent again is.
@@ -351,7 +352,7 @@ class Session:
         yield self.ping(now_s)
 
     def ping(self, now_s: float) -> ClientFrame:
-        """The part of :meth:`polls` that is no request."""
+        """Make the ping of :meth:`polls`, which is no request."""
         self._poll_s = min(self._poll_s * 2, POLL_MAX_S)
         resent_s = self._outstanding_bytes / RESENT_BYTES_PER_S if self.keeps_replies else 0.0
         self.poll_due_s = now_s + self._poll_s + resent_s if self._outstanding else None
@@ -401,7 +402,9 @@ class Session:
             call.finish(reply)
 
     def is_behind(self, taken: int) -> bool:
-        """The coordinator has taken no more than ``taken``: fewer than had been sent when it was asked."""
+        """Tell whether the coordinator, which has requests up to ``taken``, has fewer than had been sent when it was
+        asked.
+        """
         if taken >= self._pinged:
             return False
         self._pinged = 0
@@ -411,7 +414,9 @@ class Session:
         return taken < self._answered
 
     def begin_anew(self, error: ClientError) -> None:
-        """The numbers mean nothing any more: what was sent ends with ``error``; what was not goes on, if it can."""
+        """Begin with new numbers: calls that were sent end with ``error``; the others are sent under the new client ID,
+        if there is one.
+        """
         outstanding, self._outstanding = self._outstanding, {}
         self._outstanding_bytes = self._answered = 0
         self._next_number = 1
@@ -425,13 +430,13 @@ class Session:
             call.finish(error)
 
     def refuse_waiting(self, error: ClientError) -> None:
-        """What was not sent ends with ``error``; later calls may fare better."""
+        """End with ``error`` the calls that were not sent; later calls may succeed."""
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
             call.finish(error)
 
     def fail(self, error: ClientError) -> None:
-        """No call can be made any more."""
+        """End all calls with ``error``, and each later one."""
         self.error = error
         waiting, self._waiting = self._waiting, deque()
         outstanding, self._outstanding = self._outstanding, {}

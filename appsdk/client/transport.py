@@ -1,4 +1,6 @@
-"""Drives a connection over ZeroMQ: one DEALER, reopened on silence, and the monitor that says why nothing comes."""
+"""ZeroMQ transport of a client's connection: one DEALER, reopened on silence, and a monitor that says why nothing
+comes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ GOODBYE_LINGER_MS = 100
 
 
 class Transport:
-    """Used by one thread at a time. Raises NotConnectable as it is made."""
+    """Socket of one connection. Used by one thread at a time. Raises NotConnectable as it is made."""
 
     def __init__(self, connection: Connection, finder: Finder) -> None:
         self.connection = connection
@@ -84,13 +86,13 @@ class Transport:
         self.connection.endpoints_count = len(places.endpoints)
 
     def fileno(self) -> int:
-        """What to wait for; another one after :meth:`process` has made the socket anew."""
+        """File descriptor to wait for; another one after :meth:`process` has made a new socket."""
         descriptor = self._socket.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
         return descriptor
 
     def process(self) -> bool:
-        """Take what has come, send what is to be sent. True: :meth:`fileno` is another one now."""
+        """Receive what has come and send what is due. True: :meth:`fileno` has changed."""
         connection = self.connection
         reopened = False
         now_s = time.monotonic()
@@ -116,7 +118,7 @@ class Transport:
                 return reopened
 
     def _look(self, now_s: float) -> None:
-        """Whether there is something to wait for; calls that were not sent end where there is not."""
+        """Check whether the instance can be reached; end the calls that were not sent where it can't."""
         self._watch.look()
         self._look_due_s = None
         refusal = self._places.refusal or self._key_refusal(now_s)
@@ -128,7 +130,9 @@ class Transport:
             self._try_next_key(now_s)
 
     def _try_next_key(self, now_s: float) -> None:
-        """All that it may have are tried at once, and again after a while: by then others may be known."""
+        """Try all keys that the server may have at once, and again after a while: by then the registry may have
+        others.
+        """
         count = len(self._places.server_keys)
         is_last = (self._turn + 1) % count == 0
         due_s = self._opened_s + KEY_RETRY_S if is_last else now_s
@@ -138,14 +142,14 @@ class Transport:
             self._look_due_s = due_s
 
     def _is_deserted(self, now_s: float) -> bool:
-        """Nobody listens there, or not any more."""
+        """Tell whether no process listens at the endpoint."""
         if now_s - self._opened_s < DESERTED_S:
             return False
         self._watch.look()
         return not self._watch.is_up and self._watch.is_unreachable
 
     def _key_refusal(self, now_s: float) -> str:
-        """A new key may not be known there yet: it is shown again, until it was turned away long enough."""
+        """Return why the key was refused, once it has been long enough: the server may not know a new key yet."""
         if not self._watch.refusals or len(self._places.endpoints) > 1:  # it may be at another of them
             self._refused_s = None
             return ""
@@ -178,7 +182,7 @@ class Transport:
 
     @property
     def problem(self) -> str:
-        """Why there is no reply, as far as that can be known from here."""
+        """Reason why no reply comes, as far as the client can know; "" for none."""
         if self.connection.is_talking:
             return self.connection.problem
         self._watch.look()
@@ -213,7 +217,7 @@ class Transport:
         return bool(events & zmq.POLLIN)
 
     def _reopen(self, now_s: float) -> None:
-        """At the next endpoint, with what is known of it by now."""
+        """Open a socket to the next endpoint, by the newest endpoints and keys."""
         self._watch.close()
         self._socket.close()
         self._turn += 1
@@ -225,14 +229,14 @@ class Transport:
         self.connection.reopened(now_s)
 
     def next_deadline_s(self) -> float:
-        """When :meth:`process` is to be called, whatever happens; monotonic."""
+        """Monotonic time at which :meth:`process` must be called, even if nothing comes."""
         due_s = self.connection.next_deadline_s()
         if self._following is not None:
             due_s = min(due_s, time.monotonic() + MOVED_POLL_S)
         return due_s if self._look_due_s is None else min(due_s, self._look_due_s)
 
     def close(self) -> None:
-        """What is not answered may still be done."""
+        """Close the socket. Calls without a reply may still be done."""
         for data in self.connection.goodbye():
             self._send(data)
         self._watch.close()
@@ -274,7 +278,7 @@ _NOBODY_LISTENS = "nobody listens there"
 
 
 class SocketMonitor:
-    """Of one socket after the other. ``problem``: what keeps it from talking; "" where nothing is known.
+    """Monitor of one socket after the other. ``problem``: what keeps the socket from connecting; "" for none.
 
     ``refusals`` counts how often the key was turned away, since a connection was made last or who listens was another
     one; ``connections`` those that were made in all. ``is_up``: there is one. ``has_key_mismatch``: who listens has
@@ -293,7 +297,7 @@ class SocketMonitor:
         self._has_keys = False
 
     def watch(self, socket: zmq.Socket[bytes], *, has_keys: bool) -> None:
-        """From now on this one, which has not connected yet."""
+        """Monitor ``socket``, which has not connected yet, in place of the one before."""
         self.close()
         self._watched = socket
         self._count += 1
@@ -311,14 +315,14 @@ class SocketMonitor:
         return self.problem == _NOBODY_LISTENS
 
     def fileno(self) -> int:
-        """What to wait for; it tells of news, once: :meth:`look` takes them all. Only while a socket is watched."""
+        """File descriptor to wait for, while a socket is monitored. It signals once: :meth:`look` takes all events."""
         assert self._monitor is not None
         descriptor = self._monitor.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
         return descriptor
 
     def look(self) -> None:
-        """Take in what has happened."""
+        """Process all events that have come."""
         if self._monitor is None:
             return
         try:
@@ -351,7 +355,7 @@ class SocketMonitor:
             self.problem = "somebody listens there, and does not answer"
 
     def close(self) -> None:
-        """Before the socket that is watched is closed.
+        """End monitoring; called before the monitored socket is closed.
 
         It must not have anything more to tell: ZeroMQ's thread would wait for somebody who listens, for ever, and make
         no connection any more.

@@ -47,7 +47,7 @@ __all__ = ["Embedded", "run", "start"]
 
 
 class _Instance:
-    """One instance of ``cls`` that is to run in the thread that calls :meth:`serve`."""
+    """Instance of ``cls`` that runs in the thread that calls :meth:`serve`."""
 
     def __init__(self, cls: type, name: str, home: str | os.PathLike[str] | None, level: Level, given: Any) -> None:
         self.definition: Definition = definition_of(cls)
@@ -68,7 +68,7 @@ class _Instance:
         self.coordinator: Coordinator | None = None
 
     def serve(self) -> int:
-        """Until it is stopped; its exit status. What the user has to know is on stderr."""
+        """Run the instance until it is stopped and return its exit status. Messages for the user go to stderr."""
         log = Notices(
             self.settings.name,
             configure(self.settings.name, level=self.level),
@@ -119,7 +119,7 @@ def run(
 
 
 class Embedded:
-    """An instance that runs in a thread of this process, until :meth:`stop` or the end of its ``with``."""
+    """Instance that runs in a thread of this process, until :meth:`stop` or the end of its ``with`` block."""
 
     def __init__(self, instance: _Instance) -> None:
         self._instance = instance
@@ -133,7 +133,7 @@ class Embedded:
         register(self)
 
     def forked_in_child(self) -> None:
-        """In a child: it runs in its parent, and only there it can be stopped."""
+        """Note in a forked child that the instance runs in the parent, and only there can be stopped."""
         self._is_parents = True
 
     def _run(self) -> None:
@@ -150,7 +150,7 @@ class Embedded:
         return not (self._is_parents or self._ended.is_set())
 
     def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until the app is recovered, or begun. Raises StartError where it has ended before, or is not by then."""
+        """Wait until the app has recovered or started. Raises StartError where it ends before that, or takes longer."""
         name = self._instance.settings.name
         if not self._instance.ready.wait(timeout_s):
             raise StartError(f"{name!r} is not ready within {timeout_s:g} s: 'immortal status {name}' says where it is")
@@ -159,7 +159,7 @@ class Embedded:
             raise StartError(f"{name!r} has ended as it started: {why}") from self._error
 
     def stop(self) -> int:
-        """Stop it cleanly, with a checkpoint, and wait for that; the exit status that it would have had.
+        """Stop the instance with a checkpoint, wait for its end, and return the exit status that it would have had.
 
         In a child of the process that runs it nothing is done.
         """
@@ -217,7 +217,7 @@ def _settings(registry: Registry, name: str, given: dict[str, Any]) -> InstanceS
 
 
 def _name_of(cls: type) -> str | None:
-    """``cls`` as `immortal run` and `immortal log show` would name it; None where they could not."""
+    """Return ``cls`` as `immortal run` and `immortal log show` would name it; None where they could not."""
     module = cls.__module__
     if module == "__main__":
         main = sys.modules["__main__"]
@@ -235,7 +235,7 @@ def _name_of(cls: type) -> str | None:
 
 
 def _module_of(path: str) -> str:
-    """The name of a program's file, or its path where nothing could import it by its name."""
+    """Return the module name of a program's file, or its path where it can't be imported by name."""
     stem = Path(path).stem
     if stem.isidentifier() and stem != "__main__":
         return stem
@@ -245,14 +245,14 @@ def _module_of(path: str) -> str:
 
 
 def _breakpoint() -> None:
-    """As Python's own, but Ctrl-C goes on stopping the instance: pdb would keep it for itself from here on."""
+    """Break into pdb and leave Ctrl-C to the instance: pdb would keep it for itself from here on."""
     import pdb
 
     pdb.Pdb(nosigint=True).set_trace(sys._getframe(1))
 
 
 def _fix_hash_seed() -> None:
-    """As `python -m immortal.appsdk` does, where the program can be started over."""
+    """Start the program over with a fixed hash seed, where that is possible, as `python -m immortal.appsdk` does."""
     if os.environ.get(HASH_SEED_VARIABLE, "random") != "random" or sys.flags.ignore_environment:
         return
     if not hasattr(sys, "ps1") and sys.orig_argv and threading.active_count() == 1:

@@ -1,4 +1,4 @@
-"""``python -m immortal.appsdk.embedded NAME MODULE:CLASS``: what `immortal run --embedded` becomes."""
+"""Command ``python -m immortal.appsdk.embedded NAME MODULE:CLASS``, to which `immortal run --embedded` turns."""
 
 from __future__ import annotations
 

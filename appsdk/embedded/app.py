@@ -28,7 +28,9 @@ INPUT_BUFFERED_BYTES_MAX = 1 << 20  # handed to the dispatcher and not handled
 
 
 class EmbeddedApp:
-    """``on_end``: called when the app has ended by an error, which is ``error`` then; it can't be begun again."""
+    """App port over an app in the same thread. ``on_end``: called when the app has ended by an error, kept in
+    ``error``; it can't be started again.
+    """
 
     def __init__(
         self, definition: Definition, options: RunOptions, epoll: select.epoll, on_end: Callable[[], None]
@@ -53,7 +55,7 @@ class EmbeddedApp:
         self._begins = True
 
     def become_instance(self, settings: InstanceSettings) -> None:
-        """A service in one process follows nobody, and no other app comes."""
+        """Do nothing: a service in one process is no follower, and no other app connects."""
 
     @property
     def addresses(self) -> Mapping[str, str | None]:
@@ -61,7 +63,7 @@ class EmbeddedApp:
 
     @property
     def is_handling(self) -> bool:
-        """A handler runs. From signal handlers, too."""
+        """Tell whether a handler runs. Signal handlers ask this, too."""
         life = self._life
         return life is not None and life.dispatcher.records.now_handling is not None
 
@@ -149,7 +151,7 @@ class EmbeddedApp:
         return [ev.AppConnected(), *self._said(life)]
 
     def _handle(self, life: AppLife, until_ns: int) -> None:
-        """Handle what is there, for a while. Raises ImmortalError."""
+        """Handle queued messages until ``until_ns``. Raises ImmortalError."""
         loop, dispatcher = life.loop, life.dispatcher
         self._more = False
         if self._to_app and dispatcher.buffered_bytes < INPUT_BUFFERED_BYTES_MAX:
@@ -167,7 +169,7 @@ class EmbeddedApp:
         self._watch_snapshot(life)
 
     def _take_last(self, life: AppLife, for_ns: int) -> None:
-        """What the coordinator has said last, and why."""
+        """Handle the coordinator's last messages, which may say why it ends."""
         try:
             self._handle(life, time.monotonic_ns() + for_ns)
         except ImmortalError as error:
@@ -184,7 +186,7 @@ class EmbeddedApp:
         return [ev.AppData(data)]
 
     def _leave(self, life: AppLife, error: ImmortalError) -> list[ev.Event]:
-        """The app ends, and says so: with ``error``, or to come back as the log has it."""
+        """End the app and report it: with ``error``, or to recover from the log."""
         if isinstance(error, AppError):
             life.dispatcher.announce_leaving(str(error).partition("\n")[0])
         life.loop.take_output()
@@ -211,7 +213,7 @@ class EmbeddedApp:
         return ev.AppClosed()
 
     def _watch_snapshot(self, life: AppLife, *, ended: bool = False) -> None:
-        """Hear of what the child that encodes a checkpoint has written."""
+        """Watch the pipe of the child that encodes a checkpoint."""
         snapshot = None if ended else life.loop.snapshot
         wanted = -1 if snapshot is None else snapshot.fileno()
         if wanted == self._snapshot_fileno:

@@ -57,7 +57,7 @@ _WITHOUT = (
 
 
 def task_of(handler_self: Immortal, what: str) -> Task:
-    """The run of the ``async def`` handler whose ``self`` this is. Raises UsageError."""
+    """Return the run of the ``async def`` handler whose ``self`` is given. Raises UsageError."""
     given: Any = handler_self  # it says that it is of the app's class
     if type(given) is not TaskSelf:
         raise UsageError(f"{what}: the first argument is the self of an 'async def' handler, not {given!r}")
@@ -65,7 +65,7 @@ def task_of(handler_self: Immortal, what: str) -> Task:
 
 
 class _Woken(Wait[None]):
-    """Done when the loop has something to do again. No journal knows it: what has woken the loop is in there."""
+    """Wait that ends when the loop has something to do. It is not in the journal: what woke the loop is."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class _Woken(Wait[None]):
 
 
 class HandlerLoop(asyncio.AbstractEventLoop):
-    """For one coroutine of one handler: ``await HandlerLoop(self).run(coroutine)``. Raises UsageError."""
+    """asyncio loop for one coroutine of one handler: ``await HandlerLoop(self).run(coroutine)``. Raises UsageError."""
 
     def __init__(self, handler_self: Immortal) -> None:
         self.handler_self = handler_self
@@ -90,7 +90,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         self.stamped: dict[int, object] = {}  # by identity: what was given the handler's time already
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What ``coroutine`` returns. Whatever it has started and not ended is cancelled with it."""
+        """Run ``coroutine`` and return what it returns. Tasks that it left unfinished are cancelled with it."""
         main = self.create_task(coroutine)
         try:
             while True:
@@ -103,7 +103,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             self.close()
 
     def future_of(self, awaitable: Awaitable[T]) -> asyncio.Future[T]:
-        """For the coroutines of this loop: what the handler would get for ``awaitable``. Raises UsageError.
+        """Return a future, for this loop's coroutines, of what a handler gets for ``awaitable``. Raises UsageError.
 
         Where the future is cancelled, nobody waits any more.
         """
@@ -138,7 +138,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             woken.complete()
 
     def _turn(self) -> None:
-        """Run what is ready, and what that makes ready."""
+        """Run the ready callbacks, and those that they make ready."""
         outer = events._get_running_loop()  # of a test, or of who runs the handlers
         events._set_running_loop(self)
         try:
@@ -170,7 +170,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        """``delay`` in seconds. A timer of the handler: it outlives crashes."""
+        """Set a timer of the handler, ``delay`` seconds from now: it outlives crashes."""
         handle = asyncio.TimerHandle(self.time() + delay, callback, args, self, context)
         if delay <= 0:
             self._ready.append(handle)
@@ -199,7 +199,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             wait.cancel()
 
     def time(self) -> float:
-        """Seconds, of the handler's clock."""
+        """Return the handler's clock, in seconds."""
         return self.handler_task.now_ns() / 1e9
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -215,7 +215,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         return None
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """At once, and here: what a thread does is in no log."""
+        """Run the function at once and here: what a thread does is in no log."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -242,7 +242,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         pass
 
     def close(self) -> None:
-        """End what has not ended. Nothing more is waited for."""
+        """Cancel all tasks that have not ended, and wait for nothing more."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -68,7 +68,8 @@ TOOL_KEY = "immortal"  # in the metadata of a tool
 
 
 async def run_agent(handler_self: Immortal, run: Coroutine[Any, Any, T]) -> T:
-    """``await run_agent(self, agent.run(question))``: what the run returns, in an ``async def`` handler.
+    """Run an agent in an ``async def`` handler and return the run's result: ``await run_agent(self,
+    agent.run(question))``.
 
     Any coroutine of asyncio can be run so, as long as it reaches the outside world by nothing but agents with
     :class:`ImmortalDurability`. Raises what it raises, EffectFailed where a model request or a tool has failed, and
@@ -85,7 +86,8 @@ async def run_agent(handler_self: Immortal, run: Coroutine[Any, Any, T]) -> T:
 
 
 async def in_handler(awaitable: Awaitable[T]) -> T:
-    """``await in_handler(bank.balance(account))``: for a tool that runs in the handler, what a handler can await.
+    """Await in the handler, from a tool that runs there, what a handler can await: ``await
+    in_handler(bank.balance(account))``.
 
     Such a tool has the metadata ``{"immortal": False}``, and gets the handler's ``self``, or a peer, as its deps. Its
     calls are made exactly once. Raises what the call raises, and UsageError elsewhere.
@@ -102,7 +104,7 @@ async def in_handler(awaitable: Awaitable[T]) -> T:
 
 
 async def run_step(body: Body) -> object:
-    """What runs as the effect of a model request or a tool call.
+    """Function of the effect of each model request and tool call.
 
     Tests that want these to run (of a TestModel, say) name it as its own stand-in: ``effects={run_step: run_step}``.
     """
@@ -110,7 +112,9 @@ async def run_step(body: Body) -> object:
 
 
 class _Step(EffectFunction):
-    """One model request or tool call. The journal knows it by its name; what it does, the run says anew each time."""
+    """Effect of one model request or tool call. The journal has its name; the agent's run supplies the body anew each
+    time.
+    """
 
     def __init__(self, name: str, body: Body) -> None:
         self.function = run_step
@@ -133,7 +137,7 @@ class _Step(EffectFunction):
 
 
 class _Backend(JournalCallableOperationBackend[Config]):
-    """A unit of Pydantic AI's becomes an effect of the handler."""
+    """Backend that turns each durable unit of Pydantic AI into an effect of the handler."""
 
     async def execute(
         self,
@@ -163,7 +167,8 @@ class _Backend(JournalCallableOperationBackend[Config]):
 
 
 class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
-    """For ``Agent(..., name="...", capabilities=[ImmortalDurability()])``. Outside handlers it changes nothing.
+    """Capability that makes an agent durable: ``Agent(..., name="...", capabilities=[ImmortalDurability()])``. It
+    changes nothing outside handlers.
 
     ``model_retry``, ``model_timeout``: of each model request, as in ``immortal.effect.options``; ``tool_retry``,
     ``tool_timeout``: of each tool call. For one tool, the metadata ``{"immortal": {"retry": ..., "timeout": ...}}``;
@@ -226,7 +231,7 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
         return _checked(config)
 
     def _durable_run_context(self, ctx: RunContext[AgentDepsT]) -> RunContext[AgentDepsT]:
-        """With a usage of its own: what an effect adds to the run's would be missing in a replay."""
+        """Return a context with a usage of its own: what an effect adds to the run's would be missing in a replay."""
         return replace(super()._durable_run_context(ctx), usage=copy.deepcopy(ctx.usage))
 
     def get_default_run_id(self) -> str | None:
@@ -263,7 +268,7 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
 
 
 def _loop() -> HandlerLoop | None:
-    """Of the handler whose code this is; None elsewhere, as in an effect."""
+    """Return the loop of the handler whose code runs; None elsewhere, as in an effect."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -272,7 +277,7 @@ def _loop() -> HandlerLoop | None:
 
 
 def _checked(config: Mapping[str, Any]) -> Config:
-    """Raises UsageError."""
+    """Return the options of steps without those that are None. Raises UsageError."""
     if unknown := sorted(config.keys() - {"retry", "timeout"}):
         names = ", ".join(map(repr, unknown))
         raise UsageError(f"{names} of an agent's steps: only 'retry' and 'timeout' can be given")
@@ -282,7 +287,7 @@ def _checked(config: Mapping[str, Any]) -> Config:
 
 
 def _stamp(messages: list[ModelMessage], loop: HandlerLoop) -> None:
-    """What the agent's own code took from the machine's clock is to be the same at each replay."""
+    """Set the times that the agent's own code took from the machine's clock to the handler's, equal at each replay."""
     moment = now()
     for message in messages:
         if isinstance(message, ModelRequest) and id(message) not in loop.stamped:
@@ -294,7 +299,7 @@ def _stamp(messages: list[ModelMessage], loop: HandlerLoop) -> None:
 
 
 class _Here(Executor):
-    """For sync functions of the agent: they run where its loop runs them, at once."""
+    """Executor that runs sync functions of the agent at once, where its loop runs them."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         raise UsageError("the executor of an async handler runs on its loop alone")

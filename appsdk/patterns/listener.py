@@ -1,4 +1,4 @@
-"""The socket of a plain server, and which callers it admits: CURVE keys from the registry folder."""
+"""Socket of a plain server, and the callers that it admits by their CURVE keys from the registry folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from immortal.appsdk.client.errors import NotConnectable
 
 
 class ListenError(Exception):
-    """Nobody can be heard there, with a reason for the user."""
+    """The server can't listen; the message says why."""
 
 
 class Listener:
-    """A ROUTER at ``endpoint`` from here to :meth:`close`, with ZeroMQ's ``options`` by their numbers.
+    """ROUTER socket that listens at ``endpoint`` until :meth:`close`, with ZeroMQ's ``options`` by their numbers.
 
     ``identity``: whose keys in the registry folder ``home`` are shown. Then only callers with keys of that folder get
     in: ``names``; None: all that have some. "": everybody does that reaches ``endpoint``, which is on this machine
@@ -89,7 +89,9 @@ class Listener:
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def caller_of(self, part: zmq.Frame) -> str:
-        """Whose key ``part`` came with; "": without keys. Raises PermissionError: nobody's any more."""
+        """Return the name of the caller that sent ``part``; "" without keys. Raises PermissionError where its key has
+        no owner any more.
+        """
         if self.callers is None:
             return ""
         key = part.get("User-Id")
@@ -106,7 +108,7 @@ class Listener:
 
 
 def _is_local(endpoint: str) -> bool:
-    """Raises ListenError for what is no endpoint."""
+    """Tell whether only this machine can reach ``endpoint``. Raises ListenError for what is no endpoint."""
     try:
         return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
     except NotConnectable as error:
@@ -114,7 +116,7 @@ def _is_local(endpoint: str) -> bool:
 
 
 def _somebody_listens(endpoint: str) -> bool:
-    """At this Unix socket; False for other endpoints."""
+    """Tell whether a process listens at this Unix socket; False for other endpoints."""
     path = endpoint.removeprefix("ipc://")
     if path == endpoint:
         return False
@@ -140,11 +142,12 @@ _FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
 
 
 class MissingKeysError(Exception):
-    """Of somebody who may call."""
+    """A caller that is admitted by name has no keys."""
 
 
 class Callers:
-    """``names``: those that may call, each with a file HOME/NAME/public_keys; None: all that have one.
+    """Callers by their keys. ``names``: those that may call, each with a file HOME/NAME/public_keys; None: all that
+    have one.
 
     Raises MissingKeysError.
     """
@@ -162,7 +165,9 @@ class Callers:
                 )
 
     def name_of(self, key: str) -> str | None:
-        """Whose ``key`` is (Z85), as the files say within a second; None: of nobody who may call."""
+        """Return the owner of ``key`` (Z85), by files that are at most a second old; None: no admitted caller has
+        it.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_s >= CALLERS_POLL_S:
             self._looked_s = now_s
@@ -170,7 +175,7 @@ class Callers:
         return self._by_key.get(key)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """For ZAP: whether a connection with that key may be made."""
+        """Tell ZAP whether to accept a connection with that key."""
         return self.name_of(key.decode("ascii")) is not None
 
     def _read(self) -> dict[str, str]:
@@ -188,7 +193,7 @@ class Callers:
 
 
 def _valid_keys(path: Path, today: date) -> list[str]:
-    """Of a public file, less those that have expired; none where it can't be read."""
+    """Return the keys of a public file that have not expired; none where it can't be read."""
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_SIZE_BYTES_MAX).decode("ascii")
@@ -210,7 +215,7 @@ def _valid_keys(path: Path, today: date) -> list[str]:
 
 
 class CurveGuard:
-    """Lets into ``socket``, which is not bound yet, only connections with keys of ``callers``."""
+    """ZAP handler that lets only connections with keys of ``callers`` into ``socket``, which is not bound yet."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], pair: KeyPair, callers: Callers) -> None:
         self._pair = pair

@@ -19,7 +19,7 @@ EffectStubs = Mapping[Callable[..., Any], Callable[..., Any]]
 
 
 class StubEffectRunner:
-    """An EffectRunner without a thread: :meth:`run` runs what is due. Attempts wait for each other by the test's clock.
+    """EffectRunner without a thread: :meth:`run` makes the attempts that are due, by the test's clock.
 
     ``stand_ins`` of one life of an app; what it has not answered the next one asks for again.
     """
@@ -34,7 +34,7 @@ class StubEffectRunner:
         self._plan(request, self._now_ns(), 1)
 
     def cancel(self, request: EffectRequest) -> None:
-        """It is dropped when its time comes."""
+        """Do nothing: the attempt is dropped when it is due."""
 
     def _plan(self, request: EffectRequest, time_ns: int, attempt: int) -> None:
         heapq.heappush(self._due, (time_ns, next(self._numbers), request, attempt))

@@ -27,7 +27,8 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 
 
 class Environment:
-    """Runs immortals in this process: real coordinators, logs in memory, the real SDK; no thread, no socket, no file.
+    """Test environment that runs immortals in this process: real coordinators, logs in memory, the real SDK; no thread,
+    no socket, no file.
 
     ``start``: what its clock says at first, aware. ``seed``: of the apps' randomness. ``order``: a number by which the
     order of all that could happen at one moment is drawn; None: each instance in turn. The same three give the same
@@ -99,11 +100,11 @@ class Environment:
         return Instance(self._world, node)
 
     def partition(self, one: Instance[Any], other: Instance[Any]) -> None:
-        """Nothing gets from one to the other any more, in both directions, until :meth:`heal`."""
+        """Cut the network between two instances, in both directions, until :meth:`heal`."""
         self._world.network.parted.add(frozenset((one.name, other.name)))
 
     def heal(self) -> None:
-        """All reach each other again."""
+        """Reconnect all instances."""
         __tracebackhide__ = True
         self._world.network.parted.clear()
         self.run()
@@ -112,11 +113,13 @@ class Environment:
 
     @property
     def now(self) -> datetime:
-        """What the clock says: aware, UTC. It moves by :meth:`advance` and by calls that wait, never by itself."""
+        """Time of the environment's clock, aware, in UTC. Only :meth:`advance`, :meth:`skip` and calls that wait move
+        it.
+        """
         return datetime_of(self._world.now_ns)
 
     def run(self) -> None:
-        """Until nobody has anything to do at this moment of the clock.
+        """Run until no instance has anything to do at this moment of the clock.
 
         Raises what a handler raises (the user's own exception), and what stops an app or a coordinator.
         """
@@ -126,7 +129,7 @@ class Environment:
     def advance(
         self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0, milliseconds: float = 0
     ) -> None:
-        """Let so much time go by: each timer on the way goes off at its own time. Raises as :meth:`run`."""
+        """Advance the clock: each timer on the way fires at its own time. Raises as :meth:`run`."""
         __tracebackhide__ = True
         duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, milliseconds=milliseconds)
         self._world.advance_to(self._moment_after("advance", duration))
@@ -134,7 +137,7 @@ class Environment:
     def skip(
         self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0, milliseconds: float = 0
     ) -> None:
-        """Let the clock jump, as for a machine that was asleep: timers that were due go off late, each schedule once.
+        """Let the clock jump, as for a machine that was asleep: timers that were due fire late, each schedule once.
 
         It takes as long for a year as for a second. Raises as :meth:`run`.
         """
@@ -143,7 +146,7 @@ class Environment:
         self._world.skip_to(self._moment_after("skip", duration))
 
     def _moment_after(self, name: str, duration: timedelta) -> int:
-        """In ns since the Unix epoch. Raises UsageError."""
+        """Return the time after ``duration``, in ns since the Unix epoch. Raises UsageError."""
         __tracebackhide__ = True
         if duration < timedelta():
             raise UsageError(f"env.{name}: {duration}: the clock goes on only")
@@ -164,7 +167,7 @@ class Environment:
         self._world.is_closed = True
 
     def check_replays(self) -> None:
-        """What :meth:`close` checks, at any moment before. Raises ReplayDiffers."""
+        """Check at any moment what :meth:`close` checks. Raises ReplayDiffers."""
         __tracebackhide__ = True
         self.run()
         nodes = [node for node in self._world.nodes.values() if node.definition is not None]
@@ -195,12 +198,12 @@ class Environment:
 
     @property
     def crash(self) -> str:
-        """Where the crash of this run was, in words; "" without one. See :func:`crash_everywhere`."""
+        """Place of this run's crash, in words; "" without one. See :func:`crash_everywhere`."""
         return self._world.crashes.happened
 
     @property
     def crash_point_count(self) -> int:
-        """How many points there were so far at which an instance could have crashed."""
+        """Number of points so far at which an instance could have crashed."""
         return self._world.crashes.count
 
 
@@ -216,7 +219,8 @@ def crash_everywhere(
     order: int | None = None,
     fail_alone: bool = False,
 ) -> Iterator[Environment]:
-    """Environments for one test: first one without a crash, then one for each point at which an instance could crash.
+    """Yield environments for one test: the first without a crash, then one for each point at which an instance could
+    crash.
 
     ::
 

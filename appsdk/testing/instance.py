@@ -1,4 +1,4 @@
-"""One instance of an environment as a test holds it: its calls, its on_primary hooks, its log in memory."""
+"""Handle of one instance for tests: its calls, its on_primary hooks, its log in memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PATIENCE = timedelta(days=7)
 
 
 class Pending(Generic[R]):
-    """A call on its way. Made by :meth:`Instance.begin`."""
+    """Call that waits for its answer; made by :meth:`Instance.begin`."""
 
     def __init__(self, world: World, definition: Definition, handler: Handler[Any, Any], number: int) -> None:
         self._world = world
@@ -55,11 +55,11 @@ class Pending(Generic[R]):
 
     @property
     def done(self) -> bool:
-        """The answer is there."""
+        """Tell whether the answer has come."""
         return self._number in self._world.outside.answers
 
     def result(self, *, patience: timedelta = PATIENCE) -> R:
-        """What the handler returned; the clock goes on meanwhile, from timer to timer, by at most ``patience``.
+        """Return what the handler returned. Meanwhile the clock advances from timer to timer, by at most ``patience``.
 
         Raises what the handler declares to raise (``raises=[...]``), NoAnswerError, and what :meth:`Environment.run`
         raises.
@@ -76,7 +76,7 @@ class Pending(Generic[R]):
 
 
 class Instance(Generic[T]):
-    """One instance of an environment, made by :meth:`Environment.start`.
+    """Handle of one instance of an environment, made by :meth:`Environment.start`.
 
     Handlers are given as they stand in the class: ``bank.call(Bank.debit, "ann", 5)``.
     """
@@ -98,7 +98,7 @@ class Instance(Generic[T]):
 
     @property
     def state(self) -> T:
-        """A copy of the object as it is now, as a checkpoint would keep it: what is Transient is not in it.
+        """Copy of the object as a checkpoint would keep it now, without what is Transient.
 
         Raises UsageError while the instance is down, StateError for a state that can't be kept.
         """
@@ -112,7 +112,7 @@ class Instance(Generic[T]):
 
     @property
     def is_up(self) -> bool:
-        """It has a coordinator and an app, which is at work."""
+        """Tell whether the instance has a coordinator and an app at work."""
         app = self._node.local_app
         return self._node.is_up and app is not None and app.is_primary
 
@@ -124,31 +124,33 @@ class Instance(Generic[T]):
 
     @property
     def dead_letters(self) -> list[Verdict]:
-        """Calls that failed, or could not be made, and that nobody waits for: oldest first. With ``fail_alone``."""
+        """Return the calls that failed or could not be made and that no caller waits for, oldest first. With
+        ``fail_alone``.
+        """
         letters = map(self._node.store.letter, self._node.store.summary().letters)
         return [letter.verdict for letter in letters if letter is not None]
 
     # --- life and death ----------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Its app and its coordinator die, with all that is not on disk yet. It is down until :meth:`recover`."""
+        """Crash app and coordinator, with all that is not durable. The instance is down until :meth:`recover`."""
         self._require_up()
         self._node.crash()
 
     def crash_app(self) -> None:
-        """Its app dies alone; its coordinator goes on taking calls for it. It is down until :meth:`recover`."""
+        """Crash the app alone; the coordinator still takes calls for it. The instance is down until :meth:`recover`."""
         self._require_up()
         self._node.crash_app()
 
     def stop(self) -> None:
-        """A clean stop, with a checkpoint. It is down until :meth:`recover`."""
+        """Stop the instance cleanly, with a checkpoint. It is down until :meth:`recover`."""
         __tracebackhide__ = True
         self._require_up()
         self._node.handle(ev.StopRequested())
         self._world.run()
 
     def recover(self) -> None:
-        """Start again what is down, from its log. Returns once all is at rest; raises as :meth:`Environment.run`."""
+        """Restart from the log what is down. Returns when all is at rest; raises as :meth:`Environment.run`."""
         __tracebackhide__ = True
         self._world.require_open()
         node = self._node
@@ -158,7 +160,7 @@ class Instance(Generic[T]):
         self._world.run()
 
     def upgrade(self, cls: type[U]) -> Instance[U]:
-        """Start it again, after a clean stop if it is up, with the class ``cls``.
+        """Restart the instance with the class ``cls``, after a clean stop if it is up.
 
         One of another version (``@upgrades``) takes over the state; one of the same version is repaired code. Raises
         what the new class's ``upgrade`` raises, and as :meth:`Environment.run`.
@@ -185,7 +187,7 @@ class Instance(Generic[T]):
         self._world.run()
 
     def export_log(self, path: str | os.PathLike[str]) -> None:
-        """Write its log, up to now and with a checkpoint at the end, into a new file for :func:`assert_replays`.
+        """Write the log, with a checkpoint at its end, into a new file for :func:`assert_replays`.
 
         Raises OSError, FileExistsError among them.
         """
@@ -201,7 +203,7 @@ class Instance(Generic[T]):
     # --- calls from outside ------------------------------------------------------------------------------------------
 
     def call(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a handler from outside and wait for what it returns. The clock goes on meanwhile, by up to a week.
+        """Call a handler from outside and wait for what it returns. Meanwhile the clock advances, by up to a week.
 
         Raises what the handler declares to raise, TypeError for arguments that it does not take, NoAnswerError, and
         what :meth:`Environment.run` raises.
@@ -210,7 +212,7 @@ class Instance(Generic[T]):
         return self.begin(handler, *args, **kwargs).result()
 
     def begin(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Send a call that waits for its answer, and go on: nothing runs before the environment does.
+        """Send a call that waits for its answer, without waiting here: nothing runs before the environment does.
 
         Raises TypeError for arguments that the handler does not take.
         """
@@ -218,7 +220,7 @@ class Instance(Generic[T]):
         return Pending(self._world, self.definition, found, self._world.outside.call(self.name, found, arguments))
 
     def send(self, handler: RemoteHandler[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Send an impulse, and go on: nothing runs before the environment does.
+        """Send an impulse, without waiting: nothing runs before the environment does.
 
         Raises TypeError for arguments that the handler does not take.
         """
@@ -226,7 +228,7 @@ class Instance(Generic[T]):
         self._world.outside.send(self.name, found, arguments)
 
     def run_hook(self, hook: Callable[[T, Any], None]) -> None:
-        """Run an ``@on_primary`` hook to its end, here: ``reader.run_hook(Reader.feed)``. None runs by itself.
+        """Run an ``@on_primary`` hook to its end, here: ``reader.run_hook(Reader.feed)``. No hook runs by itself.
 
         Each impulse is handled before the hook goes on; the clock stands still. If a crash of
         :func:`crash_everywhere` comes meanwhile, it runs once more, as after each recovery. Raises what the hook
@@ -275,7 +277,9 @@ NO_THREAD = 0
 
 
 class HookQueue(ImpulseQueue):
-    """Stands before an app's own. Nothing waits in it: where a hook's thread would let others go on, ``run`` does."""
+    """Impulse queue in front of the app's own, for hooks run by a test. Where a hook's thread would block, ``run`` runs
+    the environment instead.
+    """
 
     def __init__(
         self, context: Context, queue: ImpulseQueue, run: Callable[[], None], is_alive: Callable[[], bool]
@@ -306,7 +310,7 @@ class HookQueue(ImpulseQueue):
 
     @contextmanager
     def thread(self, thread_id: int = NO_THREAD) -> Iterator[None]:
-        """Meanwhile the handlers' thread is ``thread_id``; NO_THREAD: what only handlers may do is refused here."""
+        """Let ``thread_id`` be the handlers' thread meanwhile; NO_THREAD refuses what only handlers may do."""
         context, before = self._hook_context, self._hook_context.thread_id
         context.thread_id = thread_id
         try:
@@ -322,7 +326,7 @@ READ_SIZE_BYTES = 1 << 20
 
 
 def checkpoint_chunks(store: MemoryLogStore, checkpoint_id: int) -> Iterator[bytes]:
-    """The pieces of a checkpoint's blob, in order."""
+    """Yield the chunks of a checkpoint's blob, in order."""
     for index in count():
         chunk = store.read_checkpoint_chunk(checkpoint_id, index)
         if not chunk:
@@ -331,7 +335,7 @@ def checkpoint_chunks(store: MemoryLogStore, checkpoint_id: int) -> Iterator[byt
 
 
 class MemorySource:
-    """A :class:`replay.RecordSource` over the log of the instance ``name``."""
+    """Source of records, a :class:`replay.RecordSource`, over the log of the instance ``name``."""
 
     def __init__(self, name: str, store: MemoryLogStore) -> None:
         self._store = store

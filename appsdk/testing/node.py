@@ -1,4 +1,4 @@
-"""One instance's machine, log and app in memory, and the plan that crashes it between two steps."""
+"""Machine, log and app of one instance in memory, and the plan that crashes it between two steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = Limits(hold_off_ns_min=0)  # the clock of a test stands still: who is h
 
 
 class PeerNetwork(Protocol):
-    """What an instance sends goes there: see :class:`immortal.appsdk.testing.world.Network`."""
+    """Network as a node sees it; :class:`immortal.appsdk.testing.world.Network` implements it."""
 
     def send(self, sender: Node, effect: ef.SendToPeer) -> None: ...
     def reply(self, receiver: Node, effect: ef.ReplyToPeer) -> None: ...
@@ -36,7 +36,7 @@ class PeerNetwork(Protocol):
 
 
 class SharedWorld(Protocol):
-    """What all instances of an environment share: see :class:`immortal.appsdk.testing.world.World`."""
+    """World as a node sees it; :class:`immortal.appsdk.testing.world.World` implements it."""
 
     now_ns: int
     fail_alone: bool
@@ -50,7 +50,9 @@ class SharedWorld(Protocol):
 
 
 class Node:
-    """``definition`` None: the outside, whose app is none of the user's and which never crashes."""
+    """One instance: driver, log in memory, and app. ``definition`` None: the outside, whose app is not the user's and
+    never crashes.
+    """
 
     def __init__(self, world: SharedWorld, name: str, definition: Definition | None, committer_id: int) -> None:
         self.world = world
@@ -81,7 +83,7 @@ class Node:
     # --- life and death ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Coordinator and app begin, from what the log has."""
+        """Start coordinator and app from the log."""
         self.failure = None
         machine = Machine(Components(self.name, LIMITS, self.upgrade_to))
         inbox: list[ev.Event] = []
@@ -100,7 +102,7 @@ class Node:
         self.connect()
 
     def connect(self) -> None:
-        """A new app, beside the coordinator that is there."""
+        """Connect a new app to the running coordinator."""
         if self.definition is None:
             self.app = OutsideApp()
         else:
@@ -120,12 +122,12 @@ class Node:
         self.do(lambda: self._handle(ev.AppConnected()))
 
     def crash(self) -> None:
-        """App and coordinator are gone, with all that is not durable."""
+        """Discard app and coordinator, with all that is not durable."""
         self.store = self.store.crash()
         self._end()
 
     def crash_app(self) -> None:
-        """The app alone is gone; its coordinator waits for the next one."""
+        """Discard the app; its coordinator waits for the next one."""
         self._drop_app()
         self.do(lambda: self._handle(ev.AppClosed()))
 
@@ -146,7 +148,7 @@ class Node:
     # --- turns ------------------------------------------------------------------------------------------------------
 
     def do(self, action: Callable[[], None]) -> None:
-        """Everything that this instance does runs in here: it may die of it, and then comes back at once."""
+        """Run ``action``, as every step of this instance: a crash within it restarts the instance at once."""
         try:
             action()
             if self._app_is_lost:
@@ -158,7 +160,7 @@ class Node:
             self.start()
 
     def lose_app(self) -> None:
-        """The app crashes here and now. The machine hears of it once it has done what it is at."""
+        """Crash the app here and now. The machine is told when its current action has ended."""
         self._drop_app()
         self._app_is_lost = True
 
@@ -171,7 +173,7 @@ class Node:
             self._driver.turn()
 
     def step(self) -> bool:
-        """The next thing that this instance has to do; False if there is nothing."""
+        """Take the next step of this instance; False if it has nothing to do."""
         if self._to_app:
             self.do(self._app_reads)
         elif self._log is not None and self._log.jobs:
@@ -207,7 +209,7 @@ class Node:
             raise app.error
 
     def _app_tells(self) -> bool:
-        """What the app has to say of its own accord: what was sent from outside the handlers, and the time."""
+        """Deliver what the app sends unasked: calls from outside the handlers, and the time."""
         app, now_ns = self.app, self.world.now_ns
         if self.wake_ns is not None and self.wake_ns <= now_ns:
             self.wake_ns = None
@@ -227,7 +229,7 @@ class Node:
         self._handle(*self._said())
 
     def _said(self) -> list[ev.Event]:
-        """What the app has to say and may say now, taken out of it."""
+        """Take the app's output that may be delivered now, as events."""
         if self.app is None or not self.app.output or self.paused or self.closing:
             return []
         data = bytes(self.app.output)
@@ -253,7 +255,7 @@ class Node:
     # --- what the driver's ports bring here --------------------------------------------------------------------------
 
     def stopped(self, error: ImmortalError | None) -> None:
-        """The coordinator has ended. Raises ``error``."""
+        """Note that the coordinator has ended. Raises ``error``."""
         self.store = self.store.crash()
         self._end()
         if error is not None:
@@ -330,11 +332,11 @@ Victim = Literal["instance", "app"]
 
 
 class SimulatedCrash(ControlFlowSignal):
-    """The process dies between two of its steps. Not an Exception: nothing on the way is to catch it."""
+    """Crash of a process between two of its steps. No Exception, since nothing on the way may catch it."""
 
 
 class Crashable(Protocol):
-    """An instance, as who lets it die knows it. ``definition`` None: it never dies; ``app`` None: its app is gone."""
+    """Instance as a crash plan sees it. ``definition`` None: it never crashes; ``app`` None: its app is gone."""
 
     name: str
 
@@ -346,7 +348,7 @@ class Crashable(Protocol):
 
 
 class CrashPlan:
-    """Counts the points at which an instance could die, and lets it die at ``point`` (from 1; 0: never)."""
+    """Plan that counts the points at which an instance could crash, and crashes it at ``point`` (from 1; 0: never)."""
 
     def __init__(self, point: int = 0, victim: Victim = "instance") -> None:
         self.count = 0
@@ -355,7 +357,7 @@ class CrashPlan:
         self._victim = victim
 
     def point(self, node: Crashable) -> None:
-        """``node`` is between two steps. Raises SimulatedCrash where it is to die."""
+        """Count a point between two steps of ``node``. Raises SimulatedCrash where the plan has it crash."""
         if node.definition is None:
             return
         self.count += 1

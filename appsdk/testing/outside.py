@@ -1,4 +1,4 @@
-"""Who calls from outside: the test itself, as an instance of its own that never crashes.
+"""Caller from outside: the test itself, as an instance of its own that never crashes.
 
 Its calls are impulses to other instances, so they are in its log before they leave, and arrive once and in order
 whatever crashes; the answers come back through its log.
@@ -45,14 +45,16 @@ _take_answer = decoding.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``value``: encoded, what was returned or (``raised``) what :func:`appsdk.state.journal.decode_raised` reads."""
+    """Answer to a call. ``value``: the encoded value, or with ``raised`` what
+    :func:`appsdk.state.journal.decode_raised` reads.
+    """
 
     raised: bool
     value: bytes
 
 
 class OutsideApp:
-    """Speaks as an app does, by hand. ``answers``: what has come, by the number of the call."""
+    """App that speaks the protocol by hand. ``answers``: those that have come, by the number of the call."""
 
     def __init__(self) -> None:
         self.error: ImmortalError | None = None
@@ -68,13 +70,15 @@ class OutsideApp:
         self._call_count = 0
 
     def call(self, destination: str, handler: Handler[Any, Any], arguments: tuple[Any, ...]) -> int:
-        """A call that waits for its answer: its number. Raises TypeError for arguments that can't be encoded."""
+        """Send a call that waits for its answer, and return its number. Raises TypeError for arguments that can't be
+        encoded.
+        """
         self._call_count += 1
         self._send(destination, handler, RpcType.ASYNC, (NAME, self._call_count, *arguments))
         return self._call_count
 
     def send(self, destination: str, handler: Handler[Any, Any], arguments: tuple[Any, ...]) -> None:
-        """An impulse. Raises TypeError."""
+        """Send an impulse. Raises TypeError."""
         self._send(destination, handler, RpcType.IMPULSE, arguments)
 
     def _send(
@@ -117,10 +121,10 @@ class OutsideApp:
         self.answers[decoding.decode(number, type=int)] = Answer(raised, value)
 
     def take_output(self) -> None:
-        """There is nothing behind ``output``."""
+        """Do nothing: no queue is behind ``output``."""
 
     def tell_time(self, time_ns: int) -> None:
-        """No timer is set here."""
+        """Do nothing: no timer is set here."""
 
     def close(self) -> None:
-        """Nobody waits here."""
+        """Do nothing: no caller waits here."""

@@ -1,4 +1,4 @@
-"""The fixture ``immortal_env``, for pytest: installed with the package, loaded by pytest alone."""
+"""Pytest fixture ``immortal_env``: installed with the package, loaded by pytest alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def immortal_env(request: pytest.FixtureRequest) -> Iterator[Environment]:
-    """An appsdk.testing.Environment. If the test passes, all of its instances are replayed and compared at its end."""
+    """Environment for one test. If the test passes, all instances are replayed and compared at its end."""
     from immortal.appsdk.testing import Environment
 
     env = Environment()

@@ -44,7 +44,7 @@ BLAMED_MESSAGES_MAX = 3  # of a record, that are shown
 
 
 class ReplayDiffers(AppError, AssertionError):  # noqa: N818 (what happened)
-    """A replay does not do again what was done. The text is that of `immortal verify`."""
+    """A replay differs from the recorded run. The text is that of `immortal verify`."""
 
 
 class LocalReplay:
@@ -71,7 +71,9 @@ class LocalReplay:
         self._ended: Ended | None = None
 
     def run(self) -> ReplayResult:
-        """Once. Raises what the app raises, but for its handlers: those are the result's ``failure``."""
+        """Replay, once. Raises what the app raises, except for its handlers: their errors are the result's
+        ``failure``.
+        """
         try:
             return self._run()
         finally:
@@ -127,7 +129,7 @@ class LocalReplay:
         self._session.give_record(value, trailer)
 
     def _listen(self) -> None:
-        """What the app says to the session, and what that makes of it to the sink."""
+        """Pass the app's output to the session, and the session's results to the sink."""
         app = self._app
         data = bytes(app.output)
         app.output.clear()
@@ -156,7 +158,8 @@ def verify_section(
     definition: Definition,
     receivers: Mapping[str, RecordSource],
 ) -> VerifySection:
-    """As :func:`immortal.replay.verify.verify_section`, with the class ``definition`` in this process.
+    """Verify a section as :func:`immortal.replay.verify.verify_section` does, with the class ``definition`` in this
+    process.
 
     Raises AppError for a state that can't be restored, and its like.
     """
@@ -197,7 +200,7 @@ def problems_of(
     receivers: Mapping[str, RecordSource] | None = None,
     known_failure: tuple[int, int] | None = None,
 ) -> Iterator[str]:
-    """Replay all that ``source`` keeps; lines that say where it does something else, none where it does not.
+    """Replay all that ``source`` keeps and yield lines that say where the replay differs; none where it does not.
 
     ``known_failure``: (record, message) at which a handler has failed: that it fails there again is as it was.
     """
@@ -220,7 +223,7 @@ def problems_of(
 
 
 def _first_unsteady(source: RecordSource, section: VerifySection, definition: Definition) -> str:
-    """Which message makes another state at each replay, in words; "" where two replays end in the same one."""
+    """Say which message leads to another state at each replay; "" where two replays end in the same one."""
     checks: list[list[tuple[int, int]]] = [[], []]
     for found in checks:
 

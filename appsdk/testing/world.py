@@ -1,4 +1,6 @@
-"""All instances of an environment, the network between them and the clock; single-threaded and deterministic."""
+"""World of a test: all instances of an environment, the network between them and the clock; single-threaded and
+deterministic.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,16 @@ REPORTS_SHOWN = 3  # of the coordinators', where an answer does not come
 
 
 class LivelockError(ImmortalError):
-    """The instances go on and on at one moment of the clock."""
+    """The instances never come to rest at one moment of the clock."""
 
 
 class NoAnswerError(ImmortalError):
-    """A call has not been answered, and nothing more will happen by itself."""
+    """A call has no answer, and nothing more will happen by itself."""
 
 
 class World:
-    """``seed``: of the apps' randomness. ``order``: by which the order of all steps is drawn; None: each in turn.
+    """All instances and their clock. ``seed``: of the apps' randomness. ``order``: seed of the order of all steps;
+    None: each in turn.
 
     ``outside`` is the test itself. ``variables``: the context that its apps begin in, each life of each.
     """
@@ -62,7 +65,7 @@ class World:
         self._settle()
 
     def clear_away(self) -> None:
-        """The test has ended: what its handlers wait in is closed now, and not in the midst of another test."""
+        """Close what handlers wait in at the end of the test, not in the midst of another one."""
         for node in self.nodes.values():
             if (app := node.local_app) is not None:
                 app.dispatcher.tasks.clear_away()
@@ -78,7 +81,7 @@ class World:
         return node
 
     def _settle(self) -> None:
-        """Until nobody has anything to do at this moment. Raises what ended an app or a coordinator."""
+        """Run until no instance has anything to do at this moment. Raises what ended an app or a coordinator."""
         steps_left = STEPS_MAX
         at_rest = False
         while not at_rest:
@@ -91,7 +94,9 @@ class World:
                 )
 
     def _pass(self, steps_max: int) -> tuple[int, bool]:
-        """Each in turn, as far as it gets: how many steps that were, and whether all are at rest behind it."""
+        """Run each instance in turn, as far as it gets. Returns the number of steps, and whether all are at rest behind
+        it.
+        """
         steps = 0
         for node in list(self.nodes.values()):
             while steps < steps_max and node.step():
@@ -108,7 +113,7 @@ class World:
         return moved, not moved
 
     def next_due_ns(self) -> int | None:
-        """When the next timer of all is due."""
+        """Time of the next timer of all instances; None: there is none."""
         due = [node.next_due_ns for node in self.nodes.values()]
         return min((one for one in due if one is not None), default=None)
 
@@ -126,23 +131,25 @@ class World:
     # __tracebackhide__: pytest shows a failure in the test and in the handler, not in here.
 
     def run(self) -> None:
-        """Until all is at rest. Raises what ended an app or a coordinator: a user's own exception, if there is one."""
+        """Run until all is at rest. Raises what ended an app or a coordinator: a user's own exception, if there is
+        one.
+        """
         __tracebackhide__ = True
         self.do(self._settle)
 
     def advance_to(self, time_ns: int) -> None:
-        """Let the clock go on, from timer to timer. Raises as :meth:`run`."""
+        """Advance the clock, from timer to timer. Raises as :meth:`run`."""
         __tracebackhide__ = True
         self.do(lambda: self._advance_to(time_ns))
 
     def skip_to(self, time_ns: int) -> None:
-        """Let the clock jump: what is due meanwhile is late. Raises as :meth:`run`."""
+        """Let the clock jump: what is due meanwhile fires late. Raises as :meth:`run`."""
         __tracebackhide__ = True
         self.run()
         self.do(lambda: self._skip_to(time_ns))
 
     def do(self, action: Callable[[], None]) -> None:
-        """Raises as :meth:`run`."""
+        """Run ``action`` and raise the user's own exception where there is one. Raises as :meth:`run`."""
         __tracebackhide__ = True
         self.require_open()
         try:
@@ -154,12 +161,12 @@ class World:
         raise_user_error(failure)
 
     def require_open(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError where the environment is closed."""
         if self.is_closed:
             raise UsageError("this environment is closed: what is to be looked at is asked before close()")
 
     def wait_for(self, call: str, is_done: Callable[[], bool], patience: timedelta) -> None:
-        """Let time go by, from timer to timer, until it is done. Raises NoAnswerError, and as :meth:`run`."""
+        """Advance the clock, from timer to timer, until ``is_done``. Raises NoAnswerError, and as :meth:`run`."""
         __tracebackhide__ = True
         self.run()
         latest_ns = self.now_ns + patience // timedelta(microseconds=1) * 1000
@@ -195,7 +202,7 @@ class World:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """Sent again, to each life of its receiver, until it is answered."""
+    """Message that is sent again, to each process of its receiver, until it is answered."""
 
     sender: Node
     effect: ef.SendToPeer
@@ -204,7 +211,7 @@ class _Message:
 
 
 class Network:
-    """Loses nothing and keeps the order. Who is parted waits."""
+    """Network that loses nothing and keeps the order. Messages between partitioned instances wait."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self._nodes = nodes
@@ -227,7 +234,7 @@ class Network:
         ]
 
     def step(self) -> bool:
-        """Bring the first that can be brought; False if there is none."""
+        """Deliver the first message that can be delivered; False if there is none."""
         for message in self._messages:
             effect = message.effect
             receiver = self._nodes.get(effect.destination)
@@ -252,7 +259,7 @@ _OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
 
 
 def raise_user_error(failure: ImmortalError) -> NoReturn:
-    """Raise the user's own exception behind ``failure``, with the user's own traceback; without one ``failure``."""
+    """Raise the user's own exception behind ``failure``, with its own traceback; without one ``failure``."""
     __tracebackhide__ = True
     error = failure.__cause__
     if not isinstance(failure, AppError) or error is None:
@@ -264,7 +271,7 @@ def raise_user_error(failure: ImmortalError) -> NoReturn:
 
 
 def _users_own(trace: TracebackType | None) -> TracebackType | None:
-    """From the first frame on that is none of the SDK's."""
+    """Return the traceback from the first frame on that is not the SDK's."""
     found = trace
     while found is not None and os.path.dirname(found.tb_frame.f_code.co_filename).startswith(_OWN_FOLDERS):
         found = found.tb_next

@@ -35,7 +35,8 @@ DECLARED_STATUS = HTTPStatus.CONFLICT  # what a handler declares depends on its 
 
 
 class Problem(Struct, frozen=True):
-    """``name``: the last part of its type, by which programs know it. ``detail``: for people, of this occurrence.
+    """Problem details of one error (RFC 9457). ``name``: the last part of the type, by which programs know it.
+    ``detail``: for people, about this occurrence.
 
     ``extra``: further members. ``retry_after_s``: when to send the request again; None: that is of no use.
     """
@@ -49,7 +50,7 @@ class Problem(Struct, frozen=True):
 
 
 class RefusedRequest(Exception):  # noqa: N818 (what happened, not what is wrong)
-    """The request is none that can be answered, as ``problem`` says."""
+    """The request can't be answered, as ``problem`` says."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)
@@ -57,7 +58,7 @@ class RefusedRequest(Exception):  # noqa: N818 (what happened, not what is wrong
 
 
 class ProblemResponse(Response):
-    """``types``: what stands in front of the names of the types."""
+    """Response with problem details. ``types``: the prefix of the types' names."""
 
     media_type = "application/problem+json"
 
@@ -70,7 +71,7 @@ class ProblemResponse(Response):
 
 
 def problem_of_call(error: ClientError) -> Problem:
-    """Says nothing of the instance's insides: those are for its log."""
+    """Return the problem of a failed call. It tells nothing of the instance's insides: those are for its log."""
     if isinstance(error, CallRaised):
         return declared_problem(error.name, error.arguments, error.attributes, DECLARED_STATUS)
     if isinstance(error, CallConflict):
@@ -121,7 +122,8 @@ _log = logging.getLogger("immortal.asgi")
 
 
 class ImmortalMiddleware:
-    """``app.add_middleware(ImmortalMiddleware, services=[shop])``. Raises UsageError.
+    """Middleware that each app with a :class:`Service` needs: ``app.add_middleware(ImmortalMiddleware,
+    services=[shop])``. Raises UsageError.
 
     ``services``: their connections are closed as the server stops. ``statuses``: of what handlers declare to raise, by
     type; 409 for others. ``key_header``: of what tells that a request is the same one, sent again; ``requires_key``:
@@ -190,7 +192,7 @@ class ImmortalMiddleware:
             await ProblemResponse(problem, self._problem_types)(scope, receive, send)
 
     def _problem(self, error: Exception, calls: RequestCalls) -> Problem | None:
-        """None: it is none of a call's."""
+        """Return the problem of an error; None: it is no error of a call."""
         if isinstance(error, RefusedRequest):
             return error.problem
         if isinstance(error, ClientError):
@@ -202,7 +204,9 @@ class ImmortalMiddleware:
         return None
 
     def _key(self, request: Request) -> str | None:
-        """Of the request: its header, and all by which two requests with one header differ. Raises RefusedRequest."""
+        """Return the idempotency key of the request: its header, and all by which two requests with one header differ.
+        Raises RefusedRequest.
+        """
         if request.method not in KEYED_METHODS:
             return None
         given = request.headers.getlist(self._key_header)
@@ -219,7 +223,7 @@ class ImmortalMiddleware:
 
 
 def _trace_context(request: HTTPConnection) -> str:
-    """As W3C Trace Context has it: where the header is no one's, or there are two, it is as if there were none."""
+    """Return the request's W3C trace context; "" where the header is missing, malformed, or there twice."""
     given = request.headers.getlist("traceparent")
     try:
         return read_traceparent(given[0]) if len(given) == 1 else ""

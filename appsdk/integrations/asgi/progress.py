@@ -37,7 +37,8 @@ async def progress(
     event: str | None = None,
     pause_max: float = PAUSE_MAX_S,
 ) -> Response:
-    """``return await progress(request, lambda after: jobs(request).steps(job, after), is_last=...)``.
+    """Send a handler's progress as server-sent events: ``return await progress(request, lambda after:
+    jobs(request).steps(job, after), is_last=...)``.
 
     ``look(after)`` returns the entries behind the first ``after`` ones: a query, or a handler that waits for the next
     one. ``is_last`` says of an entry that no other follows: the stream ends there, and a client that connects again

@@ -24,11 +24,11 @@ _KEY_SIZE_BYTES = 20
 
 
 class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong)
-    """As many calls of this process wait for a service as it allows. Nothing was sent."""
+    """This process has as many open calls to the service as it allows. Nothing was sent."""
 
 
 class RequestCalls:
-    """``idempotency_key``: of the request, with all that tells it from others; None: it has none.
+    """Calls of one request. ``idempotency_key``: of the request, with all that tells it from others; None: it has none.
 
     ``trace_context``: that it came with, or "". ``declared``: what the calls raised that their handlers declare.
     ``misfits``: arguments that no handler takes.
@@ -42,7 +42,7 @@ class RequestCalls:
         self._counts: Counter[str] = Counter()
 
     def key(self, service: str) -> str | None:
-        """For the next call: of the same request, sent again, the same; of no other call.
+        """Return the key of the next call: equal when the same request is sent again, and of no other call.
 
         What is called is no part of it: another call in its place, as another body brings it about, is refused.
         """
@@ -54,7 +54,7 @@ class RequestCalls:
 
 
 class CallSlots:
-    """For the calls of this process that wait for one service. ``count_max`` of them."""
+    """Limit on the calls of this process that wait for one service: ``count_max`` of them."""
 
     def __init__(self, service: str, count_max: int) -> None:
         self._service = service
@@ -71,7 +71,7 @@ class CallSlots:
 
 
 class RequestClient:
-    """An AsyncClient as one request has it. ``client``: gives it, on the server's loop."""
+    """AsyncClient for the calls of one request. ``client``: returns the AsyncClient, on the server's loop."""
 
     def __init__(self, client: Callable[[], AsyncClient], service: str, calls: RequestCalls, room: CallSlots) -> None:
         self._client = client
@@ -90,7 +90,9 @@ class RequestClient:
         return await self._made(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
 
     async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
-        """In a request that may come twice, and is to be the same then, a query is a call like any other."""
+        """Ask a query; in a request with an idempotency key it is a call like any other, so that a repeated request
+        gets the same answer.
+        """
         key = self._calls.key(self._service)
         if key is not None:
             return await self._made(lambda: self._client().call(method, arguments, timeout_s, key))
@@ -110,7 +112,7 @@ class RequestClient:
 
 
 class _NotedMethod:
-    """One whose misfit arguments are known to be that, and no mistake of the web server's own."""
+    """Method that notes arguments that do not fit, so that they are told from mistakes of the web server's code."""
 
     def __init__(self, method: Method, calls: RequestCalls) -> None:
         self._method = method
@@ -130,7 +132,7 @@ class _NotedMethod:
 
 
 class RequestProxy(Proxy):
-    """What a web handler calls. To a type checker it is the service's class."""
+    """Proxy that a web handler calls. To a type checker it is the service's class."""
 
     def __init__(
         self,
@@ -167,7 +169,8 @@ CALLS_MAX = 1000  # of one process that wait at once: what more would wait in tu
 
 
 class Service(Generic[S]):
-    """``shop = Service(Shop, "shop")``, or ``Service("shop")`` without its class; once in a module.
+    """Instance to call from web handlers: ``shop = Service(Shop, "shop")``, or ``Service("shop")`` without its class;
+    made once, in a module.
 
     ``shop(request)`` is what a handler calls: ``await shop(request).place(...)``. It is a dependency for FastAPI, too:
     ``Depends(shop)``. ``timeout``: of each call, in seconds. ``calls_max``: how many calls of this process may wait at
@@ -231,7 +234,7 @@ class Service(Generic[S]):
         return f"<service {self.name!r}>"
 
     def __call__(self, request: HTTPConnection) -> S:
-        """For the calls of this request; any thread may ask for it. Raises UsageError without ImmortalMiddleware."""
+        """Return a proxy for the calls of this request, in any thread. Raises UsageError without ImmortalMiddleware."""
         calls = request.scope.get(SCOPE_KEY)
         if not isinstance(calls, RequestCalls):
             raise UsageError(
@@ -243,7 +246,7 @@ class Service(Generic[S]):
         return proxy  # type: ignore[no-any-return]
 
     def _client(self) -> AsyncClient:
-        """Raises NotConnectable, UsageError."""
+        """Return the client of the running loop. Raises NotConnectable, UsageError."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -253,7 +256,7 @@ class Service(Generic[S]):
         return self._open[1]
 
     async def close(self) -> None:
-        """Calls that wait end with ClientClosed. The next request opens the connection anew."""
+        """Close the connection. Calls that wait end with ClientClosed; the next request opens a new one."""
         opened, self._open = self._open, None
         if opened is not None and opened[0] is asyncio.get_running_loop():
             await opened[1].close()

@@ -1,4 +1,4 @@
-"""A shared key-value table, cloned to any number of clients: `docs/patterns/clone.md`.
+"""Table of keys and values, with live copies at any number of clients: `docs/patterns/clone.md`.
 
 The table is an instance, ``immortal run prices appsdk.patterns.clone:Table``; clients (``connect``) and forwarders
 (``python -m immortal.appsdk.patterns.clone forward prices``) are plain processes.

@@ -1,4 +1,4 @@
-"""The command: forwarders, what a publisher knows of its clients, and a table that is watched."""
+"""Command of the clone pattern: runs forwarders, lists the clients of a publisher, and watches a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN_MAX = 10  # clients of a publisher where all are in step
 
 
 def _say(text: str) -> None:
-    """``text`` may have names from elsewhere: what a terminal would obey is escaped."""
+    """Print a line. Control characters in ``text``, which may have names from elsewhere, are escaped."""
     print(printable_message(text), flush=True)  # noqa: T201 (for a person)
 
 
@@ -97,7 +97,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _look(table: str, place: Place, identity: str | None) -> Report | None:
-    """What a publisher says of itself; None: nothing in time."""
+    """Ask a publisher for its report; None: no answer in time."""
     finder: Finder = Access(table, identity=identity).finder(place)
     found = finder.find()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -1,4 +1,4 @@
-"""How a client gets a copy of a table: ``with connect("prices") as prices:``, and the same with ``async with``."""
+"""Connectors to copies of a table: ``with connect("prices") as prices:``, and the same with ``async with``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V = TypeVar("V")
 
 
 class CloneConnector(Generic[V]):
-    """``with connect("prices") as prices:``, or ``async with``."""
+    """Connector that ``connect(...)`` returns: ``with connect("prices") as prices:``, or ``async with``."""
 
     def __init__(self, access: Access, kind: Any, options: Options, timeout_s: float, connector: Any) -> None:
         self._access = access
@@ -40,14 +40,16 @@ class CloneConnector(Generic[V]):
         self._connecting = threading.Lock()
 
     def _connected(self) -> Any:
-        """The table itself. Who only reads from publishers that were given never needs it. Raises ClientError."""
+        """Connect to the table itself. A client that only reads from given publishers never needs it. Raises
+        ClientError.
+        """
         with self._connecting:
             if self._table is None:
                 self._table = self._connector.__enter__()
             return self._table
 
     def __enter__(self) -> Clone[V]:
-        """Once there is a copy. Raises CloneError, ClientError."""
+        """Return the clone, once it has a copy. Raises CloneError, ClientError."""
         try:
             places = Places(self._access, None if self._access.publishers else self._connected())
             self._clone = Clone(self._connected, self._kind, self._options, places, self._timeout_s)
@@ -68,7 +70,7 @@ class CloneConnector(Generic[V]):
             self._connector.__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> AsyncClone[V]:
-        """As ``with``."""
+        """Return the clone, as ``with`` does."""
         return AsyncClone(await asyncio.to_thread(self.__enter__))
 
     async def __aexit__(
@@ -132,7 +134,7 @@ def connect(
     server_keys: Sequence[str] = (),
     insecure: bool = False,
 ) -> CloneConnector[Any]:
-    """A copy of the table called so, as a context manager, also with ``async with``.
+    """Return a copy of the table called so, as a context manager, also for ``async with``.
 
     ``of``: the type of all values; they are checked as they are read. ``subtrees``: those of interest. ``policy``: when
     more than ``mark_bytes`` wait for this client beyond the ``window_bytes`` that may be on their way: "drop": changes

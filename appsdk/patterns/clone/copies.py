@@ -1,4 +1,4 @@
-"""Clone and AsyncClone: a followed copy of a table as a mapping, its changes one by one, and writes to the table."""
+"""Copies of a table: Clone and AsyncClone, each a mapping with its changes one by one, and writes to the table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Changed(Generic[V]):
-    """``value``: None where the key is gone. ``number``: of the update, the same for all clients."""
+    """Change of one key. ``value``: None where the key is gone. ``number``: of the update, the same for all clients."""
 
     key: str
     value: V | None
@@ -37,7 +37,7 @@ class Changed(Generic[V]):
 
 
 class Changes(Generic[V]):
-    """An iterator over what changes, from when it was made. Who does not go on holds up the whole copy."""
+    """Iterator over the changes since it was made. A reader that does not take them holds up the whole copy."""
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
         self._clone = clone
@@ -49,7 +49,8 @@ class Changes(Generic[V]):
         return self
 
     def __next__(self) -> Changed[V]:
-        """Raises StopIteration after ``timeout`` seconds without a change, or once the clone is closed; Ended.
+        """Wait for the next change. Raises StopIteration after ``timeout`` seconds without one, or once the clone is
+        closed; Ended.
 
         Raises msgspec.ValidationError for a value of another type, and goes on behind it.
         """
@@ -57,7 +58,7 @@ class Changes(Generic[V]):
         return self._clone._next(self._waiting, self._timeout_s)
 
     def close(self) -> None:
-        """Nothing more is kept for it."""
+        """Keep no more changes for this iterator."""
         self._clone._forget(self._waiting)
 
     def __enter__(self) -> Changes[V]:
@@ -68,7 +69,7 @@ class Changes(Generic[V]):
 
 
 class Clone(Mapping[str, V]):
-    """A table's copy; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
+    """Copy of a table; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
 
     Reading takes no message: it is what has come. ``number``: of the last update that is in it.
     """
@@ -86,7 +87,7 @@ class Clone(Mapping[str, V]):
         register(self)
 
     def _begin(self) -> None:
-        """In this process: nobody waits, and there is no copy."""
+        """Reset to a clone of this process without a copy and without listeners."""
         self._is_open = self._is_held = False
         self._opening = threading.Lock()
         self._lock = threading.Lock()
@@ -105,13 +106,13 @@ class Clone(Mapping[str, V]):
         self._thread.start()
 
     def forked_in_child(self) -> None:
-        """In a child: it is followed anew there, from its first use on."""
+        """Follow the table anew in a forked child, from its first use on."""
         disown_in_child(self._own, self._context, self._subscriber, self._thread)
         self._begin()
 
     @property
     def _replica(self) -> Replica:
-        """This process's own. Raises ClientClosed, CloneError."""
+        """Replica of this process; made at its first use. Raises ClientClosed, CloneError."""
         if not self._is_open:
             with self._opening:
                 if not self._is_open:
@@ -146,35 +147,35 @@ class Clone(Mapping[str, V]):
 
     @property
     def subtrees(self) -> tuple[str, ...]:
-        """What it is given of what it asked for; () while it has no stream."""
+        """Subtrees of the copy, of those that it asked for; () while it has no stream."""
         return self._replica.subtrees or ()
 
     @property
     def counts(self) -> Counts:
-        """Holes, whole copies, streams that were resumed, changes that were dropped: what did not go smoothly."""
+        """Counters of what did not go smoothly: holes, whole copies, resumed streams, dropped changes."""
         return self._replica.counts
 
     @property
     def problem(self) -> str:
-        """Why nothing comes; "": it does."""
+        """Reason why nothing comes; "" for none."""
         if self._replica.subtrees is not None:
             return ""
         return self._replica.ended or self._subscriber.problem
 
     @property
     def endpoint(self) -> str:
-        """Of the publisher that it follows; "": none."""
+        """Endpoint of the publisher that the copy follows; "": none."""
         return self._subscriber.endpoint
 
     def snapshot(self) -> tuple[int, dict[str, V]]:
-        """A number, and all that is in the copy at that number."""
+        """Return a number, and all that is in the copy at that number."""
         replica = self._replica
         with self._lock:
             number, values = replica.number, dict(replica.values)
         return number, {key: self._decode(value) for key, value in values.items()}
 
     def wait(self, number: int, timeout: float | None = None) -> None:
-        """Until update ``number`` is in the copy. Raises TimeoutError, Ended."""
+        """Wait until update ``number`` is in the copy. Raises TimeoutError, Ended."""
         timeout_s = self._timeout_s if timeout is None else timeout
         replica = self._replica
         with self._came:
@@ -184,7 +185,7 @@ class Clone(Mapping[str, V]):
                 self._raise()
 
     def changes(self, timeout: float | None = None) -> Changes[V]:
-        """What changes from now on, one by one, in the order that all clients see.
+        """Return the changes from now on, one by one, in the order that all clients see.
 
         ``timeout``: it ends after so many seconds without a change; None: never.
         """
@@ -195,7 +196,8 @@ class Clone(Mapping[str, V]):
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def put(self, key: str, value: V, *, ttl: float = 0.0, wait: bool = True) -> int:
-        """Set ``key``, which is on disk when this returns; its number. ``ttl``: after so many seconds it goes.
+        """Set ``key`` and return the update's number; it is durable when this returns. ``ttl``: seconds after which the
+        key is deleted.
 
         ``wait``: until the change is in this copy, if it has that key at all. Raises ValueError, TypeError, TableFull,
         ClientError.
@@ -203,11 +205,11 @@ class Clone(Mapping[str, V]):
         return self._write([_change(key, value, ttl)], wait=wait)
 
     def delete(self, key: str, *, wait: bool = True) -> int:
-        """Without ``key``, be it there or not. As :meth:`put`."""
+        """Delete ``key``, whether or not it is there, and return the update's number. As :meth:`put`."""
         return self._write([_change(key, None, 0.0, gone=True)], wait=wait)
 
     def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
-        """All of them or none. The number of the last. As :meth:`put`."""
+        """Set all keys of ``values`` or none, and return the number of the last. As :meth:`put`."""
         return self._write([_change(key, value, ttl) for key, value in values.items()], wait=wait)
 
     def _write(self, changes: list[Change], *, wait: bool) -> int:
@@ -261,7 +263,7 @@ class Clone(Mapping[str, V]):
             self._subscriber.close()
 
     def _part(self) -> None:
-        """The publisher is told that the stream ends, and says that it has heard."""
+        """End the stream, and wait for the publisher's acknowledgement."""
         subscriber = self._subscriber
         if self._own.ended:
             return
@@ -297,7 +299,9 @@ class Clone(Mapping[str, V]):
         return self._changed(told)
 
     def _take(self, waiting: deque[Told]) -> Told | None:
-        """What waits; None: nothing. Raises Ended, once nothing will come any more. With the lock."""
+        """Take the next change; None: there is none. Raises Ended, once nothing will come any more. Called with the
+        lock held.
+        """
         if waiting:
             told = waiting.popleft()
             if len(waiting) == limits.CHANGES_WAITING_MAX // 2:
@@ -312,12 +316,12 @@ class Clone(Mapping[str, V]):
         return Changed(key, None if value is None else self._decode(value), number, value is None)
 
     def _rouse(self) -> None:
-        """The thread, from another one."""
+        """Wake the clone's thread from another one."""
         with suppress(OSError):  # it has ended
             os.eventfd_write(self._wake, 1)
 
     def _listen(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
-        """``rouse``: called in the thread when something has come."""
+        """Append later changes to ``waiting``. ``rouse``: called in the clone's thread when some have come."""
         self._replica  # noqa: B018 (it is there)
         with self._lock:
             self._listeners.append(waiting)
@@ -335,7 +339,7 @@ class Clone(Mapping[str, V]):
         return self._closing or bool(self._own.ended)
 
     def _raise(self) -> None:
-        """Why nothing more comes."""
+        """Raise the error because of which nothing more comes."""
         if self._error is not None:
             raise CloneError(
                 f"the copy can't be followed: {type(self._error).__name__}: {self._error}"
@@ -348,7 +352,7 @@ class Clone(Mapping[str, V]):
     # --- its life ----------------------------------------------------------------------------------------------------
 
     def _wait_until_whole(self) -> None:
-        """Raises CloneError."""
+        """Wait for the first whole copy. Raises CloneError."""
         with self._came:
             self._came.wait_for(lambda: self._own.is_whole or self._is_over, self._timeout_s)
             if self._is_over:
@@ -369,14 +373,14 @@ class Clone(Mapping[str, V]):
 
 
 def require_same_process(process_id: int) -> None:
-    """Of somebody who waits for changes. Raises ClientClosed."""
+    """Check that an iterator of changes is used in its own process. Raises ClientClosed."""
     if process_id != os.getpid():
         what, advice = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
         raise ClientClosed(after_fork_message(what, process_id, advice))
 
 
 def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
-    """Raises ValueError, TypeError."""
+    """Make a change of a key. Raises ValueError, TypeError."""
     try:
         encoded = None if gone else encode_value(value)
     except Exception as error:  # what a user's type raises as it is encoded
@@ -393,7 +397,9 @@ R = TypeVar("R")
 
 
 class AsyncChanges(Generic[V]):
-    """``async for change in prices.changes():`` See :class:`~immortal.appsdk.patterns.clone.copies.Changes`."""
+    """Changes for asyncio: ``async for change in prices.changes():``. See
+    :class:`~immortal.appsdk.patterns.clone.copies.Changes`.
+    """
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
         self._clone = clone
@@ -430,12 +436,14 @@ class AsyncChanges(Generic[V]):
                 raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """Nothing more is kept for it."""
+        """Keep no more changes for this iterator."""
         self._clone._forget(self._waiting, self._rouse)
 
 
 class AsyncClone(Mapping[str, V]):
-    """As :class:`~immortal.appsdk.patterns.clone.copies.Clone`: reading asks nobody, so it is not awaited."""
+    """Copy of a table for asyncio, as :class:`~immortal.appsdk.patterns.clone.copies.Clone`. Reads are local, so they
+    are not awaited.
+    """
 
     def __init__(self, clone: Clone[V]) -> None:
         self._clone = clone
@@ -461,46 +469,46 @@ class AsyncClone(Mapping[str, V]):
 
     @property
     def subtrees(self) -> tuple[str, ...]:
-        """See Clone."""
+        """Subtrees of the copy; see Clone."""
         return self._clone.subtrees
 
     @property
     def counts(self) -> Counts:
-        """See Clone."""
+        """Counters; see Clone."""
         return self._clone.counts
 
     @property
     def problem(self) -> str:
-        """See Clone."""
+        """Reason why nothing comes; see Clone."""
         return self._clone.problem
 
     @property
     def endpoint(self) -> str:
-        """See Clone."""
+        """Endpoint of the publisher; see Clone."""
         return self._clone.endpoint
 
     def snapshot(self) -> tuple[int, dict[str, V]]:
-        """See Clone."""
+        """Return a number and the copy at that number; see Clone."""
         return self._clone.snapshot()
 
     def changes(self, timeout: float | None = None) -> AsyncChanges[V]:
-        """See Clone."""
+        """Return the changes from now on; see Clone."""
         return AsyncChanges(self._clone, timeout)
 
     async def wait(self, number: int, timeout: float | None = None) -> None:
-        """See Clone."""
+        """Wait until update ``number`` is in the copy; see Clone."""
         await asyncio.to_thread(self._clone.wait, number, timeout)
 
     async def put(self, key: str, value: V, *, ttl: float = 0.0, wait: bool = True) -> int:
-        """See Clone."""
+        """Set a key; see Clone."""
         return await _in_thread(lambda: self._clone.put(key, value, ttl=ttl, wait=wait))
 
     async def delete(self, key: str, *, wait: bool = True) -> int:
-        """See Clone."""
+        """Delete a key; see Clone."""
         return await _in_thread(lambda: self._clone.delete(key, wait=wait))
 
     async def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
-        """See Clone."""
+        """Set several keys; see Clone."""
         return await _in_thread(lambda: self._clone.update(values, ttl=ttl, wait=wait))
 
 

@@ -1,4 +1,6 @@
-"""A process between a table and its clients: it has a copy, and publishes it. Forwarders of forwarders make a tree."""
+"""Forwarder: a process between a table and its clients, with a copy that it publishes. Forwarders of forwarders make a
+tree.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _CALL_S = 2.5
 
 
 class Forwarder:
-    """Publishes ``table`` at ``listen`` from here to :meth:`stop`. It follows ``upstream``, or the table itself.
+    """Forwarder that publishes ``table`` at ``listen`` until :meth:`stop`. It follows ``upstream``, or the table
+    itself.
 
     ``identity``: whose keys it shows, to both sides, entitled with ``relay=True``; by default those of the table.
     ``advertise``: where clients find it; by default where it listens. ``blocking_s``: a client that asked for it may
@@ -85,17 +88,17 @@ class Forwarder:
 
     @property
     def number(self) -> int:
-        """Of the last update that it has."""
+        """Number of the last update in the copy."""
         return self._replica.number
 
     def stop(self) -> None:
-        """From any thread, or a signal's handler."""
+        """Stop the forwarder, from any thread or a signal handler."""
         self._stopping = True
         self._news.set()
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
-        """Until :meth:`stop`. Raises NotEntitled."""
+        """Publish until :meth:`stop`. Raises NotEntitled."""
         table = self._connector.__enter__()
         telling = threading.Thread(target=self._tell, args=(table,), name=f"forwarder {self.id}", daemon=True)
         telling.start()
@@ -147,7 +150,7 @@ class Forwarder:
                     os.eventfd_read(self._wake)
 
     def _take(self, news: News) -> None:
-        """Of the table, to the clients."""
+        """Publish an update of the table to the clients."""
         publisher, table = self._publisher, self._replica.table
         publishing = publisher.publishing
         if publishing is None or publishing.table != table or news.number < publishing.entries.number:
@@ -187,7 +190,7 @@ class Forwarder:
             self._news.set()
 
     def _tell(self, table: Any) -> None:
-        """In a thread of its own: the table may be away."""
+        """Report the streams to the table, in a thread of its own, since the table may be away."""
         self._wants_all = True
         told = False
         while not self._stopping:
@@ -226,20 +229,20 @@ class Forwarder:
             return  # it finds out by itself
 
     def _pause(self) -> None:
-        """One message in so long, however much happens."""
+        """Wait for the next report: one in PRESENCE_S, however much happens."""
         if not self._stopping:
             time.sleep(limits.PRESENCE_S)
 
 
 class _Upstream:
-    """The places of a table, without oneself, and without what is behind oneself."""
+    """Places of a table, without this forwarder and those that follow it."""
 
     def __init__(self, places: Places, own: str) -> None:
         self._places = places
         self._own = own
 
     def find(self, anew: bool) -> Sequence[Place]:
-        """Raises NotConnectable."""
+        """Return the places to follow. Raises NotConnectable."""
         found = self._places.find(anew)
         if self._places.access.publishers:
             return found

@@ -1,4 +1,4 @@
-"""What clients and publishers say to each other: bytes to messages and back. docs/reference/pattern-frames.md.
+"""Messages between clients and publishers: from bytes and to bytes. docs/reference/pattern-frames.md.
 
 0   4  "ICL" and the version
     ?  MessagePack: an array that begins with the name of the message
@@ -47,7 +47,7 @@ class Activate(msgspec.Struct, tag="activate", array_like=True, frozen=True, gc=
 
 
 class Received(msgspec.Struct, tag="received", array_like=True, frozen=True, gc=False):
-    """``total_bytes`` of the stream's parts have been taken in."""
+    """Acknowledgement: the client has taken in ``total_bytes`` of the stream's parts."""
 
     stream: int
     total_bytes: int
@@ -60,13 +60,13 @@ class Deactivate(msgspec.Struct, tag="deactivate", array_like=True, frozen=True,
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
-    """Once a second."""
+    """Sign of life of a client, once a second."""
 
     stream: int
 
 
 class Look(msgspec.Struct, tag="look", array_like=True, frozen=True, gc=False):
-    """What is there? For operators."""
+    """Request for a report, by operators."""
 
 
 # --- of a publisher ---------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Activated(msgspec.Struct, tag="activated", array_like=True, frozen=True, g
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True, gc=False):
-    """There will be no stream. ``again``: later there may be. ``is_behind``: the client's copy is newer."""
+    """The publisher gives no stream. ``again``: it may later. ``is_behind``: the client's copy is newer."""
 
     stream: int
     reason: str
@@ -94,7 +94,7 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True, gc=Fa
 
 
 class Part(msgspec.Struct, tag="part", array_like=True, frozen=True, gc=False):
-    """All changes of the client's subtrees behind ``after``, up to ``number``.
+    """Part of the stream: all changes of the client's subtrees behind ``after``, up to ``number``.
 
     ``after`` -1: it is everything, in place of what the client has. ``more``: the next part goes on with it, and only
     then it is whole. ``changes``: key, number and value, None for a key that is gone. ``is_conflated``: of a key only
@@ -109,20 +109,22 @@ class Part(msgspec.Struct, tag="part", array_like=True, frozen=True, gc=False):
 
 
 class Dropped(msgspec.Struct, tag="dropped", array_like=True, frozen=True, gc=False):
-    """``count`` changes in all are not told one by one, as the client was too slow: the next part is conflated."""
+    """Notice that ``count`` changes in all are not told one by one, as the client was too slow: the next part is
+    conflated.
+    """
 
     stream: int
     count: int
 
 
 class Deactivated(msgspec.Struct, tag="deactivated", array_like=True, frozen=True, gc=False):
-    """The stream has ended, as it was asked to."""
+    """The stream has ended, as the client asked."""
 
     stream: int
 
 
 class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True, gc=False):
-    """The publisher has ended the stream. ``again``: it may be begun anew."""
+    """The publisher has ended the stream. ``again``: the client may begin it anew."""
 
     stream: int
     reason: str
@@ -130,13 +132,13 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True, gc=
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True, gc=False):
-    """``stream`` 0: there is none."""
+    """Answer to a ping. ``stream`` 0: there is none."""
 
     stream: int
 
 
 class StreamReport(msgspec.Struct, frozen=True):
-    """One stream, for operators. Sizes in bytes: not yet acknowledged; waiting behind that."""
+    """Report on one stream, for operators. Sizes in bytes: not yet acknowledged; waiting behind that."""
 
     stream: str
     name: str
@@ -151,7 +153,7 @@ class StreamReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, tag="report", array_like=True, frozen=True, gc=False):
-    """``ended``: streams that were ended for being slow, and silent ones, since the start."""
+    """Report of a publisher. ``ended``: number of streams ended for being slow, and of silent ones, since the start."""
 
     table: str
     number: int
@@ -177,12 +179,12 @@ def encode(message: Request | Answer) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Of a client. Raises RemoteProtocolError."""
+    """Decode a client's message. Raises RemoteProtocolError."""
     return _decode(data, _requests)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Of a publisher. Raises RemoteProtocolError."""
+    """Decode a publisher's message. Raises RemoteProtocolError."""
     return _decode(data, _answers)
 
 

@@ -1,4 +1,4 @@
-"""Every limit and pause of the clone pattern, with its reason."""
+"""Limits and pauses of the clone pattern, each with its reason."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ EVERYBODY = "*"
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """``value``: MessagePack; None: there is no such key any more. ``number``: of the update that made it so.
-    ``expires_ns``: the instance's time; 0: it stays.
+    """Row of a table. ``value``: MessagePack; None: the key is deleted. ``number``: of the update that made it so.
+    ``expires_ns``: the instance's time; 0: never.
     """
 
     key: str
@@ -31,7 +31,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):
-    """What a writer asks for. ``value``: MessagePack; None: delete. ``ttl_s``: seconds; 0: it stays."""
+    """Change that a writer asks for. ``value``: MessagePack; None: delete. ``ttl_s``: seconds; 0: without limit."""
 
     key: str
     value: bytes | None
@@ -39,14 +39,16 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """``number`` of the last change. Unless there is ``has_room``, a writer waits with the next, see ``Table.room``."""
+    """Answer to a writer. ``number``: of the last change. Unless ``has_room``, the writer waits before the next one,
+    see ``Table.room``.
+    """
 
     number: int
     has_room: bool
 
 
 class Entitlement(msgspec.Struct, frozen=True):
-    """``relay``: it is a forwarder, which sees all, and asks for what its clients may see.
+    """Entitlement of one name. ``relay``: it is a forwarder, which sees all, and asks for what its clients may see.
 
     ``may_block``: it may hold up writers.
     """
@@ -57,7 +59,7 @@ class Entitlement(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a table is published. ``identity``: whose keys are shown there; "": those of the table.
+    """Endpoint at which a table is published. ``identity``: whose keys are shown there; "": the table's.
 
     ``is_table``: by the table's app itself. ``may_block``: clients there may hold up writers.
     """
@@ -70,7 +72,9 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """A stream, as the value of its row. ``name``: of its key, "" in plain; ``label``: what it calls itself."""
+    """Stream of a client, as the value of its row. ``name``: of its key, "" without keys; ``label``: the client's name
+    for itself.
+    """
 
     stream: str
     name: str
@@ -80,7 +84,7 @@ class Presence(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """``held_by``: clients that may block, and do."""
+    """State of a table. ``held_by``: clients that may block, and do."""
 
     number: int
     rows: int
@@ -92,7 +96,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def check_key(key: str) -> None:
-    """Raises ValueError."""
+    """Check a key. Raises ValueError."""
     if not isinstance(key, str):
         raise ValueError(f"key {key!r}: text was expected")
     if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= limits.KEY_SIZE_BYTES_MAX:
@@ -105,7 +109,7 @@ def check_key(key: str) -> None:
 
 
 def check_change(change: Change) -> None:
-    """Of a writer. Raises ValueError."""
+    """Check a writer's change. Raises ValueError."""
     check_key(change.key)
     if change.key.startswith(OWN):
         raise ValueError(f"key {change.key!r}: those that begin with {OWN!r} are the table's own")
@@ -119,7 +123,7 @@ def check_change(change: Change) -> None:
 
 
 def encode(value: Any) -> bytes:
-    """Of the table's own rows."""
+    """Encode a value of the table's own rows."""
     return msgspec.msgpack.encode(value)
 
 
@@ -129,7 +133,9 @@ def encode(value: Any) -> bytes:
 
 
 class Entries(msgspec.Struct):
-    """Both dicts are in the order of the numbers. Of what was deleted up to ``forgotten``, not all is known."""
+    """Rows and deleted keys of a table, in the order of their numbers. Deletions up to number ``forgotten`` may be
+    missing.
+    """
 
     rows: dict[str, Row] = {}
     gone: dict[str, int] = {}
@@ -138,7 +144,7 @@ class Entries(msgspec.Struct):
     size_bytes: int = 0
 
     def apply(self, row: Row) -> None:
-        """``row`` is newer than all. A deleted key that was not there is noted as well."""
+        """Apply ``row``, which is newer than all. A deleted key that was not there is noted as well."""
         key = row.key
         before = self.rows.pop(key, None)
         if before is not None:
@@ -156,7 +162,9 @@ class Entries(msgspec.Struct):
         self.number = row.number
 
     def since(self, number: int) -> list[Row] | None:
-        """All keys that have changed behind ``number``, as they are now; None: that is not known any more."""
+        """Return the rows of all keys that have changed behind ``number``, as they are now; None: that is not known any
+        more.
+        """
         if number < self.forgotten or number > self.number:
             return None
         found = [*self._rows_since(number), *self._gone_since(number)]
@@ -164,7 +172,7 @@ class Entries(msgspec.Struct):
         return found
 
     def everything(self) -> list[Row]:
-        """All keys, and those that are known to be gone."""
+        """Return the rows of all keys, and of those that are known to be deleted."""
         found = [*self.rows.values(), *(Row(key, at, None) for key, at in self.gone.items())]
         found.sort(key=lambda row: row.number)
         return found
@@ -182,7 +190,7 @@ class Entries(msgspec.Struct):
             yield Row(key, at, None)
 
     def copy(self) -> Entries:
-        """Rows are shared: they never change."""
+        """Return a copy that shares the rows: they never change."""
         return Entries(dict(self.rows), dict(self.gone), self.number, self.forgotten, self.size_bytes)
 
 
@@ -201,7 +209,7 @@ ORDINARY = ("", PRESENT)
 
 
 def subtrees_of(key: str) -> Iterator[str]:
-    """From the narrowest to the widest."""
+    """Yield the subtrees of a key, from the narrowest to the widest."""
     yield key
     at = key.rfind("/")
     while at > 0:
@@ -215,7 +223,7 @@ def subtrees_of(key: str) -> Iterator[str]:
 
 
 def covers(subtree: str, key: str) -> bool:
-    """Whether ``key``, or the subtree of that name, belongs to ``subtree``."""
+    """Tell whether ``key``, or the subtree of that name, belongs to ``subtree``."""
     if not subtree:
         return not key.startswith(OWN)
     if subtree == OWN:
@@ -224,7 +232,7 @@ def covers(subtree: str, key: str) -> bool:
 
 
 def check_subtrees(subtrees: Iterable[str]) -> tuple[str, ...]:
-    """Sorted, without those that others cover. Raises ValueError."""
+    """Return the subtrees sorted, without those that others cover. Raises ValueError."""
     if isinstance(subtrees, str):
         raise ValueError(f"subtrees {subtrees!r}: a list was expected, such as [{subtrees!r}]")
     found = tuple(subtrees)
@@ -245,13 +253,13 @@ def check_subtrees(subtrees: Iterable[str]) -> tuple[str, ...]:
 
 
 def reduced(subtrees: Iterable[str]) -> tuple[str, ...]:
-    """Sorted, without those that others cover."""
+    """Return the subtrees sorted, without those that others cover."""
     kept = set(subtrees)
     return tuple(sorted(one for one in kept if not any(other in kept for other in list(subtrees_of(one))[1:])))
 
 
 def common(wanted: Iterable[str], allowed: Iterable[str]) -> tuple[str, ...]:
-    """What is in both."""
+    """Return the intersection of two sets of subtrees."""
     allowed = tuple(allowed)
     return reduced(
         [one for one in wanted if any(covers(other, one) for other in allowed)]
@@ -260,12 +268,12 @@ def common(wanted: Iterable[str], allowed: Iterable[str]) -> tuple[str, ...]:
 
 
 def may_be_seen(subtree: str) -> bool:
-    """By somebody at all: what is the table's own is not, but for who is there."""
+    """Tell whether any client may see ``subtree``: of the table's own rows only those of presence."""
     return not subtree.startswith(OWN) or covers(PRESENT, subtree)
 
 
 class Entitlements:
-    """Who may see what. With no rows at all everybody sees everything but the entitlements themselves.
+    """Rules of who may see what. Without any, everybody sees everything but the entitlements themselves.
 
     ``owner``: the table's own name, whose keys only its operators can read; it sees everything in any case.
     """
@@ -284,7 +292,9 @@ class Entitlements:
         return len(self._by_name)
 
     def visible(self, name: str, wanted: Iterable[str], *, relay: bool) -> tuple[str, ...]:
-        """What who shows the key of ``name`` ("": none) gets of what it wants. ``relay``: all, to forward it."""
+        """Return the part of ``wanted`` that the owner of the key ``name`` ("": no key) may see. ``relay``: all, to
+        forward it.
+        """
         if relay:
             return ALL if self.may_relay(name) else ()
         if not self._by_name or name == self._owner:
@@ -293,14 +303,16 @@ class Entitlements:
         return () if known is None else common(wanted, filter(may_be_seen, known.subtrees))
 
     def may_relay(self, name: str) -> bool:
-        """In plain everybody on this machine may; with keys those that are entitled to."""
+        """Tell whether ``name`` may forward. Without keys everybody on this machine may; with keys those entitled
+        to.
+        """
         if not name or name == self._owner:
             return True
         known = self._by_name.get(name)
         return known is not None and known.relay
 
     def may_block(self, name: str) -> bool:
-        """Hold up writers. A forwarder may: it does so for those of its clients that may."""
+        """Tell whether ``name`` may hold up writers. A forwarder may, for those of its clients that may."""
         if not self._by_name or name == self._owner:
             return True
         known = self._by_name.get(name) or self._by_name.get(EVERYBODY)
@@ -316,11 +328,11 @@ class Entitlements:
 
 
 class CloneError(ImmortalError):
-    """The root of a clone's errors."""
+    """Root of a clone's errors."""
 
 
 class TableFull(CloneError):  # noqa: N818 (what happened, not what is wrong)
-    """There is no room for more rows, bytes, or names. Nothing was changed."""
+    """The table has no room for more rows, bytes, or names. Nothing was changed."""
 
 
 class NotEntitled(CloneError):  # noqa: N818
@@ -328,4 +340,4 @@ class NotEntitled(CloneError):  # noqa: N818
 
 
 class Ended(CloneError):  # noqa: N818
-    """Its publisher has ended the stream, for being slow or asking for what is not possible. Connect again."""
+    """The publisher has ended the stream, as the client is slow or asks for what is not possible. Connect again."""

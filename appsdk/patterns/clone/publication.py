@@ -1,4 +1,4 @@
-"""Rules of a publisher: who gets which change, and when. No I/O, no clock.
+"""Rules of a publisher: which client gets which change, and when. No I/O, no clock.
 
 publish(rows)   what has changed                 outgoing   frames for clients
 take(...)       what a client says               joined     streams that have begun
@@ -41,7 +41,8 @@ _ENTITLED = ENTITLED + "/"
 
 
 class Publication:
-    """``name``: no other publisher has it. ``blocking_s``: so long a slow client may hold up writers; 0: none may.
+    """State of a publisher. ``name``: unique among publishers. ``blocking_s``: how long a slow client may hold up
+    writers; 0: none may.
 
     ``owner``: the name of the table.
     """
@@ -72,12 +73,12 @@ class Publication:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether :meth:`flush` has something to do."""
+        """Tell whether :meth:`flush` has something to do."""
         return self._dirty
 
     @property
     def held_by(self) -> list[str]:
-        """Those for whose sake writers are to wait."""
+        """Return the clients for whose sake writers are to wait."""
         return [
             f"{stream.asked.label or stream.name or 'a client'} ({stream.id})"
             for stream in self._streams.values()
@@ -87,7 +88,9 @@ class Publication:
     # --- the table ---------------------------------------------------------------------------------------------------
 
     def publish(self, rows: Sequence[Row], *, is_conflated: bool = False, number: int = 0) -> None:
-        """Newer than all before, in order. ``number``: as far as the table is known with them; 0: that of the last."""
+        """Publish rows, newer than all before and in order. ``number``: up to which the table is known with them; 0:
+        that of the last.
+        """
         apply = self.entries.apply
         for row in rows:
             apply(row)
@@ -99,7 +102,7 @@ class Publication:
         self._dirty = True
 
     def replace(self, table: str, entries: Entries) -> None:
-        """Another table: all streams begin anew."""
+        """Publish another table: all streams begin anew."""
         for stream in list(self._streams.values()):
             self._end(stream, "the table is another one now", again=True)
         self.table, self.entries = table, entries
@@ -108,7 +111,7 @@ class Publication:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def take(self, route: bytes, name: str, request: Request, now_ns: int) -> None:
-        """What a client says that shows the key of ``name``."""
+        """Process a request of a client that shows the key of ``name``."""
         if isinstance(request, Activate):
             self._activate(route, name, request, now_ns)
             return
@@ -175,7 +178,7 @@ class Publication:
         self._dirty = True
 
     def lost(self, route: bytes) -> None:
-        """Its connection is gone."""
+        """End the stream whose connection is gone."""
         if (stream := self._streams.get(route)) is not None:
             self._forget(stream)
 
@@ -185,7 +188,7 @@ class Publication:
         return Report(self.table, number, rows, upstream, self.ended_slow, self.ended_silent, streams)
 
     def present(self) -> list[Presence]:
-        """All that are there, for a table that has forgotten them."""
+        """Return all clients that are present, for a table that has forgotten them."""
         return [
             Presence(one.id, one.name, one.asked.label, self.name, one.view.visible) for one in self._streams.values()
         ]
@@ -193,7 +196,7 @@ class Publication:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def flush(self, now_ns: int) -> None:
-        """What has changed is on its way to who has room for it, and who is slow meets its policy."""
+        """Send changes to the clients that have room, and apply the policies of slow ones."""
         self._dirty = False
         if self._recheck:
             self._recheck = False
@@ -234,7 +237,7 @@ class Publication:
             stream.over_since_ns = None
 
     def _too_slow(self, stream: Stream, now_ns: int) -> None:
-        """More waits for it than its high-water mark."""
+        """Apply the policy of a stream that waits with more than its high-water mark."""
         policy = stream.asked.policy
         if policy == "drop":
             stream.drop()
@@ -261,7 +264,7 @@ class Publication:
             self._end(stream, f"nothing was heard for {limits.SILENCE_S:g} s", again=True)
 
     def _check_rights(self) -> None:
-        """Entitlements have changed. Who sees another part now gets all of it anew."""
+        """Check all streams against new entitlements. A client that now sees another part gets all of it anew."""
         for stream in list(self._streams.values()):
             asked = stream.asked
             subtrees = check_subtrees(asked.subtrees)
@@ -316,7 +319,7 @@ class Publication:
 
 
 def _check(asked: Activate, *, may_block: bool) -> None:
-    """Raises ValueError."""
+    """Check a client's request for a stream. Raises ValueError."""
     if not limits.WINDOW_BYTES_MIN <= asked.window_bytes <= limits.WINDOW_BYTES_MAX:
         raise ValueError(
             f"a window of {asked.window_bytes} bytes: {limits.WINDOW_BYTES_MIN} to {limits.WINDOW_BYTES_MAX} were "

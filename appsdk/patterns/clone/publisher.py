@@ -1,4 +1,4 @@
-"""The publisher's socket, the feed from the table's handlers, and the thread that runs both in the table's process."""
+"""Publisher's socket, the feed from the table's handlers, and the thread that runs both in the table's process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OPTIONS = {
 
 
 class Publisher:
-    """Listens from here to :meth:`close`. ``publishing`` is what it publishes; None: nothing yet.
+    """Publisher that listens until :meth:`close`. ``publishing``: what it publishes; None: nothing yet.
 
     ``identity``: whose keys in the registry folder ``home`` are shown; then only callers with keys of that folder get
     in. "": everybody does that reaches ``endpoint``, which is on this machine then, unless ``insecure`` is True.
@@ -60,13 +60,13 @@ class Publisher:
         self._socket = self._listener.socket
 
     def fileno(self) -> int:
-        """What to wait for; it tells of news once: :meth:`receive` takes them all."""
+        """File descriptor to wait for. It signals once: :meth:`receive` takes all that has come."""
         descriptor = self._socket.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
         return descriptor
 
     def receive(self, now_ns: int) -> bool:
-        """What clients say. False: there may be more."""
+        """Process clients' messages. False: there may be more."""
         for _ in range(_TURN_FRAMES_MAX):
             try:
                 parts = self._socket.recv_multipart(_NOBLOCK, copy=False)
@@ -102,7 +102,7 @@ class Publisher:
             logger.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
 
     def turn(self) -> float:
-        """All that is to be done now. How long nothing else need be, unless something comes: seconds."""
+        """Do all that is due now, and return after how many seconds to come again, unless something comes."""
         now_s = time.monotonic()
         is_read = self.receive(int(now_s * 1e9))
         if self.publishing is None:
@@ -116,12 +116,12 @@ class Publisher:
         return max(0.0, self._due_s() - time.monotonic()) if is_read else 0.0
 
     def _due_s(self) -> float:
-        """When to flush."""
+        """Time of the next flush."""
         is_dirty = self.publishing is not None and self.publishing.is_dirty
         return self._flushed_s + (self._pause_s if is_dirty else limits.BEAT_S)
 
     def _flush(self, now_ns: int) -> None:
-        """All that may leave does."""
+        """Send all that may be sent."""
         publishing = self.publishing
         if publishing is None:
             return
@@ -132,7 +132,7 @@ class Publisher:
                 publishing.lost(route)
 
     def _send(self, route: bytes, data: bytes) -> bool:
-        """Whether there still is a connection, and room."""
+        """Send a message; False: the connection is gone, or has no room."""
         try:
             self._socket.send_multipart((route, data), _NOBLOCK, copy=len(data) < 4096)
         except zmq.ZMQError:
@@ -149,7 +149,9 @@ class Publisher:
 
 
 class Feed:
-    """``begun``: the table as it was when the publisher began, once its handler has said so."""
+    """Rows on their way from the table's handlers to its publisher. ``begun``: the table as it was when the publisher
+    began, once its handler has said so.
+    """
 
     def __init__(self) -> None:
         self.begun: tuple[str, Entries] | None = None
@@ -171,7 +173,7 @@ class Feed:
         os.eventfd_write(self._wake, 1)
 
     def take(self) -> list[Row]:
-        """All that has come. Some of it may be known."""
+        """Take all rows that have come. Some may be known."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         rows: list[Row] = []
@@ -187,7 +189,7 @@ _feeds: dict[int, Feed] = {}  # by the log of an instance: an undo makes another
 
 
 def open_feed(table: Any) -> Feed:
-    """Of the instance ``table``, which has one publisher in its life."""
+    """Open the feed of the instance ``table``, which has one publisher in its life."""
     feed = _feeds[table._immortal_context.committer_id] = Feed()
     return feed
 
@@ -210,7 +212,7 @@ _PRESENCES_MAX = 1000  # of one message
 
 
 def run_publisher(table: Any, says: Any, listen: str, blocking_s: float) -> None:
-    """Until the process ends. ``says``: impulses to ``table``. Raises CloneError, Disconnected."""
+    """Publish until the process ends. ``says``: impulses to ``table``. Raises CloneError, Disconnected."""
     name = table._immortal_context.instance_name
     home = _home()
     feed = open_feed(table)
@@ -220,7 +222,7 @@ def run_publisher(table: Any, says: Any, listen: str, blocking_s: float) -> None
 
 
 def _home() -> Path:
-    """The registry folder: the secret of the app is in it, in the folder of the instance."""
+    """Return the registry folder: the app's secret is in it, in the folder of the instance."""
     secret_file = os.environ.get(_SECRET_FILE_VARIABLE)
     return home_of(Path(secret_file).absolute().parent.parent if secret_file else None)
 
@@ -268,7 +270,7 @@ class _TablePublisher:
         publishing.publish([row for row in rows if row.number > number])
 
     def _report(self, publishing: Publication, now_s: float) -> None:
-        """Who came, who went, who holds up writers, to the table."""
+        """Report to the table which clients came and went, and which hold up writers."""
         held = publishing.held_by
         has_news = publishing.joined or publishing.left or held != self._said_held
         pause_s = limits.PRESENCE_S if has_news else limits.BEAT_S
@@ -286,7 +288,7 @@ def _place(publisher: Publisher, streams: int, blocking_s: float) -> Place:
 
 
 def drain_presences(publishing: Publication) -> tuple[list[Presence], list[str]]:
-    """Who came and who went, as many as one message takes: those that went were there before."""
+    """Take the clients that came and those that went, as many as one message holds. Those that came leave first."""
     joined = [publishing.joined.pop(stream) for stream in list(publishing.joined)[:_PRESENCES_MAX]]
     if publishing.joined:
         return joined, []

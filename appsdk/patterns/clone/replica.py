@@ -1,4 +1,4 @@
-"""A copy of a part of a table, as it is told. It is always what the table was at one number. No I/O, no clock."""
+"""Copy of a part of a table, fed by a publisher; always equal to the table at one number. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Told = tuple[str, int, bytes | None]  # key, number, value; None: the key is gon
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a client asks for."""
+    """Options of a client's stream."""
 
     subtrees: tuple[str, ...] = ("",)
     window_bytes: int = limits.WINDOW_BYTES_DEFAULT
@@ -27,8 +27,8 @@ class Options:
 
 @dataclass(slots=True)
 class Counts:
-    """``holes``: parts that did not follow what was there. ``whole``: copies that were taken from the beginning.
-    ``resumed``: streams that went on where the copy was. ``dropped``: changes that were not told one by one.
+    """Counters of a copy. ``holes``: parts that did not follow the copy. ``whole``: copies from the beginning.
+    ``resumed``: streams that continued from the copy. ``dropped``: changes that were not told one by one.
     """
 
     holes: int = 0
@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a part has changed, once it is whole. ``whole``: everything, where that was told in place of changes."""
+    """Changes of a whole part. ``whole``: the part replaced the copy."""
 
     changes: Sequence[Told]
     number: int
@@ -48,7 +48,8 @@ class News:
 
 
 class Replica:
-    """``values``: by key, MessagePack. ``number``: of the last update in it; ``table``: "" while there is none.
+    """Copy of a table. ``values``: by key, MessagePack. ``number``: of the last update in it; ``table``: "" while there
+    is no copy.
 
     ``subtrees``: what it is given; None while it has no stream. ``ended``: why it will get no more.
     """
@@ -79,7 +80,7 @@ class Replica:
         return self._stream
 
     def activate(self, *, anew: bool = False) -> Activate:
-        """What to ask a publisher for. ``anew``: as if there were nothing."""
+        """Make the request for a stream. ``anew``: from the beginning, as if there were no copy."""
         self._stream += 1
         self.subtrees = None
         self.is_whole = False
@@ -101,7 +102,7 @@ class Replica:
         )
 
     def take(self, answer: Answer, size_bytes: int) -> News | bool:
-        """News; or whether it is to ask again. ``size_bytes``: of the frame."""
+        """Process a publisher's answer of ``size_bytes``. Returns its changes, or whether to ask for a stream again."""
         if isinstance(answer, Part):
             return self.subtrees is not None and self._part(answer, size_bytes)
         if isinstance(answer, Activated):
@@ -159,7 +160,7 @@ class Replica:
                 values.pop(key, None)
 
     def _replace(self, changes: Sequence[Told], number: int) -> list[Told]:
-        """All that is there. What differs from before is what has changed."""
+        """Replace the copy and return the differences as changes."""
         self.counts.whole += 1
         before = self.values
         self.table = self._told_table
@@ -168,7 +169,7 @@ class Replica:
         return [change for change in changes if before.get(change[0]) != change[2]] + gone
 
     def acknowledgement(self) -> int | None:
-        """How many bytes of the stream have come, where the publisher is to hear of it."""
+        """Return how many bytes of the stream have come, where that is to be acknowledged now."""
         if self._received_bytes - self._acknowledged_bytes < self.options.window_bytes // 4:
             return None
         self._acknowledged_bytes = self._received_bytes

@@ -1,5 +1,6 @@
 """Streams of a publisher and the views they share: parts are encoded once for all streams of one view. No I/O, no
-clock."""
+clock.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Chunk:
 
 
 class Walk:
-    """Brings a stream up to date: from ``after`` to ``number``, each key once. Parts are encoded as they are asked for.
+    """Catch-up of a stream from ``after`` to ``number``, each key once. Parts are encoded when they are asked for.
 
     ``then``: the index of the view's part that follows; ``then_changes``: all changes of the view in front of that.
     """
@@ -47,7 +48,7 @@ class Walk:
         return len(self._groups)
 
     def part(self, index: int) -> bytes:
-        """In order: those of a walk that is not shared are there once."""
+        """Return a part; in order, since a walk that is not shared keeps none."""
         if index < len(self._encoded):
             return self._encoded[index]
         rows = self._groups[index]
@@ -61,7 +62,7 @@ class Walk:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Each as much as one frame should have."""
+    """Yield the rows in groups, each as large as one frame should be."""
     begin, bytes_in = 0, 0
     for index, row in enumerate(rows):
         bytes_of = size_bytes(row)
@@ -76,7 +77,9 @@ def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 class View:
-    """``number``: what its last part came to. ``users``: how many streams have it."""
+    """Part of the table that streams share. ``number``: up to which its last part goes. ``users``: number of its
+    streams.
+    """
 
     def __init__(self, visible: tuple[str, ...], number: int) -> None:
         self.visible = visible
@@ -93,7 +96,7 @@ class View:
 
     @property
     def end(self) -> int:
-        """The index of the part that comes next."""
+        """Index of the next part."""
         return self.first + len(self._chunks)
 
     @property
@@ -104,7 +107,7 @@ class View:
         return self._chunks[index - self.first]
 
     def begin_bytes(self, index: int) -> int:
-        """All bytes in front of that part."""
+        """Return the bytes of all parts in front of ``index``."""
         return self._begin_bytes if index <= self.first else self[index - 1].end_bytes
 
     def add(self, row: Row, *, is_conflated: bool) -> None:
@@ -115,7 +118,7 @@ class View:
         return any(covers(one, key) for one in self.visible)
 
     def cut(self, number: int) -> None:
-        """All that has come up to ``number`` becomes parts; if nothing has, one that only says so."""
+        """Make parts of all that is pending, up to ``number``; an empty one if nothing is."""
         if number <= self.number and not self._pending:
             return
         groups = list(_groups(self._pending)) or [()]
@@ -131,7 +134,7 @@ class View:
         self._is_conflated = False
 
     def trim(self, needed: int) -> None:
-        """Parts in front of index ``needed`` may go."""
+        """Drop the parts in front of index ``needed``."""
         while self.first < needed and self._chunks and self.end_bytes - self._begin_bytes > limits.HISTORY_BYTES:
             self._begin_bytes = self._chunks.popleft().end_bytes
             self.first += 1
@@ -139,7 +142,9 @@ class View:
             self._snapshot = None
 
     def walk(self, entries: Entries, after: int) -> Walk:
-        """From ``after`` to what it is now: nothing is pending. From too far back it is everything."""
+        """Return the walk from ``after`` to now; nothing may be pending. Where ``after`` is too far back, it holds
+        everything.
+        """
         rows = None if after == EVERYTHING else entries.since(after)
         if rows is not None:
             return Walk([row for row in rows if self.sees(row.key)], after, self, shared=False)
@@ -152,12 +157,12 @@ class View:
         return self._snapshot
 
     def forget_snapshot(self) -> None:
-        """Nobody walks through it."""
+        """Drop the shared walk, which no stream uses any more."""
         self._snapshot = None
 
 
 class Views:
-    """All that have streams."""
+    """Views that have streams."""
 
     def __init__(self) -> None:
         self._views: dict[tuple[str, ...], View] = {}
@@ -167,7 +172,9 @@ class Views:
         return iter(self._views.values())
 
     def use(self, visible: tuple[str, ...], number: int) -> View:
-        """For one stream more. ``number``: where the table is, with nothing pending that a new view would lack."""
+        """Return the view for one more stream. ``number``: where the table is, with nothing pending that a new view
+        would lack.
+        """
         view = self._views.get(visible)
         if view is None:
             view = self._views[visible] = View(visible, number)
@@ -202,7 +209,7 @@ Send = Callable[[bytes], None]
 
 
 class Stream:
-    """It is in step with its view; or it walks; or it is to walk from ``after`` on: then both others are None.
+    """Stream of one client: in step with its view; or it walks; or it waits for a walk from ``after`` on.
 
     ``id``: its name in the whole tree of publishers. ``route``: of its client's connection.
     """
@@ -227,7 +234,7 @@ class Stream:
 
     @property
     def is_waiting(self) -> bool:
-        """For a walk."""
+        """Tell whether the stream waits for a walk."""
         return self.walk is None and self._next is None
 
     @property
@@ -236,21 +243,21 @@ class Stream:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of its view, and not on their way."""
+        """Bytes of the view that are not sent to this stream yet."""
         return 0 if self._next is None else self.view.end_bytes - self.view.begin_bytes(self._next)
 
     @property
     def needed(self) -> int:
-        """The index of the first of its view's parts that it is to get. One that walks does not hold on to parts."""
+        """Index of the view's first part that the stream still needs. A stream that walks holds on to none."""
         return self.view.end if self._next is None else self._next
 
     def received(self, total_bytes: int) -> None:
-        """More than was sent counts as all."""
+        """Note an acknowledgement. More than was sent counts as all."""
         self._received_bytes = max(self._received_bytes, min(total_bytes, self._sent_bytes))
 
     @property
     def dropped(self) -> int:
-        """Changes that it is not told one by one."""
+        """Number of changes that the stream is not told one by one."""
         told, waits = self._told_changes, self.is_waiting
         return self._dropped + (self.view.end_changes - told if waits and told is not None else 0)
 
@@ -261,19 +268,19 @@ class Stream:
         self.walk, self._part = walk, 0
 
     def start_anew(self, view: View, after: int = EVERYTHING) -> None:
-        """With another view."""
+        """Restart the stream with another view."""
         self.view, self.after = view, after
         self._told_changes = None
         self.walk = self._next = None
         self.over_since_ns = None
 
     def drop(self) -> None:
-        """All that waits. The keys that it has to do with come again, as they are then."""
+        """Drop all that waits. The keys concerned come again, with their values of then."""
         self._next = None
         self.over_since_ns = None
 
     def pump(self, send: Send) -> None:
-        """As much as there is room for."""
+        """Send parts, as many as there is room for."""
         if self._dropped > self._told_dropped and self.has_room:
             self._told_dropped = self._dropped
             send(encode(Dropped(self.asked.stream, self._dropped)))

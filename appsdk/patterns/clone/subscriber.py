@@ -1,4 +1,4 @@
-"""Connects a replica to one publisher after another, found through the table or given by hand."""
+"""Subscriber: connects a replica to one publisher after another, found through the table or given by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ FindPlaces = Callable[[bool], Sequence[Place]]
 
 
 class Subscriber:
-    """``find``: where the table is published; True: ask anew. It may raise NotConnectable.
+    """Connection of a replica to a publisher. ``find``: returns where the table is published (True: ask anew); may
+    raise NotConnectable.
 
     ``finder_of``: endpoint and keys of one of these places.
     """
@@ -67,11 +68,13 @@ class Subscriber:
 
     @property
     def endpoint(self) -> str:
-        """Where it is connected; "": nowhere."""
+        """Endpoint of the connection; "": none."""
         return "" if self._socket is None else self._endpoint
 
     def filenos(self) -> list[int]:
-        """What to wait for. They tell of news once: :meth:`process` takes them all. Others may come with process."""
+        """Return the file descriptors to wait for. They signal once: :meth:`process` takes all that has come, and may
+        change them.
+        """
         if self._socket is None:
             return []
         descriptor = self._socket.getsockopt(zmq.FD)
@@ -85,7 +88,7 @@ class Subscriber:
         return min(self._pinged_s + limits.BEAT_S, self._heard_s + silence_s)
 
     def process(self, now_s: float, news_max: int = 1000) -> list[News]:
-        """What has come, as news of the copy; as many as ``news_max``, the rest with the next call."""
+        """Process what has come and return the copy's changes; at most ``news_max``, the rest with the next call."""
         found: list[News] = []
         if self.replica.ended:
             self._disconnect()
@@ -123,12 +126,14 @@ class Subscriber:
         self._is_asked = False
 
     def _choose(self, places: Sequence[Place], now_s: float) -> Place:
-        """One that has not failed lately, if there is one. The first two are about equal: not all are to choose one."""
+        """Choose a place that has not failed lately, if there is one; at random among the first two, so that clients
+        spread.
+        """
         fresh = [place for place in places if now_s >= self._failed_until_s.get(place.endpoint, 0.0)]
         return self._random.choice(fresh[:2] or list(places))
 
     def _open(self, place: Place) -> None:
-        """Raises NotConnectable."""
+        """Connect to a place. Raises NotConnectable."""
         found = self._finder_of(place).find()
         endpoint = found.endpoints[0]
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -167,7 +172,7 @@ class Subscriber:
         self.replica.subtrees = None
 
     def _retry(self, now_s: float) -> None:
-        """Soon, with another place if there is one."""
+        """Connect again soon, to another place if there is one."""
         if self._socket is not None:
             self._failed_until_s[self._endpoint] = now_s + limits.LEASE_S
             if len(self._failed_until_s) > limits.FORWARDERS_MAX:
@@ -194,7 +199,7 @@ class Subscriber:
             self._retry(now_s)
 
     def _ask(self, now_s: float) -> None:
-        """For a stream, from where the copy is."""
+        """Ask for a stream from where the copy is."""
         behind_since_s = self._behind_since_s
         request = self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
         self._is_asked = self._say(request)
@@ -215,7 +220,7 @@ class Subscriber:
             self._say(Ping(self.replica.stream))
 
     def _say(self, request: Request) -> bool:
-        """False: there is no connection, or the socket has not heard of it yet, though it is watched to be there."""
+        """Send a request. False: there is no connection, or ZeroMQ has not made it yet."""
         assert self._socket is not None
         try:
             self._socket.send(encode(request), _NOBLOCK)
@@ -266,7 +271,7 @@ class Subscriber:
             self._say(Received(self.replica.stream, total_bytes))
 
     def _again(self, now_s: float) -> None:
-        """A hole, or a publisher that will not go on with this stream."""
+        """Ask anew after a hole, or after a publisher ended the stream."""
         if not self.replica.problem:
             self._ask(now_s)
             return
@@ -295,7 +300,7 @@ class Subscriber:
 
 @dataclass
 class Access:
-    """How a client gets to a table and its publishers; as of :func:`immortal.appsdk.client.connect`.
+    """Options by which a client reaches a table and its publishers; as of :func:`immortal.appsdk.client.connect`.
 
     ``publishers``: endpoints, in place of those that the table names; ``NAME@tcp://...`` where NAME's keys are shown.
     ``blocks``: of those that the table names, only where clients may hold up writers.
@@ -317,14 +322,14 @@ class Access:
 
 @dataclass
 class Places:
-    """``table``: a proxy of it; None: only those that are given are known."""
+    """Publishers of a table. ``table``: a proxy of it; None: only those given by hand are known."""
 
     access: Access
     table: Any = None
     _known: list[Place] = field(default_factory=list)
 
     def find(self, anew: bool) -> Sequence[Place]:
-        """Raises NotConnectable."""
+        """Return the places of the publishers. Raises NotConnectable."""
         if self.access.publishers:
             return [_place(text) for text in self.access.publishers]
         if self._known and not anew:

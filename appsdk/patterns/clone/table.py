@@ -1,4 +1,4 @@
-"""The table as an instance: ``immortal run prices appsdk.patterns.clone:Table``. Every change has its number here."""
+"""Table as an instance: ``immortal run prices appsdk.patterns.clone:Table``. It numbers every change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OWN = "own"  # in place of a forwarder's ID: the publisher of the table's app
 
 
 class Forwarding(msgspec.Struct):
-    """A forwarder, or the table's own publisher. ``heard_ns``: by the time for which the table has listened."""
+    """Forwarder, or the table's own publisher. ``heard_ns``: by the time for which the table has listened."""
 
     place: Place
     heard_ns: int
@@ -65,8 +65,8 @@ ROLES = {
 
 
 class Table(Immortal, roles=ROLES):
-    """``listen``: where it is published; give it an address of the machine for clients elsewhere, which needs keys.
-    ``blocking_s``: a client that asked for it may hold up writers for so long; 0: not at all.
+    """Table of keys and values. ``listen``: where it is published; for clients elsewhere give it an address of the
+    machine, which needs keys. ``blocking_s``: how long a client that asked for it may hold up writers; 0: not at all.
     """
 
     listen: ClassVar[str] = "tcp://127.0.0.1:*"
@@ -96,7 +96,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError, TableFull])
     def update(self, changes: list[Change]) -> Written:
-        """All of them or none, one behind the other."""
+        """Apply all changes or none, one behind the other."""
         if not 1 <= len(changes) <= limits.CHANGES_MAX:
             raise ValueError(f"{len(changes)} changes: 1 to {limits.CHANGES_MAX} were expected")
         for change in changes:
@@ -110,7 +110,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError, TableFull])
     def update_below(self, subtree: str, changes: list[Change]) -> Written:
-        """As ``update``, all of it in ``subtree``: of who may write to that and nothing else."""
+        """Apply changes as ``update`` does, for a writer who may write to ``subtree`` only."""
         for change in changes:
             if not covers(subtree, change.key):
                 raise ValueError(f"key {change.key!r} is not in {subtree!r}, which this client says that it writes to")
@@ -118,7 +118,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     async def room(self) -> bool:
-        """Waits until no client holds writers up any more, some seconds at most; whether that is so."""
+        """Wait until no client holds up writers, some seconds at most. Returns whether that is so."""
         wait = await self.wait_for_room.step()
         if not wait:
             return True
@@ -130,7 +130,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def wait_for_room(self) -> int:
-        """The number of the wait; 0: there is room. A step of :meth:`room`."""
+        """Return the number of the wait; 0: there is room. A step of :meth:`room`."""
         if not self._held_by():
             return 0
         self.waits += 1
@@ -139,7 +139,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def stop_waiting(self, wait: int) -> bool:
-        """Whether it still waited. A step of :meth:`room`."""
+        """End a wait and return whether it still waited. A step of :meth:`room`."""
         if wait not in self.waiting:
             return False
         self.waiting.remove(wait)
@@ -147,7 +147,8 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError, TableFull])
     def entitle(self, name: str, subtrees: list[str], relay: bool = False, may_block: bool = False) -> None:
-        """Who shows the key of ``name`` sees these subtrees, and nothing else; "*": who has no line of its own.
+        """Let the owner of the key ``name`` see these subtrees, and nothing else; "*": each one without an entitlement
+        of its own.
 
         ``relay``: it is a forwarder. ``may_block``: it may hold up writers. Once somebody is entitled, others see
         nothing.
@@ -171,7 +172,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def disentitle(self, name: str) -> bool:
-        """It has no line of its own any more; whether it had one."""
+        """Remove the entitlement of ``name`` and return whether it had one."""
         key = f"{ENTITLED}/{name}"
         if key not in self.entries.rows:
             return False
@@ -183,7 +184,7 @@ class Table(Immortal, roles=ROLES):
 
     @query
     def places(self) -> list[Place]:
-        """Where it is published, those with the fewest clients first."""
+        """Return where the table is published, places with the fewest clients first."""
         return sorted(
             (one.place for one in self.forwarders.values() if one.place.endpoint), key=lambda one: one.streams
         )
@@ -209,12 +210,12 @@ class Table(Immortal, roles=ROLES):
 
     @on_primary
     def publish(self, impulses: Impulses) -> None:
-        """The publisher of the app itself."""
+        """Run the publisher in the app's own process."""
         run_publisher(self, impulses.to(self), self.listen, self.blocking_s)
 
     @impulse
     def publisher_begins(self, place: Place) -> None:
-        """It knows nothing of the streams that were there before."""
+        """Start anew with the app's own publisher, which knows none of the streams that were there before."""
         now_ns = immortal.now_ns()
         self.looked_ns = now_ns  # how long the table was away counts for nobody's silence
         with self._publishing() as rows:
@@ -232,7 +233,7 @@ class Table(Immortal, roles=ROLES):
     def forwarder_says(
         self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str], begins: bool
     ) -> None:
-        """Once a second. ``begins``: it tells of all its streams anew."""
+        """Process a forwarder's report, sent once a second. ``begins``: it reports all its streams anew."""
         if forwarder not in self.forwarders and len(self.forwarders) >= limits.FORWARDERS_MAX:
             raise TableFull(f"there are {limits.FORWARDERS_MAX} forwarders, which is as many as may be")
         self._check_identity(place.identity)
@@ -242,7 +243,7 @@ class Table(Immortal, roles=ROLES):
         self._hear(forwarder, place, joined, left, held_by)
 
     def _check_identity(self, name: str) -> None:
-        """Clients believe who shows these keys. Raises ValueError."""
+        """Check that clients may be told to trust the keys of ``name``. Raises ValueError."""
         if name and name != self._immortal_context.instance_name and not self._may_relay(name):
             raise ValueError(f"{name!r} is no forwarder here: entitle it with relay=True")
 
@@ -259,7 +260,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def forwarder_known(self, forwarder: str) -> bool:
-        """Whether it need not begin anew."""
+        """Tell whether the forwarder is known, and so need not begin anew."""
         return forwarder in self.forwarders
 
     def _hear(self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str]) -> None:
@@ -297,7 +298,7 @@ class Table(Immortal, roles=ROLES):
             del self.forwarders[name]
 
     def _lose(self, rows: list[Row], forwarder: str) -> None:
-        """All its streams are gone."""
+        """Remove all streams of a forwarder."""
         known = self.forwarders.get(forwarder)
         if known is not None:
             for stream in known.streams:
@@ -316,7 +317,7 @@ class Table(Immortal, roles=ROLES):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _check_room(self, changes: list[Change]) -> None:
-        """Raises TableFull."""
+        """Check that changes fit into the table. Raises TableFull."""
         entries = self.entries
         if all(change.value is None for change in changes):
             return
@@ -335,7 +336,7 @@ class Table(Immortal, roles=ROLES):
 
     @contextmanager
     def _publishing(self) -> Iterator[list[Row]]:
-        """What is changed within leaves at its end."""
+        """Publish, at the end of the block, the rows that were changed within it."""
         rows: list[Row] = []
         yield rows
         if rows:
@@ -359,7 +360,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(limit=1)
     async def alarm(self) -> None:
-        """Without end: it sleeps until the time of a row is over."""
+        """Sleep until a row expires, and delete it, without end."""
         for _ in range(limits.ALARMS_MAX):
             try:
                 sleep_ns = await self.expire.step()
@@ -374,7 +375,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def expire(self) -> int:
-        """Rows whose time is over go. How long until the next one's is: nanoseconds; 0: there is none."""
+        """Delete expired rows, and return the time until the next one expires, in nanoseconds; 0: there is none."""
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         with self._publishing() as rows:
@@ -398,13 +399,13 @@ def _room(wait: int) -> str:
 
 
 class Deadlines(msgspec.Struct):
-    """``at_ns``: by key. The heap may have old ones, which count for nothing."""
+    """Deadlines of keys. ``at_ns``: by key. The heap may have old entries, which count for nothing."""
 
     at_ns: dict[str, int] = {}
     heap: list[tuple[int, str]] = []
 
     def set(self, key: str, at_ns: int) -> None:
-        """0: none."""
+        """Set the deadline of a key; 0: none."""
         if not at_ns:
             self.at_ns.pop(key, None)
             return
@@ -415,14 +416,14 @@ class Deadlines(msgspec.Struct):
             heapify(self.heap)
 
     def next_ns(self) -> int:
-        """0: there is none."""
+        """Return the next deadline; 0: there is none."""
         heap = self.heap
         while heap and self.at_ns.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][0] if heap else 0
 
     def take_due(self, now_ns: int, count_max: int) -> list[str]:
-        """The keys whose time is over, the first ones first."""
+        """Take the keys whose deadline is over, earliest first."""
         due: list[str] = []
         while len(due) < count_max and 0 < self.next_ns() <= now_ns:
             _, key = heappop(self.heap)

@@ -1,4 +1,5 @@
-"""``prices = group(Book, "prices", members=["b1", "b2"])``: ordered multicasts to whoever is a member by then.
+"""Groups of instances, with ordered multicasts to their members: ``prices = group(Book, "prices", members=["b1",
+"b2"])``.
 
 `docs/how-to/ordering.md` says what is promised; :mod:`immortal.appsdk.ordering.views` how members agree.
 """

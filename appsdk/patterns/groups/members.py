@@ -24,7 +24,7 @@ EXPEL_AFTER_MIN = timedelta(seconds=1)
 
 
 class Group(property):
-    """What :func:`immortal.appsdk.patterns.groups.group` puts into a class."""
+    """Attribute that :func:`immortal.appsdk.patterns.groups.group` makes in a class."""
 
     def __init__(
         self,
@@ -59,11 +59,13 @@ class Group(property):
 
     @property
     def definition(self) -> Definition:
-        """Of the members' class. Raises DefinitionError, and whatever importing its module raises."""
+        """Definition of the members' class. Raises DefinitionError, and whatever importing its module raises."""
         return self._peers[self.first.members[0]].resolve()
 
     def handler(self, name: str, reserved: Iterable[str]) -> Handler[Any, Any]:
-        """Of the members; none of ``reserved``. Raises AttributeError, UsageError."""
+        """Return the members' handler called ``name``, which is none of ``reserved``. Raises AttributeError,
+        UsageError.
+        """
         definition = self.definition
         if not self._is_of_members(definition.cls):
             raise UsageError(f"group {self.name!r}: its members' class {definition.name} is not below Grouped")
@@ -76,7 +78,7 @@ class Group(property):
         return found
 
     def destinations(self, own: str, definition: Definition, members: Iterable[str]) -> list[Destination]:
-        """For a multicast of ``own``, which is of the class of ``definition``."""
+        """Return the destinations of a multicast by ``own``, whose class is that of ``definition``."""
         found: list[Destination] = []
         for member in members:
             if member == own:
@@ -94,7 +96,7 @@ class Group(property):
 
 
 def check_groups(cls: type) -> None:
-    """Whether each name is of one group. Raises DefinitionError."""
+    """Check that each name belongs to one group. Raises DefinitionError."""
     known: dict[str, Group] = {}
     for ancestor in cls.__mro__:
         for one in vars(ancestor).values():
@@ -109,13 +111,13 @@ def _members(group: Group) -> str:
 
 
 def groups_of(cls: type) -> dict[str, Group]:
-    """By name."""
+    """Return the groups of a class by name."""
     found = [one for ancestor in cls.__mro__ for one in vars(ancestor).values() if isinstance(one, Group)]
     return {one.name: one for one in reversed(found)}
 
 
 def group_of(cls: type, name: str) -> Group:
-    """Raises UsageError."""
+    """Return the group of that name. Raises UsageError."""
     for ancestor in cls.__mro__:
         for one in vars(ancestor).values():
             if isinstance(one, Group) and one.name == name:
@@ -127,7 +129,7 @@ def group_of(cls: type, name: str) -> Group:
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Of a member; ``view``: what it is there now."""
+    """Answer of a member. ``view``: the view that the member has now."""
 
     is_executed: bool
     view: View
@@ -135,7 +137,9 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Handled(msgspec.Struct, array_like=True, frozen=True):
-    """Of one sender: its last message that was executed here, and to which view; who tells it of its last one."""
+    """Last message of one sender that was executed here, and the view that it was sent to; and the member that tells
+    the sender so.
+    """
 
     executed: int
     view: int
@@ -143,7 +147,7 @@ class Handled(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Known(msgspec.Struct, array_like=True):
-    """What an instance knows of a group.
+    """State of a group at one instance.
 
     ``newest``: a view that it was told of, which may be ahead of its place in the order. ``asking``: (sender, member,
     number of a view): who waits for the view without that member. ``expelling``: whom this instance expels.
@@ -162,12 +166,12 @@ class Known(msgspec.Struct, array_like=True):
 
     @property
     def view(self) -> View:
-        """The newest that is known."""
+        """Newest view that is known."""
         return max(self.membership.view, self.newest, key=number_of)
 
 
 class Grouped(Immortal):
-    """The base class of members of groups, and of who sends to them. Its handlers are how they talk to each other."""
+    """Base class of members of groups and of their senders. Its handlers are the members' protocol."""
 
     groups_known: dict[str, Known] | None = None
 
@@ -184,17 +188,17 @@ class Grouped(Immortal):
         def leave(cls) -> Awaitable[None]: ...
 
     def on_expelled(self, name: str) -> None:
-        """This instance is no member of the group ``name`` any more, others say; for classes to override."""
+        """Called when other members have expelled this instance from the group ``name``; for classes to override."""
 
     @rpc
     def group_known(self, name: str) -> tuple[str, View]:
-        """This instance's name, and the newest view of the group that it knows."""
+        """Return this instance's name, and the newest view of the group that it knows."""
         known = self._group(name)[1]
         return known.own, known.view
 
     @rpc
     def group_learn(self, name: str, view: View) -> View:
-        """What a member has answered. What is sent next goes there, or to a newer view."""
+        """Learn the view of a member's answer. What is sent next goes there, or to a newer view."""
         known = self._group(name)[1]
         known.membership.learn(view)
         return max(view, known.view, key=number_of)
@@ -216,7 +220,9 @@ class Grouped(Immortal):
 
     @rpc
     def group_deliver(self, name: str, view_number: int, message: Message, sender: str, teller: str) -> Answer:
-        """A message to the group, at its place in the order. ``teller``: which member tells the sender; "": none."""
+        """Execute a message to the group, at its place in the order. ``teller``: the member that tells the sender; "":
+        none.
+        """
         source, known = self._group(name)
         membership = known.membership
         is_current = membership.is_current(view_number)
@@ -246,13 +252,13 @@ class Grouped(Immortal):
         )
 
     def _group_members(self, source: Group, own: str, view: int, members: Iterable[str]) -> Any:
-        """A multicast to them."""
+        """Return a multicast to the members."""
         definition = definition_of(type(self))
         destinations = source.destinations(own, definition, members)
         return Multicast(self._immortal_context, destinations, Scope(source.name, view))
 
     def _group_tell(self, to: str, method: str, *arguments: Any) -> None:
-        """``to``: another, or this instance itself, behind all that it has said to itself before."""
+        """Fork a handler of ``to``: another instance, or this one, behind all that it has sent to itself before."""
         to = "" if to == self._immortal_context.instance_name else to
         make_fork(self._immortal_context, to, definition_of(Grouped).handlers[method])(*arguments)
 
@@ -260,7 +266,7 @@ class Grouped(Immortal):
 
     @rpc
     def group_change(self, name: str, base: View, kind: Kind, changed: list[str], by: str) -> Answer:
-        """A change of membership, at its place in the order."""
+        """Change the membership, at the change's place in the order."""
         known = self._group(name)[1]
         counts = known.membership.change(base, kind, *changed)
         view = known.membership.view
@@ -278,7 +284,7 @@ class Grouped(Immortal):
 
     @rpc
     def group_ready(self, name: str, view_number: int, leaving: list[str]) -> None:
-        """By itself: all others send nothing more to ``leaving``."""
+        """Note that no other member sends anything more to ``leaving``. Called by this instance itself."""
         source, known = self._group(name)
         view = known.membership.view
         others = [one for one in view.members if one not in leaving]
@@ -291,7 +297,9 @@ class Grouped(Immortal):
 
     @rpc
     def group_asked(self, name: str, member: str, view_number: int, sender: str) -> None:
-        """By itself: ``sender`` cancels what it has sent to the views up to that one, and waits for another."""
+        """Have ``sender`` cancel what it has sent to the views up to that one, and wait for another. Called by this
+        instance itself.
+        """
         known = self._group(name)[1]
         if member not in known.membership.view.members:
             self._group_renew(name, known, member, view_number, sender)
@@ -304,8 +312,9 @@ class Grouped(Immortal):
     def group_renew(
         self, name: str, member: str, view_number: int, view: View, source: str, executed: tuple[int, int]
     ) -> None:
-        """``member`` was expelled from that view, says ``source``. ``executed``: (this sender's last message that it
-        has executed, the view that this was sent to)."""
+        """Learn from ``source`` that ``member`` was expelled from that view. ``executed``: (this sender's last message
+        that it has executed, the view that this was sent to).
+        """
         declared, known = self._group(name)
         known.newest = max(known.newest, view, key=number_of)
         if member == known.own and known.membership.is_member:
@@ -323,7 +332,9 @@ class Grouped(Immortal):
         self._immortal_context.tasks.incoming.expelled(Scope(name, view_number), member, source, answer)
 
     def _group_renew_all(self, name: str, known: Known, base: View, expelled: list[str]) -> None:
-        """All who wait for it, or for who is expelled; the first member tells those as well."""
+        """Tell all that wait for the view, or for an expelled member; the first member tells the expelled ones as
+        well.
+        """
         view, own = known.membership.view, known.own
         for member in expelled:
             waiting = {sender: number for sender, asked, number in known.asking if asked == member}
@@ -341,19 +352,21 @@ class Grouped(Immortal):
 
     @classmethod
     def _immortal_of_order(cls) -> frozenset[int]:
-        """Methods by which groups keep their order: nothing of a user's follows from them."""
+        """Return the methods by which groups keep their order: nothing of a user's follows from them."""
         return frozenset(one.method_id for one in definition_of(Grouped).handlers.values())
 
     # --- members that are silent --------------------------------------------------------------------------------------
 
     def _immortal_expel_after(self) -> dict[str, int]:
-        """By group: after how many ns of silence a member is expelled."""
+        """Return, by group, after how many ns of silence a member is expelled."""
         found = groups_of(type(self)).values()
         return {one.name: one.expel_after // timedelta(microseconds=1) * 1000 for one in found if one.expel_after}
 
     @rpc
     def group_silent(self, name: str, member: str, view_number: int) -> None:
-        """By itself, or from who has sent to that view: nothing is heard of ``member``, so this one expels it."""
+        """Expel ``member``, which is silent. Called by this instance itself, or by an instance that has sent to that
+        view.
+        """
         source, known = self._group(name)
         members = known.view.members
         if source.expel_after is not None and member in members and known.own in members and member != known.own:
@@ -362,7 +375,9 @@ class Grouped(Immortal):
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _immortal_expel(self, name: str, member: str) -> tuple[bool, str]:
-        """Begin to expel ``member``; whether that is possible, and in words. An order, which no block holds up."""
+        """Begin to expel ``member``. Returns whether that is possible, and a text. It is an order, which no block holds
+        up.
+        """
         if name not in groups_of(type(self)):
             return False, f"{type(self).__qualname__} declares no group {name!r}"
         known = self._group(name)[1]
@@ -382,7 +397,7 @@ class Grouped(Immortal):
     # --- what there is ------------------------------------------------------------------------------------------------
 
     def _group(self, name: str) -> tuple[Group, Known]:
-        """Raises UsageError."""
+        """Return the group of that name and what is known of it. Raises UsageError."""
         source = group_of(type(self), name)
         if self.groups_known is None:
             self.groups_known = {}
@@ -393,7 +408,7 @@ class Grouped(Immortal):
         return source, known
 
     def _immortal_groups(self) -> list[dict[str, Any]]:
-        """Those that the class declares, in plain values; for :mod:`immortal.appsdk.waiting.operator`."""
+        """Return the groups that the class declares in plain values, for :mod:`immortal.appsdk.waiting.operator`."""
         found = []
         for name, source in groups_of(type(self)).items():
             known = (self.groups_known or {}).get(name)

@@ -1,4 +1,4 @@
-"""``self.prices``: a group as handlers see it."""
+"""Proxy of a group, ``self.prices``, for use in handlers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def group(
     target: Callable[[], type[G]], name: str, members: Iterable[str], *, expel_after: timedelta | None = None
 ) -> type[G]: ...
 def group(target: object, name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> Any:
-    """The group ``name`` of instances of the class ``target`` (given as for :func:`immortal.peer`), in the class body.
+    """Declare, in a class body, the group ``name`` of instances of the class ``target`` (given as for
+    :func:`immortal.peer`).
 
     ``members``: its first ones, the same in all classes and for ever; later ones join. ``expel_after``: a member of
     which nothing is heard for that long, while others wait for it, is expelled; None: only by an operator. Raises
@@ -37,7 +38,7 @@ def group(target: object, name: str, members: Iterable[str], *, expel_after: tim
 
 
 class GroupProxy:
-    """A group, as handlers see it: an attribute for each handler of its members."""
+    """Proxy of a group in handlers, with an attribute for each handler of its members."""
 
     def __init__(self, source: Group, instance: Any) -> None:
         self._immortal_made_from = source, instance
@@ -49,16 +50,20 @@ class GroupProxy:
         return GroupMethod(source, instance, source.handler(name, definition_of(Grouped).handlers))
 
     def join(self) -> Awaitable[None]:
-        """``await self.prices.join()``: this instance is a member from a place in the order on. Raises UsageError."""
+        """Make this instance a member, from a place in the order on: ``await self.prices.join()``. Raises
+        UsageError.
+        """
         return _change(*self._immortal_made_from, "join")
 
     def leave(self) -> Awaitable[None]:
-        """``await self.prices.leave()``. Raises UsageError; ValueError for the last member."""
+        """End this instance's membership: ``await self.prices.leave()``. Raises UsageError; ValueError for the last
+        member.
+        """
         return _change(*self._immortal_made_from, "leave")
 
 
 class GroupMethod:
-    """A handler of all members: ``fork`` sends a call to them, ``await ....all(...)`` gives all answers."""
+    """Handler of all members: ``fork`` sends a call to each, ``await ....all(...)`` returns all answers."""
 
     def __init__(self, source: Group, instance: Any, handler: Handler[Any, Any]) -> None:
         self._source = source
@@ -66,7 +71,7 @@ class GroupMethod:
         self._handler = handler
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
-        """Raises TypeError, UsageError."""
+        """Send the call to all members. Raises TypeError, UsageError."""
         encoded = self._encode(arguments, keywords)
         if is_task(self._instance):
             self._instance.group_send.fork(self._source.name, self._handler.name, encoded)
@@ -74,7 +79,7 @@ class GroupMethod:
             self._instance.group_send(self._source.name, self._handler.name, encoded)
 
     def all(self, *arguments: Any, **keywords: Any) -> Awaitable[tuple[Any, ...]]:
-        """In the order of the members. Raises TypeError, UsageError."""
+        """Call all members and return their answers, in the order of the members. Raises TypeError, UsageError."""
         _require_task(self._instance, f"self.<group>.{self._handler.name}.all")
         return self._ask(self._encode(arguments, keywords))
 
@@ -114,14 +119,14 @@ async def _change(source: Group, instance: Any, kind: Kind) -> None:
 
 
 def _to_members(source: Group, instance: Any, own: str, view: View) -> Any:
-    """A multicast to them, of an async handler."""
+    """Return a multicast to the members, of an async handler."""
     task = instance._immortal_task
     destinations = source.destinations(own, task.tasks.definition, view.members)
     return TaskMulticast(task, destinations, Scope(source.name, view.number))
 
 
 def is_task(instance: Any) -> bool:
-    """Whether it is the self of an async handler, which says that it has the class of the app."""
+    """Tell whether ``instance`` is the ``self`` of an async handler, which claims the class of the app."""
     return type(instance) is TaskSelf
 
 

@@ -1,5 +1,5 @@
-"""The reliable pipeline: ventilators send batches of tasks to a cluster, plain worker processes do them, a
-collector gets each result once. `docs/patterns/harmony.md`.
+"""Reliable pipeline: ventilators send batches of tasks to a cluster, plain worker processes do them, a collector gets
+each result once. `docs/patterns/harmony.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command: workers in one line, and how far batches are."""
+"""Command of the harmony pattern: runs workers, and shows the progress of batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLLOW_S = 1.0
 
 
 def _function(text: str) -> tuple[str, Callable[[Any], Any]]:
-    """``MODULE:FUNCTION`` or ``NAME=MODULE:FUNCTION``. Raises ArgumentTypeError."""
+    """Import the function of ``MODULE:FUNCTION`` or ``NAME=MODULE:FUNCTION``. Raises ArgumentTypeError."""
     name, equals, place = text.rpartition("=")
     module, colon, attribute = place.partition(":")
     if not (module and colon and attribute) or (equals and not name):

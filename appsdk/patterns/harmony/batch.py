@@ -1,4 +1,4 @@
-"""The rules of one batch: tasks come in order, are given to workers, and end once each. No I/O, no clock.
+"""Rules of one batch: tasks come in order, are given to workers, and end once each. No I/O, no clock.
 
 put -> waiting -> given to a worker -> done
           ^             | the worker is lost
@@ -35,7 +35,7 @@ _NIL = b"\x91\xc0"  # an array of one nil
 
 
 class TaskSlice(msgspec.Struct, frozen=True):
-    """Tasks whose numbers follow each other.
+    """Tasks with consecutive numbers.
 
     ``run_tasks_max``: so many of them go together. ``deaths``: workers that were lost with it alone in hand.
     """
@@ -58,7 +58,7 @@ class TaskSlice(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Of one batch, in tasks. ``size``: None until its end has come. ``failed`` ones are done as well.
+    """Progress of one batch, in tasks. ``size``: None until its end has come. ``failed`` ones count as done as well.
 
     ``given``: workers have them. ``resent``: were given again, because a worker was lost. ``workers``: that the cluster
     has heard of lately, for whatever batch.
@@ -86,8 +86,8 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """What a batch is beside its name. ``digest``: of its first ``count`` tasks; empty where an earlier version has not
-    noted it. ``ended``: there are no more.
+    """Identity of a batch beside its name. ``digest``: of its first ``count`` tasks; empty where an earlier version has
+    not noted it. ``ended``: there are no more.
 
     ``life``: None where an earlier version has begun it.
     """
@@ -106,17 +106,17 @@ class Contents(msgspec.Struct, frozen=True):
         return f"for {self.function!r} and collector {self.collector!r}{has}"
 
     def check_target(self, name: str, function: str, collector: str) -> None:
-        """Raises BatchConflict."""
+        """Check that a batch has this function and collector. Raises BatchConflict."""
         if (self.function, self.collector) != (function, collector):
             raise self.conflict(name, Contents(function, collector))
 
     def check_tasks(self, name: str, digest: bytes) -> None:
-        """``digest``: of as many tasks; empty: whoever sends them does not say. Raises BatchConflict."""
+        """Compare the ``digest`` of as many tasks; empty: the sender does not know it. Raises BatchConflict."""
         if digest and self.digest and digest != self.digest:
             raise self.conflict(name, msgspec.structs.replace(self, digest=digest))
 
     def check_life(self, name: str, life: Life | None) -> None:
-        """Raises BatchConflict."""
+        """Check that a message is for this batch, not an earlier one of its name. Raises BatchConflict."""
         if life is not None and life != self.life:
             raise self.conflict(name, f"{life}, which had the name before and has ended")
 
@@ -130,7 +130,7 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def tasks_of(name: str, first: int, tasks: bytes) -> list[msgspec.Raw]:
-    """Raises BatchError."""
+    """Split an array of tasks. Raises BatchError."""
     try:
         return split(tasks)
     except ValueError as error:
@@ -157,7 +157,7 @@ class Batch(msgspec.Struct):
         return Contents(self.function, self.collector, self.put_count, self.digest, ended, self.life)
 
     def put(self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"") -> None:
-        """Numbered from ``first``. What was put before is not put again.
+        """Add tasks numbered from ``first``; those that were put before are skipped.
 
         ``before``, ``behind``: digests of all tasks in front of these, and with them; empty: who puts them says none.
         Raises BatchError, BatchConflict.
@@ -193,7 +193,7 @@ class Batch(msgspec.Struct):
         self.fresh.append(piece)
 
     def end(self, name: str, size: int, digest: bytes = b"") -> None:
-        """There are ``size`` tasks. Raises BatchError, BatchConflict."""
+        """End the batch with ``size`` tasks. Raises BatchError, BatchConflict."""
         if size != self.put_count:
             raise BatchError(
                 f"batch {name!r} can't end with {size} tasks: {self.put_count} came; send from {self.put_count} on"
@@ -203,19 +203,21 @@ class Batch(msgspec.Struct):
 
     @property
     def _load(self) -> float:
-        """Of what waits for workers; 1 is all that may wait."""
+        """Share of the limits that tasks waiting for workers use; 1 is all."""
         count = sum(piece.count for piece in self.fresh)
         size_bytes = sum(len(piece.tasks) for piece in self.fresh)
         return max(count / WAITING_TASKS_MAX, size_bytes / WAITING_SIZE_BYTES_MAX)
 
     @property
     def is_full(self) -> bool:
-        """Whether its ventilator is to wait."""
+        """Tell whether the ventilator is to wait."""
         return self._load >= 1
 
     @property
     def has_room(self) -> bool:
-        """Whether it need not wait any more: not for each run anew."""
+        """Tell whether a waiting ventilator may continue; later than ``is_full`` ends, so that it does not wait for
+        each run.
+        """
         return self._load < 1 / 2
 
     @property
@@ -227,7 +229,7 @@ class Batch(msgspec.Struct):
         return self.size is not None and self.done.covers(0, self.size)
 
     def take(self, limit: int) -> TaskSlice | None:
-        """Up to ``limit`` tasks that are not done; lost ones first."""
+        """Take up to ``limit`` tasks that are not done; lost ones first."""
         for pieces in (self.lost, self.fresh):
             while pieces:
                 piece = pieces.pop(0)
@@ -241,7 +243,7 @@ class Batch(msgspec.Struct):
         return None
 
     def respond(self, response: Response) -> list[Response]:
-        """What of it is new. Raises BatchError."""
+        """Take in results and return the new ones. Raises BatchError."""
         stop = response.first + response.count
         try:
             count = len(split(response.values))
@@ -258,7 +260,9 @@ class Batch(msgspec.Struct):
         return new
 
     def lose(self, batch: str, piece: TaskSlice, deaths_max: int) -> list[Response]:
-        """Its worker was lost: it is given again, in smaller runs, or set aside. Returns the results of that."""
+        """Requeue, in smaller runs, the tasks of a worker that was lost, or set them aside. Returns the results of
+        those set aside.
+        """
         if piece.count > 1:
             run_tasks_max = max(1, piece.count // LOST_PARTS)
             self.give_back(msgspec.structs.replace(piece, run_tasks_max=run_tasks_max))
@@ -271,7 +275,7 @@ class Batch(msgspec.Struct):
         return []
 
     def give_back(self, piece: TaskSlice) -> None:
-        """Nobody works on it any more. The lowest numbers go first: who reads in order waits for them."""
+        """Requeue tasks that no worker has any more. The lowest numbers go first: readers in order wait for them."""
         insort(self.lost, piece, key=lambda one: one.first)
 
     def run(self, name: str, piece: TaskSlice) -> Run:

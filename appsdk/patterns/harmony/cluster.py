@@ -1,4 +1,4 @@
-"""The instance that ventilators send their batches to, and workers ask for tasks."""
+"""Cluster: the instance to which ventilators send their batches, and which workers ask for tasks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ROLES = {
 
 
 class Cluster(Immortal, roles=ROLES):
-    """``silence_s``: a worker without a word for so long is lost, and others get what it had. ``deaths_max``: a task
-    that so many workers had alone when they were lost is set aside.
+    """Cluster of workers. ``silence_s``: a worker that is silent for so long is lost, and others get its tasks.
+    ``deaths_max``: a task that so many workers had alone when they were lost is set aside.
     """
 
     silence_s: ClassVar[float] = SILENCE_S
@@ -49,12 +49,12 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc(raises=[BatchError, BatchConflict])
     def start(self, batch: str, function: str, collector: str) -> int:
-        """As ``begin``, without ``again``: the number of the task that is expected next."""
+        """Begin a batch without ``again`` and return the number of the task that is expected next."""
         return self.dispatch.start(batch, function, collector, self._immortal_context.instance_name)
 
     @rpc(raises=[BatchError, BatchConflict])
     def begin(self, batch: str, function: str, collector: str, again: bool = False) -> Begun:
-        """Tasks of ``batch`` are arguments of ``function``, results go to the instance ``collector``.
+        """Begin ``batch``: its tasks are arguments of ``function``, its results go to the instance ``collector``.
 
         One that has that name goes on, if it is the same. ``again``: if it has ended, another one takes its name.
         """
@@ -65,7 +65,8 @@ class Cluster(Immortal, roles=ROLES):
     def put(
         self, batch: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
     ) -> bool:
-        """Tasks from number ``first`` on, a MessagePack array. Returns whether there is room for more, see ``room``.
+        """Add tasks from number ``first`` on, a MessagePack array. Returns whether there is room for more, see
+        ``room``.
 
         ``before``, ``behind``: the digests of all tasks in front of them, and with them.
         """
@@ -75,7 +76,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc(raises=[BatchError, BatchConflict])
     def end(self, batch: str, size: int, digest: bytes = b"", life: Life | None = None) -> None:
-        """The batch has ``size`` tasks. ``digest``: of all of them."""
+        """End the batch with ``size`` tasks. ``digest``: of all of them."""
         collector = self.dispatch.end(batch, size, digest, life)
         if collector is not None:
             contents = self.dispatch.batches[batch].contents
@@ -87,7 +88,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     async def room(self, batch: str) -> bool:
-        """Waits until there is room for more tasks, some seconds at most; whether there is."""
+        """Wait until there is room for more tasks, some seconds at most. Returns whether there is."""
         if not await self.wait_for_room.step(batch):
             return True
         came = await immortal.race(immortal.event(f"room {batch}"), immortal.sleep(timedelta(seconds=IDLE_S)))
@@ -97,7 +98,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     def wait_for_room(self, batch: str) -> bool:
-        """Whether the batch is full. A step of :meth:`room`."""
+        """Tell whether the batch is full, and note the wait. A step of :meth:`room`."""
         known = self.dispatch.batches.get(batch)
         if known is None or not known.is_full:
             return False
@@ -106,7 +107,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     def stop_waiting(self, batch: str) -> None:
-        """A step of :meth:`room`."""
+        """End a wait for room. A step of :meth:`room`."""
         known = self.dispatch.batches.get(batch)
         if known is not None:
             known.ventilator_waits = False
@@ -117,7 +118,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @query
     def batches(self) -> list[str]:
-        """The names of all that are known, the open ones last."""
+        """Return the names of all known batches, the open ones last."""
         return self.dispatch.names()
 
     # --- for workers -------------------------------------------------------------------------------------------------
@@ -126,7 +127,8 @@ class Cluster(Immortal, roles=ROLES):
     def work(
         self, worker: str, limits: dict[str, int], response: Response | None = None, life: Life | None = None
     ) -> Run | None:
-        """Results of what it was given, and more tasks of one function: ``limits`` says how many of each it wants.
+        """Take in results of a worker, and return more tasks of one function: ``limits`` says how many of each it
+        wants.
 
         ``life``: of the batch that the results are of, as its run said. None: there is nothing to do, see ``idle``; or
         it has asked for nothing, and is still at work.
@@ -141,7 +143,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     async def idle(self, worker: str, functions: list[str]) -> None:
-        """Until there may be work for it, or some seconds are over."""
+        """Wait until there may be work for the worker, or some seconds are over."""
         wait_s = await self.rest.step(worker, functions)
         if wait_s:
             came = await immortal.race(immortal.event(f"work {worker}"), immortal.sleep(timedelta(seconds=wait_s)))
@@ -150,18 +152,18 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc(raises=[BatchError])
     def rest(self, worker: str, functions: list[str]) -> float:
-        """For how many seconds it may wait. A step of :meth:`idle`."""
+        """Return for how many seconds the worker may wait. A step of :meth:`idle`."""
         self._listen(worker)
         return self.dispatch.rest(worker, functions)
 
     @rpc
     def stop_resting(self, worker: str) -> None:
-        """A step of :meth:`idle`."""
+        """End a worker's wait. A step of :meth:`idle`."""
         self.dispatch.resting.pop(worker, None)
 
     @rpc
     def leave(self, worker: str, died: bool = False) -> None:
-        """It ends; with ``died`` somebody has seen it die. Others get what it had."""
+        """Remove a worker; ``died``: another process has seen it die. Others get its tasks."""
         if died:
             self._pass_on(self.dispatch.lose(worker, self.deaths_max))
         else:
@@ -175,7 +177,7 @@ class Cluster(Immortal, roles=ROLES):
         self._pass_on(self.dispatch.listen(immortal.now_ns(), self.silence_s, self.deaths_max))
 
     def _pass_on(self, responses: Sequence[Response]) -> None:
-        """To the collectors."""
+        """Send results to the collectors."""
         for response in responses:
             batch = self.dispatch.batches[response.batch]
             if batch.life is None:
@@ -186,7 +188,7 @@ class Cluster(Immortal, roles=ROLES):
             self.dispatch.close(name)
 
     def _call(self) -> None:
-        """Those who wait for what there is now."""
+        """Wake the workers and ventilators for which there is work or room now."""
         for worker in self.dispatch.called():
             immortal.signal(f"work {worker}")
         for batch in self.dispatch.roomy():
@@ -197,5 +199,5 @@ class Cluster(Immortal, roles=ROLES):
 
 
 def fork_by_name(app: Immortal, name: str, cls: type[Immortal], method: str) -> Callable[..., None]:
-    """The ``fork`` of a handler of the instance ``name``, whose class is ``cls`` or has such a handler."""
+    """Return the ``fork`` of a handler of the instance ``name``, whose class is ``cls`` or has such a handler."""
     return make_fork(app._immortal_context, name, definition_of(cls).handlers[method])

@@ -1,4 +1,4 @@
-"""Collectors: what a batch's results go to, each once. :class:`Collector` keeps them; write your own to do without."""
+"""Collectors of a batch's results, each once. :class:`Collector` keeps them; subclass BaseCollector to do without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from immortal.appsdk.patterns.harmony.runs import (
 
 
 class Received(msgspec.Struct, frozen=True):
-    """``done`` results of a batch have come, ``failed`` of them failures. ``size``: None until its end has come."""
+    """Results that have come: ``done``, of which ``failed`` are failures. ``size``: None until the batch's end has
+    come.
+    """
 
     batch: str
     done: int
@@ -45,7 +47,9 @@ ROLES = {
 
 
 class BaseCollector(Immortal, roles=ROLES):
-    """Write ``collect``, and ``complete`` if you like; they run in a handler, so state and calls are exactly once."""
+    """Base of collectors: write ``collect``, and ``complete`` if you like. They run in a handler, so state and calls
+    are exactly once.
+    """
 
     gathered: dict[str, CollectedBatch]
 
@@ -53,27 +57,27 @@ class BaseCollector(Immortal, roles=ROLES):
         self.gathered = {}
 
     def collect(self, batch: str, results: list[Result]) -> None:
-        """Results that have not come before, in the order of their numbers; runs come in any order."""
+        """Take new results, in the order of their numbers; runs come in any order."""
         raise NotImplementedError
 
     def complete(self, batch: str, size: int) -> None:
-        """All ``size`` results of the batch have been collected."""
+        """Called when all ``size`` results of the batch have been collected."""
 
     def keep(self, response: Response) -> None:
-        """The same as ``collect``, for who does not want to look into results."""
+        """Take new results undecoded; by default decodes them for ``collect``."""
         self.collect(response.batch, results(response))
 
     def replaced(self, batch: str) -> None:
-        """What was collected is of an earlier batch; another one has taken its name, and its results come now."""
+        """Called when another batch has taken the name of the one that was collected; its results come now."""
 
     @rpc
     def accept(self, response: Response) -> None:
-        """Of a cluster, of a batch that an earlier version has begun."""
+        """Take results from a cluster, of a batch that an earlier version has begun."""
         self._accept(response, self.gathered.setdefault(response.batch, CollectedBatch()))
 
     @rpc
     def accept_of(self, response: Response, function: str, life: Life) -> None:
-        """Of a cluster."""
+        """Take results from a cluster."""
         contents = Contents(function, self._immortal_context.instance_name)
         self._accept(response, self._gathered(response.batch, life, contents))
 
@@ -84,12 +88,12 @@ class BaseCollector(Immortal, roles=ROLES):
 
     @rpc
     def end(self, batch: str, size: int) -> None:
-        """Of a cluster, of a batch that an earlier version has begun: it has ``size`` tasks."""
+        """Take the end from a cluster, of a batch of ``size`` tasks that an earlier version has begun."""
         self._end(batch, size, self.gathered.setdefault(batch, CollectedBatch()))
 
     @rpc
     def end_of(self, batch: str, contents: Contents) -> None:
-        """Of a cluster: the batch has all its tasks."""
+        """Take the end from a cluster: the batch has all its tasks."""
         self._end(batch, contents.count, self._gathered(batch, contents.life, contents))
 
     def _end(self, batch: str, size: int, gathered: CollectedBatch) -> None:
@@ -98,7 +102,7 @@ class BaseCollector(Immortal, roles=ROLES):
             self._look(batch, gathered)
 
     def _gathered(self, batch: str, life: Life | None, contents: Contents) -> CollectedBatch:
-        """``contents``: what a cluster says of it. Raises BatchConflict."""
+        """Return what has come of the batch. ``contents``: the cluster's description of it. Raises BatchConflict."""
         known = self.gathered.get(batch)
         if known is not None and known.is_replaced_by(life):
             self.replaced(batch)
@@ -119,12 +123,14 @@ class BaseCollector(Immortal, roles=ROLES):
 
     @rpc
     def forget(self, batch: str) -> bool:
-        """Keep nothing more of it; False: nothing was known. Under the same name all would be collected again."""
+        """Keep nothing more of the batch; False: nothing was known. Under the same name all would be collected
+        again.
+        """
         return self.gathered.pop(batch, None) is not None
 
 
 class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
-    """Keeps all results of a batch until it is forgotten; they can be read in order while they come."""
+    """Collector that keeps all results of a batch until it is forgotten; they can be read in order while they come."""
 
     kept: dict[str, KeptResults]
     readers: dict[str, dict[str, int]]  # those that wait: by batch, their event and the number that they wait for
@@ -154,7 +160,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         self.kept.pop(batch, None)
 
     def _known(self, batch: str, life: Life | None) -> CollectedBatch:
-        """What has come of it. Raises BatchConflict."""
+        """Return what has come of the batch. Raises BatchConflict."""
         known = self.gathered.get(batch)
         if known is None or known.is_replaced_by(life):
             return CollectedBatch()  # nothing yet
@@ -164,7 +170,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
     @query(raises=[BatchError, BatchConflict])
     def page(self, batch: str, number: int, life: Life | None = None) -> Response | None:
-        """Results from ``number`` on, some of them; None: that one has not come; ``count`` 0: there are no more."""
+        """Return some results from ``number`` on; None: that one has not come; ``count`` 0: there are no more."""
         gathered = self._known(batch, life)
         kept = self.kept.get(batch) if gathered is self.gathered.get(batch) else None
         if kept is not None and (page := kept.page(number)) is not None:
@@ -182,7 +188,9 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
     @rpc(raises=[BatchConflict])
     def wait_for(self, batch: str, number: int, life: Life | None = None) -> str:
-        """An event that comes with that result, or the end before it; "": that is there. A step of :meth:`watch`."""
+        """Return an event that comes with that result, or with the end before it; "": that is there. A step of
+        :meth:`watch`.
+        """
         gathered = self._known(batch, life)
         if self._has_come(gathered, number):
             return ""
@@ -192,7 +200,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
     @rpc
     def stop_waiting(self, batch: str, event: str) -> None:
-        """A step of :meth:`watch`."""
+        """End a wait for a result. A step of :meth:`watch`."""
         waiting = self.readers.get(batch, {})
         waiting.pop(event, None)
         if not waiting:
@@ -200,7 +208,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
     @rpc(raises=[BatchConflict])
     async def watch(self, batch: str, number: int, life: Life | None = None) -> None:
-        """Until that result or the end before it has come, or some seconds are over."""
+        """Wait until that result or the end before it has come, or some seconds are over."""
         event = await self.wait_for.step(batch, number, life)
         if event:
             came = await immortal.race(immortal.event(event), immortal.sleep(timedelta(seconds=IDLE_S)))
@@ -212,8 +220,8 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
 
 class CollectedBatch(msgspec.Struct):
-    """``failed``: so many of its results are failures. ``lives``: the batch's number at each cluster that has brought
-    some. ``contents``: as far as they have said.
+    """Results that have come of a batch. ``failed``: how many are failures. ``lives``: the batch's number at each
+    cluster that has sent some. ``contents``: as far as the clusters have said.
     """
 
     done: Ranges = msgspec.field(default_factory=Ranges)
@@ -223,18 +231,18 @@ class CollectedBatch(msgspec.Struct):
     contents: Contents | None = None
 
     def is_replaced_by(self, life: Life | None) -> bool:
-        """Whether another batch has taken the name of this one."""
+        """Tell whether another batch has taken the name of this one."""
         if life is None:
             return False
         known = self.lives.get(life.cluster)
         return life.again if known is None else known < life.number
 
     def is_older(self, life: Life | None) -> bool:
-        """Whether the batch ``life`` had the name before this one."""
+        """Tell whether the batch ``life`` had the name before this one."""
         return life is not None and life.number < self.lives.get(life.cluster, 0)
 
     def belongs_to(self, name: str, life: Life | None, contents: Contents) -> None:
-        """Results of that come. Raises BatchConflict: what has come under its name is another batch's."""
+        """Check results of a cluster. Raises BatchConflict where earlier ones under the name are of another batch."""
         known = self.contents or contents
         if self.is_older(life):
             known.check_life(name, life)
@@ -248,7 +256,7 @@ class CollectedBatch(msgspec.Struct):
         self.contents = contents if contents.ended or self.contents is None else self.contents
 
     def take(self, response: Response) -> list[Response]:
-        """What of it is new: a number counts once."""
+        """Take in results and return the new ones: a number counts once."""
         stop = response.first + response.count
         new = [response.part(*gap) for gap in self.done.missing(response.first, stop)]
         self.done.add(response.first, stop)
@@ -272,7 +280,7 @@ class KeptResults(msgspec.Struct):
             self.runs[response.first] = response
 
     def page(self, number: int) -> Response | None:
-        """The results from ``number`` on, as far as one run has them; None: that one has not come."""
+        """Return the results from ``number`` on, as far as one run has them; None: that one has not come."""
         index = bisect_right(self.firsts, number) - 1
         if index < 0:
             return None

@@ -1,4 +1,4 @@
-"""The rules of a cluster: batches of several ventilators, the workers, and who has which tasks. No I/O, no clock."""
+"""Rules of a cluster: batches of several ventilators, the workers, and who has which tasks. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ _NS = 1_000_000_000
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """What a worker has in hand."""
+    """Tasks that a worker has in hand."""
 
     batch: str
     piece: TaskSlice
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """``next``: the number of the task that is expected next: 0, or where a ventilator that died has come to."""
+    """Answer to a ventilator. ``next``: the number of the task that is expected next: 0, or where a ventilator that
+    died has come to.
+    """
 
     next: int
     life: Life | None
@@ -43,8 +45,8 @@ class Worker(msgspec.Struct):
 
 
 class Dispatch(msgspec.Struct):
-    """``time_ns``: for how long the cluster has listened. What it does not hear while it is down makes nobody silent:
-    between two words at most BEAT_S go by. ``ended_contents``: of those of ``ended`` that this version has begun.
+    """State of a cluster. ``time_ns``: for how long it has listened; its down time makes no worker silent, since
+    between two messages at most BEAT_S count. ``ended_contents``: of those of ``ended`` that this version has begun.
     """
 
     batches: dict[str, Batch] = {}
@@ -60,7 +62,7 @@ class Dispatch(msgspec.Struct):
     # --- time --------------------------------------------------------------------------------------------------------
 
     def listen(self, now_ns: int, silence_s: float, deaths_max: int) -> list[Response]:
-        """It is ``now_ns``: who is silent is lost. Returns results that are to be passed on."""
+        """Set the time: workers that were silent for too long are lost. Returns results that are to be passed on."""
         if self.last_ns is not None:
             self.time_ns += min(max(0, now_ns - self.last_ns), int(BEAT_S * _NS))
         self.last_ns = now_ns
@@ -71,7 +73,9 @@ class Dispatch(msgspec.Struct):
     # --- ventilators -------------------------------------------------------------------------------------------------
 
     def start(self, name: str, function: str, collector: str, cluster: str = "") -> int:
-        """As :meth:`begin`: the number of the next task. Raises BatchError, BatchConflict."""
+        """Begin a batch as :meth:`begin` does, and return the number of the next task. Raises BatchError,
+        BatchConflict.
+        """
         if self.compares:
             return self.begin(name, function, collector, cluster).next
         if name in self.ended:
@@ -85,7 +89,8 @@ class Dispatch(msgspec.Struct):
         return batch.put_count
 
     def begin(self, name: str, function: str, collector: str, cluster: str, *, again: bool = False) -> Begun:
-        """A new batch, or the one of that name. ``again``: a new one, if that has ended. ``cluster``: this one's name.
+        """Begin a new batch, or return to the one of that name. ``again``: a new one, if that has ended. ``cluster``:
+        this one's name.
 
         Raises BatchError, BatchConflict.
         """
@@ -108,7 +113,7 @@ class Dispatch(msgspec.Struct):
         return Begun(batch.put_count, batch.life)
 
     def _add(self, name: str, batch: Batch) -> Batch:
-        """Raises BatchError."""
+        """Add a batch. Raises BatchError."""
         for what, text in (("batch", name), ("function", batch.function), ("collector", batch.collector)):
             _check_name(what, text)
         if len(self.batches) >= BATCHES_OPEN_MAX:
@@ -119,7 +124,7 @@ class Dispatch(msgspec.Struct):
     def put(
         self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
     ) -> bool:
-        """Whether there is room for more. Raises BatchError, BatchConflict."""
+        """Add tasks to a batch and return whether there is room for more. Raises BatchError, BatchConflict."""
         self._check_life(name, life)
         ended = self.ended.get(name)
         if ended is not None:
@@ -131,7 +136,7 @@ class Dispatch(msgspec.Struct):
         return not batch.is_full
 
     def _check_put(self, name: str, first: int, tasks: bytes, behind: bytes, ended: Progress) -> None:
-        """What came before a ventilator died, and comes once more. Raises BatchError, BatchConflict."""
+        """Check tasks that a restarted ventilator sends again to an ended batch. Raises BatchError, BatchConflict."""
         stop = first + len(tasks_of(name, first, tasks))
         if stop > ended.put:
             raise BatchError(f"batch {name!r} has ended with {ended.put} tasks, and task {stop - 1} came")
@@ -139,7 +144,7 @@ class Dispatch(msgspec.Struct):
             self.ended_contents[name].check_tasks(name, behind)
 
     def end(self, name: str, size: int, digest: bytes = b"", life: Life | None = None) -> str | None:
-        """The collector, which is to hear of it; None: it has. Raises BatchError, BatchConflict."""
+        """End a batch and return the collector to be told; None: it was. Raises BatchError, BatchConflict."""
         self._check_life(name, life)
         ended = self.ended.get(name)
         if ended is not None:
@@ -154,7 +159,7 @@ class Dispatch(msgspec.Struct):
         return batch.collector if is_new else None
 
     def _check_life(self, name: str, life: Life | None) -> None:
-        """Raises BatchConflict."""
+        """Check that a message is for this batch, not an earlier one of its name. Raises BatchConflict."""
         known = self.batches[name].contents if name in self.batches else self.ended_contents.get(name)
         if known is not None:
             known.check_life(name, life)
@@ -164,7 +169,7 @@ class Dispatch(msgspec.Struct):
         self.ended_contents.pop(name, None)
 
     def batch(self, name: str) -> Batch:
-        """Raises BatchError."""
+        """Return the batch. Raises BatchError."""
         try:
             return self.batches[name]
         except KeyError:
@@ -173,7 +178,7 @@ class Dispatch(msgspec.Struct):
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def hear(self, worker: str) -> Worker:
-        """Raises BatchError."""
+        """Note a message of a worker, and return the worker. Raises BatchError."""
         _check_name("worker", worker)
         self.resting.pop(worker, None)
         known = self.workers.setdefault(worker, Worker(self.time_ns))
@@ -181,7 +186,8 @@ class Dispatch(msgspec.Struct):
         return known
 
     def respond(self, worker: str, response: Response, life: Life | None = None) -> list[Response]:
-        """What of it is new; of a batch that is done nothing is. ``life``: of the batch, as the worker was told.
+        """Take in a worker's results and return the new ones; none for a batch that is done. ``life``: of the batch, as
+        the worker was told.
 
         Raises BatchError.
         """
@@ -197,7 +203,9 @@ class Dispatch(msgspec.Struct):
         return new
 
     def take(self, worker: str, limits: Mapping[str, int]) -> Run | None:
-        """Tasks of one function, at most as many as ``limits`` says, of the batch that was served least recently."""
+        """Return tasks of one function, at most as many as ``limits`` says, of the batch that was served least
+        recently.
+        """
         known = self.workers[worker]
         self._give_back(known)  # one that asks for more has nothing in hand
         for name, batch in self.batches.items():
@@ -209,7 +217,7 @@ class Dispatch(msgspec.Struct):
         return None
 
     def rest(self, worker: str, functions: Sequence[str]) -> float:
-        """It has nothing to do: for how many seconds it may wait to be called; 0: there is work.
+        """Note that the worker is idle, and return for how many seconds it may wait to be called; 0: there is work.
 
         While others have work it looks after them: a lost one is found when somebody comes.
         """
@@ -219,7 +227,7 @@ class Dispatch(msgspec.Struct):
         return BEAT_S if any(known.lease for known in self.workers.values()) else IDLE_S
 
     def called(self) -> list[str]:
-        """Those at rest for whom there is work: one for each batch. Each that takes something calls the next."""
+        """Return the idle workers to call: one for each batch with work. Each that takes something calls the next."""
         names = []
         for batch in self.batches.values():
             if batch.has_waiting:
@@ -227,14 +235,14 @@ class Dispatch(msgspec.Struct):
         return [name for name in dict.fromkeys(names) if self.resting.pop(name, None) is not None]
 
     def roomy(self) -> list[str]:
-        """Batches whose ventilators wait, and need not any more."""
+        """Return the batches whose ventilators wait, and may continue."""
         names = [name for name, batch in self.batches.items() if batch.ventilator_waits and batch.has_room]
         for name in names:
             self.batches[name].ventilator_waits = False
         return names
 
     def lose(self, worker: str, deaths_max: int) -> list[Response]:
-        """It is lost with all that it has in hand. Returns results that are to be passed on: of what is set aside."""
+        """Remove a lost worker and requeue its tasks. Returns the results of tasks that are set aside."""
         self.resting.pop(worker, None)
         known = self.workers.pop(worker, None)
         if known is None or known.lease is None:
@@ -244,7 +252,7 @@ class Dispatch(msgspec.Struct):
         return [] if batch is None else batch.lose(name, known.lease.piece, deaths_max)
 
     def leave(self, worker: str) -> None:
-        """It ends, and has given back its results: others get the rest."""
+        """Remove a worker that has returned its results; others get the rest of its tasks."""
         self.resting.pop(worker, None)
         known = self.workers.pop(worker, None)
         if known is not None:
@@ -258,7 +266,7 @@ class Dispatch(msgspec.Struct):
     # --- what becomes of it ------------------------------------------------------------------------------------------
 
     def close(self, name: str) -> None:
-        """If all is done and its end has come, no more is kept of it than its progress."""
+        """Reduce a batch to its progress, if all is done and its end has come."""
         batch = self.batches.get(name)
         if batch is None or not batch.is_complete:
             return
@@ -270,7 +278,9 @@ class Dispatch(msgspec.Struct):
             self._forget(next(iter(self.ended)))
 
     def progress(self, name: str, now_ns: int, silence_s: float) -> Progress:
-        """At ``now_ns``: who was silent for so long is counted as no worker, found lost or not. Raises BatchError."""
+        """Return the batch's progress at ``now_ns``; workers that were silent for so long are not counted. Raises
+        BatchError.
+        """
         passed_ns = max(0, now_ns - self.last_ns) if self.last_ns is not None else 0
         heard_since_ns = self.time_ns + passed_ns - int(silence_s * _NS)
         workers = sum(worker.heard_ns >= heard_since_ns for worker in self.workers.values())
@@ -287,13 +297,14 @@ class Dispatch(msgspec.Struct):
         return Progress(name, batch.put_count, batch.size, given, len(batch.done), batch.failed, batch.resent, workers)
 
     def names(self) -> list[str]:
-        """Of all batches that are known, the open ones last."""
+        """Return the names of all known batches, the open ones last."""
         return [*self.ended, *self.batches]
 
 
 def _may_be_of(response: Response, life: Life | None, batch: Batch, worker: Worker) -> bool:
-    """Workers of earlier versions do not say of which batch of that name it is: then only what they were given counts
-    where there were several."""
+    """Tell whether results may be of ``batch``: workers of earlier versions do not say of which batch of that name, so
+    that only tasks they were given count where there were several.
+    """
     if life is not None or batch.life is None or not batch.life.again:
         return life in (None, batch.life)
     return worker.lease is not None and worker.lease.batch == response.batch

@@ -18,7 +18,7 @@ _items = decoding.Decoder(list[msgspec.Raw])
 
 
 class Life(msgspec.Struct, frozen=True):
-    """Tells a batch from others that had its name: the cluster, and how many batches that had begun by then.
+    """Identity of a batch among others that had its name: the cluster, and how many batches that had begun by then.
 
     ``again``: there was one before.
     """
@@ -32,8 +32,8 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``tasks`` of ``function``, numbered from ``first``: what a worker is given. ``life``: of the batch; None where an
-    earlier version has begun it, whose log has no such field.
+    """Run of tasks that a worker is given: ``tasks`` of ``function``, numbered from ``first``. ``life``: of the batch;
+    None where an earlier version has begun it, whose log has no such field.
     """
 
     batch: str
@@ -57,7 +57,7 @@ class Response(msgspec.Struct, frozen=True):
     failures: dict[int, str] = {}
 
     def part(self, start: int, stop: int) -> Response:
-        """The results from number ``start`` up to, not including, ``stop``."""
+        """Return the results from number ``start`` up to, not including, ``stop``."""
         if (start, stop) == (self.first, self.first + self.count):
             return self
         values = cut(self.values, start - self.first, stop - self.first)
@@ -66,7 +66,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Of one task. ``error``: why there is no ``value``, None where there is one."""
+    """Result of one task. ``error``: why there is no ``value``, None where there is one."""
 
     number: int
     value: object
@@ -74,12 +74,12 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def array(items: Sequence[bytes]) -> bytes:
-    """One array of values that are encoded already."""
+    """Return one MessagePack array of values that are encoded already."""
     return _encode([msgspec.Raw(item) for item in items])
 
 
 def split(values: bytes) -> list[msgspec.Raw]:
-    """Raises ValueError for what is no array."""
+    """Split a MessagePack array. Raises ValueError for what is no array."""
     try:
         return _items.decode(values)
     except decoding.DecodeError as error:
@@ -87,7 +87,7 @@ def split(values: bytes) -> list[msgspec.Raw]:
 
 
 def cut(values: bytes, start: int, stop: int) -> bytes:
-    """Its items from ``start`` up to, not including, ``stop``, as an array."""
+    """Return the items from ``start`` up to, not including, ``stop``, as an array."""
     return _encode(split(values)[start:stop])
 
 
@@ -96,7 +96,7 @@ def joined(first: bytes, second: bytes) -> bytes:
 
 
 def results(response: Response) -> list[Result]:
-    """One for each task."""
+    """Return one result for each task."""
     failures = response.failures
     values: list[object] = decoding.decode(response.values)
     numbered = enumerate(values, response.first)
@@ -109,13 +109,13 @@ def results(response: Response) -> list[Result]:
 
 
 class Ranges(msgspec.Struct):
-    """``starts[i]`` up to, not including, ``stops[i]``: sorted, none touches the next."""
+    """Set of numbers as intervals: ``starts[i]`` up to, not including, ``stops[i]``; sorted, none touches the next."""
 
     starts: list[int] = msgspec.field(default_factory=list)
     stops: list[int] = msgspec.field(default_factory=list)
 
     def add(self, start: int, stop: int) -> None:
-        """All numbers from ``start`` up to, not including, ``stop``."""
+        """Add all numbers from ``start`` up to, not including, ``stop``."""
         if start >= stop:
             return
         low = bisect_left(self.stops, start)  # the first that touches or lies behind
@@ -126,7 +126,7 @@ class Ranges(msgspec.Struct):
         self.stops[low:high] = [stop]
 
     def missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """What of ``start`` up to ``stop`` is not in here, in order."""
+        """Yield the intervals of ``start`` up to ``stop`` that are not in the set, in order."""
         for index in range(bisect_right(self.stops, start), len(self.starts)):
             if self.starts[index] >= stop:
                 break
@@ -140,7 +140,7 @@ class Ranges(msgspec.Struct):
         return next(self.missing(start, stop), None) is None
 
     def first_missing(self, start: int = 0) -> int:
-        """The lowest number from ``start`` on that is not in here."""
+        """Return the lowest number from ``start`` on that is not in the set."""
         index = bisect_right(self.starts, start) - 1
         return self.stops[index] if index >= 0 and start < self.stops[index] else start
 
@@ -183,4 +183,4 @@ class BatchError(Exception):
 
 
 class BatchConflict(IdentityConflict, BatchError):  # noqa: N818 (what happened, not what is wrong)
-    """The name is that of a batch of another function, collector, or with other tasks. See ``known``, ``given``."""
+    """The name belongs to a batch of another function, collector, or with other tasks. See ``known``, ``given``."""

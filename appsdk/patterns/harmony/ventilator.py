@@ -1,4 +1,4 @@
-"""The ventilator's side: batches that are sent, watched and collected, from any process."""
+"""Ventilator: sends batches, watches and collects them, from any process."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _NO_TASKS = array([])
 
 
 class Ventilator:
-    """What ``with connect("cluster") as cluster`` gives; for one thread."""
+    """Client of a cluster, from ``with connect("cluster") as cluster``; for one thread."""
 
     def __init__(self, cluster: Cluster, connector: Callable[[str], Any]) -> None:
         self._cluster = cluster
         self._connector = connector
 
     def batch(self, name: str, function: str, *, collector: str, again: bool = False) -> Batch:
-        """A new batch, or the one of that name, wherever it has come to.
+        """Begin a new batch, or return to the one of that name.
 
         ``function``: what workers call it; ``collector``: the instance that gets the results. ``again``: another batch,
         where one of that name has ended; its results take the place of the earlier ones. Raises BatchConflict where
@@ -49,16 +49,16 @@ class Ventilator:
         return Batch(self._cluster, self._connector, name, collector, begun)
 
     def progress(self, name: str) -> Progress:
-        """Of a batch. Raises BatchError, ClientError."""
+        """Return the progress of a batch. Raises BatchError, ClientError."""
         return self._cluster.progress(name)
 
     def batches(self) -> list[str]:
-        """Those that the cluster knows, the open ones last. Raises ClientError."""
+        """Return the names of the batches that the cluster knows, the open ones last. Raises ClientError."""
         return self._cluster.batches()
 
 
 class Batch:
-    """``name``: its number, so to speak: no two batches of a collector have one."""
+    """Batch of this ventilator. ``name``: identifies it: no two batches of a collector have the same."""
 
     def __init__(
         self, cluster: Cluster, connector: Callable[[str], Any], name: str, collector: str, begun: Begun
@@ -73,11 +73,11 @@ class Batch:
 
     @property
     def sent(self) -> int:
-        """How many tasks there are so far; the number of the next."""
+        """Number of tasks so far, which is the number of the next one."""
         return self._packer.next
 
     def send(self, tasks: Iterable[Any], *, report: Callable[[Progress], object] | None = None) -> None:
-        """All tasks of the batch, and its end. They are not held in memory: one is asked for when it can be sent.
+        """Send all tasks of the batch, and its end. They are not held in memory: each is taken when it can be sent.
 
         After a crash of this process the same tasks may be given again, from the first on: those that the cluster has
         are not sent, and are compared by their digest. ``report``: is called about once a second, with ``print`` for a
@@ -105,13 +105,15 @@ class Batch:
         self._packer.know(digest)
 
     def put(self, task: Any) -> None:
-        """The next task. It leaves with others, after FLUSH_S with the next one; waits while the cluster is full."""
+        """Add the next task. It leaves with others, after FLUSH_S with the next one; waits while the cluster is
+        full.
+        """
         self._packer.add(task)
         if self._packer.is_full or time.monotonic() - self._flushed_s >= FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """All tasks so far are the cluster's, and durable."""
+        """Send all tasks so far; when this returns, the cluster has them on disk."""
         packer = self._packer
         first = packer.first
         if self.sent > first and not self._cluster.put(
@@ -123,16 +125,16 @@ class Batch:
         self._flushed_s = time.monotonic()
 
     def end(self) -> None:
-        """There are no more tasks."""
+        """End the batch: there are no more tasks."""
         self.flush()
         self._cluster.end(self.name, self.sent, self._packer.behind, self._life)
 
     def progress(self) -> Progress:
-        """Of this batch at the cluster. Raises ClientError."""
+        """Return this batch's progress at the cluster. Raises ClientError."""
         return self._cluster.progress(self.name)
 
     def results(self, first: int = 0, *, timeout: float | None = None) -> Iterator[Result]:
-        """One for each task from number ``first`` on, in order, as they come, until the last.
+        """Yield one result for each task from number ``first`` on, in order, as they come, until the last.
 
         For a batch whose collector is a :class:`Collector`. ``timeout``: seconds without a result after which it raises
         TimeoutError; None: however long it takes. Raises BatchError, ClientError.
@@ -155,7 +157,7 @@ class Batch:
                 collector.watch(self.name, first, self._life)
 
     def wait(self, *, timeout: float | None = None, report: Callable[[Progress], object] | None = None) -> Progress:
-        """Until the cluster has a result of each task. Raises TimeoutError, ClientError.
+        """Wait until the cluster has a result of each task. Raises TimeoutError, ClientError.
 
         ``timeout``: in seconds; None: however long it takes. ``report``: see :meth:`send`.
         """
@@ -178,7 +180,7 @@ class Batch:
 
 
 class Connector:
-    """What ``connect(...)`` gives, for one ``with``."""
+    """Connector that ``connect(...)`` returns, for one ``with`` block."""
 
     def __init__(self, client: Any, collector: Callable[[str], Any]) -> None:
         self._client = client
@@ -231,7 +233,7 @@ def connect(
 
 
 class TaskPacker:
-    """``first``: the number of the first task that has not left."""
+    """Encoded tasks on their way to the cluster. ``first``: the number of the first task that has not left."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -242,7 +244,7 @@ class TaskPacker:
 
     @property
     def next(self) -> int:
-        """The number of the next task."""
+        """Number of the next task."""
         return self.first + len(self._tasks)
 
     @property
@@ -250,7 +252,7 @@ class TaskPacker:
         return len(self._tasks) >= RUN_TASKS_MAX or self._size_bytes >= RUN_SIZE_BYTES_MAX
 
     def add(self, task: Any) -> None:
-        """Raises TypeError, ValueError for what can't be sent."""
+        """Add a task. Raises TypeError, ValueError for what can't be sent."""
         encoded = _encoded(task, self.next)
         if len(encoded) > TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX:
             raise ValueError(
@@ -263,7 +265,7 @@ class TaskPacker:
         self._size_bytes += len(encoded)
 
     def run(self) -> bytes:
-        """All that has not left; it is there until :meth:`left`."""
+        """Return all that has not left, as one array; it stays until :meth:`left`."""
         return array(self._tasks)
 
     def left(self) -> None:
@@ -271,17 +273,17 @@ class TaskPacker:
         self._tasks, self._size_bytes = [], 0
 
     def know(self, digest: bytes) -> None:
-        """It is that of all tasks so far, none of which waits here."""
+        """Set the digest of all tasks so far, none of which waits here."""
         self.before = self.behind = digest
 
 
 def digest_of(tasks: Iterable[Any]) -> bytes:
-    """Of those that are the first ones of a batch. Raises TypeError."""
+    """Return the digest of the first tasks of a batch. Raises TypeError."""
     return chained_digest(EMPTY_DIGEST, (_encoded(task, number) for number, task in enumerate(tasks)))
 
 
 def _encoded(task: Any, number: int) -> bytes:
-    """Raises TypeError."""
+    """Encode a task. Raises TypeError."""
     try:
         return encode_value(task)
     except Exception as error:

@@ -114,7 +114,7 @@ class _Life:
             complain(f"worker {self.name}: {text}")
 
     def terminate(self, number: int, frame: FrameType | None) -> None:
-        """The task at work is ended, and its result given back."""
+        """End the task at work, and give its result back, on SIGTERM."""
         self.stopping = True
         if self._waits:
             self._waits = False
@@ -122,7 +122,7 @@ class _Life:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """SIGTERM need not wait here."""
+        """Let SIGTERM interrupt the block at once."""
         self._waits = True
         try:
             if self.stopping:
@@ -154,7 +154,9 @@ class _Life:
                 with_timeout(cluster, _LEAVE_S).leave(self.name)
 
     def _ask(self, cluster: Cluster, limits: dict[str, int]) -> Run | None:
-        """Give what is done, and ask for more. What was not taken is given again, also to who is connected next."""
+        """Send results, and ask for more tasks. Results that were not taken are sent again, also to the next
+        connection.
+        """
         try:
             with self._waiting():
                 run = cluster.work(self.name, limits, self._response, self._response_of)
@@ -185,7 +187,7 @@ class _Life:
         self._response = results.take()
 
     def _beat(self, cluster: Cluster, ended: threading.Event) -> None:
-        """Beside the tasks: a word for the cluster now and then, an end for a task that takes too long."""
+        """Send heartbeats beside the tasks, and end a task that takes too long."""
         while not ended.wait(BEAT_S / 2):
             now_s, began_s = time.monotonic(), self._began_s
             if began_s is not None and self._task_timeout_s is not None and now_s - began_s > self._task_timeout_s:
@@ -204,7 +206,7 @@ _NIL = b"\xc0"
 
 
 class TaskFunction:
-    """One function. Tasks are checked against the annotation of its parameter, where it has one.
+    """Function of a worker. Tasks are checked against the annotation of its parameter, where it has one.
 
     Raises TypeError for a function that can't take one task.
     """
@@ -227,7 +229,7 @@ class TaskFunction:
         self.function = function
 
     def tasks(self, run: Run) -> Sequence[Any]:
-        """One for each, or a :class:`InvalidTask`."""
+        """Decode the tasks of a run; an :class:`InvalidTask` stands for each that does not fit."""
         try:
             found: list[Any] = self._many.decode(run.tasks)
         except BaseException as error:  # one of them does not fit
@@ -253,14 +255,14 @@ class InvalidTask:
 
 
 def task_functions(functions: Mapping[str, Function]) -> dict[str, TaskFunction]:
-    """Raises TypeError."""
+    """Return the functions by name. Raises TypeError."""
     if not isinstance(functions, Mapping) or not functions:
         raise TypeError(f'{functions!r}: functions by name were expected, such as {{"square": square}}')
     return {name: TaskFunction(name, function) for name, function in functions.items()}
 
 
 class Results:
-    """Of some tasks of a run, one after the other, until they are sent."""
+    """Results of consecutive tasks of a run, until they are sent."""
 
     def __init__(self, batch: str, first: int) -> None:
         self._batch = batch
@@ -274,7 +276,7 @@ class Results:
         return len(self._values)
 
     def do(self, function: Function, task: Any) -> None:
-        """An exception is a result as well: the task would raise it again."""
+        """Do a task. An exception is a result as well: the task would raise it again."""
         try:
             if isinstance(task, InvalidTask):
                 raise TypeError(f"the task is not what the function takes: {task.why}")
@@ -291,7 +293,7 @@ class Results:
         self.size_bytes += len(value)
 
     def take(self) -> Response:
-        """What is done; the next begins behind it."""
+        """Take the results so far; the next begin behind them."""
         response = Response(self._batch, self._first, self.count, array(self._values), self._failures)
         self._first += self.count
         self._values, self._failures, self.size_bytes = [], {}, 0
@@ -310,7 +312,7 @@ class PrefetchControl:
         self.limit = _FIRST_TASKS
 
     def took(self, count: int, seconds: float) -> None:
-        """``count`` tasks, at least one, took so long."""
+        """Adapt the limit: ``count`` tasks, at least one, took so long."""
         fits = int(RUN_S * count / max(seconds, 1e-6))
         self.limit = max(1, min(fits, self.limit * _GROWTH, RUN_TASKS_MAX))
 
@@ -325,7 +327,9 @@ _TELL_S = 2.0
 
 
 class WorkerProcesses:
-    """``arguments``: of the command, for one process. Raises NotConnectable."""
+    """Worker processes of one command, restarted when they die. ``arguments``: of the command, for one process. Raises
+    NotConnectable.
+    """
 
     def __init__(self, cluster: str, arguments: Sequence[str], processes: int) -> None:
         self._cluster = cluster
@@ -337,7 +341,7 @@ class WorkerProcesses:
         self._status = 0
 
     def run(self) -> int:
-        """Until :meth:`end`, or a worker says that it can't be. The status to end with."""
+        """Run the processes until :meth:`end`, or until a worker reports that it can't run. Returns the exit status."""
         for place in self._places:
             place.start()
         try:
@@ -350,7 +354,9 @@ class WorkerProcesses:
         return self._status
 
     def end(self) -> None:
-        """Workers end what they have at work. Asked again, as one may hang, they are killed: others do it."""
+        """End the workers after their current tasks. The second time, as one may hang, they are killed: others do the
+        tasks.
+        """
         with self._lock:
             again = self._ending.is_set()
             self._ending.set()
@@ -390,7 +396,7 @@ class WorkerProcesses:
 
 
 def say(text: str) -> None:
-    """``text`` may have names from elsewhere: what a terminal would obey is escaped."""
+    """Print a line. Control characters in ``text``, which may have names from elsewhere, are escaped."""
     print(printable_message(text), flush=True)  # noqa: T201 (for a person)
 
 

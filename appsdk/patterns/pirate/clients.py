@@ -1,4 +1,4 @@
-"""What a caller holds: a pool of plain servers, or of instances."""
+"""Clients of a pool of plain servers, or of instances."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Timeout(Enum):
 
 
 class Requests:
-    """A pool of plain servers; any thread may use it."""
+    """Client of a pool of plain servers; any thread may use it."""
 
     def __init__(self, pool: ThreadedPool, timeout_s: float | None) -> None:
         self._pool = pool
@@ -57,11 +57,11 @@ class Requests:
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """ "live", "dead" or "removed", by endpoint."""
+        """State of each server, by endpoint: "live", "dead" or "removed"."""
         return self._pool.servers
 
     def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
-        """What a server's function returned, ``timeout`` seconds at most; None: however long it takes.
+        """Send a request and return what a server's function returned, within ``timeout`` seconds; None: without limit.
 
         Raises TypeError, CalleeFailed for what the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
         TooManyRequests.
@@ -72,7 +72,7 @@ class Requests:
 
 
 class AsyncRequests:
-    """The same with asyncio: ``await pool.request(b"...")``."""
+    """Client of a pool of plain servers for asyncio: ``await pool.request(b"...")``."""
 
     def __init__(self, pool: AsyncPool, timeout_s: float | None) -> None:
         self._pool = pool
@@ -84,11 +84,11 @@ class AsyncRequests:
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """ "live", "dead" or "removed", by endpoint."""
+        """State of each server, by endpoint: "live", "dead" or "removed"."""
         return self._pool.servers
 
     async def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
-        """See :meth:`Requests.request`."""
+        """Send a request; see :meth:`Requests.request`."""
         timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
         reply: bytes = await self._pool.ask(_checked(body), timeout_s)
         return reply
@@ -102,7 +102,7 @@ def _checked(body: bytes) -> bytes:
 
 
 class _Connector:
-    """For one ``with`` or ``async with``."""
+    """Base of connectors, for one ``with`` or ``async with`` block."""
 
     def __init__(self, make_driver: MakeDriver, timeout_s: float | None) -> None:
         self._make_driver = make_driver
@@ -132,7 +132,7 @@ class _Connector:
 
 
 class PoolConnector(_Connector):
-    """What ``connect(...)`` gives."""
+    """Connector that ``connect(...)`` returns, for one ``with`` or ``async with`` block."""
 
     def __enter__(self) -> Requests:
         return Requests(self._opened(), self._timeout_s)
@@ -153,7 +153,7 @@ def connect(
     home: str | os.PathLike[str] | None = None,
     insecure: bool = False,
 ) -> PoolConnector:
-    """Requests to the plain servers at the endpoints ``servers``: ``with connect(["tcp://127.0.0.1:5701"]) as pool``.
+    """Connect to the plain servers at the endpoints ``servers``: ``with connect(["tcp://127.0.0.1:5701"]) as pool``.
 
     ``timeout``: of each request with all its tries, in seconds; None: for ever. ``client_id``: a name for this client,
     whose requests are numbered from 1 each time, so that a script that is run again gets the replies of what it has
@@ -187,14 +187,14 @@ def connect(
 
 
 class _OwnIds:
-    """``given``: by hand; None: a random one for each process."""
+    """Source of client IDs. ``given``: the user's own ID; None: a random one for each process."""
 
     def __init__(self, given: str | None) -> None:
         self._given = given
         self._process_id = 0  # that has taken it
 
     def take(self) -> str:
-        """Raises ClientClosed."""
+        """Return the ID for this process. Raises ClientClosed where another process has it."""
         if self._given is None:
             return random_client_id()
         if self._process_id not in (0, os.getpid()):
@@ -221,7 +221,7 @@ _INSTANCE_CLIENT_ID_MAX = KEY_SIZE_BYTES_MAX - len(REQUEST_KEY.format(client_id=
 
 
 class InstanceCalls:
-    """What a proxy calls through: one call goes to one of the instances."""
+    """Client behind a proxy whose calls each go to one of the instances."""
 
     def __init__(self, pool: ThreadedPool | AsyncPool, *, idempotent: bool) -> None:
         self._pool = pool
@@ -238,7 +238,9 @@ class InstanceCalls:
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        """What the method returned, or something to await that gives it. Raises what it raised, and ClientError."""
+        """Call the method and return what it returned, or an awaitable of it. Raises what it raised, and
+        ClientError.
+        """
         if trace_context:
             raise TypeError(f"{method.name}: a pool's requests carry no traceparent; those of connect(NAME) do")
         idempotent = self._idempotent or (isinstance(method, TypedMethod) and method.is_query)
@@ -254,7 +256,7 @@ class InstanceCalls:
 
 
 class InstancesConnector(_Connector, Generic[S, A]):
-    """What ``connect_instances(...)`` gives."""
+    """Connector that ``connect_instances(...)`` returns, for one ``with`` or ``async with`` block."""
 
     def __init__(
         self, target: type | None, make_driver: MakeDriver, what: str, timeout_s: float | None, *, idempotent: bool
@@ -317,7 +319,8 @@ def connect_instances(
     home: str | os.PathLike[str] | None = None,
     insecure: bool = False,
 ) -> InstancesConnector[Any, Any]:
-    """Each call goes to one of several instances: ``connect_instances(Bank, ["bank-1", "bank-2"])``, or ``"bank-*"``.
+    """Connect to several instances, one of which gets each call: ``connect_instances(Bank, ["bank-1", "bank-2"])``, or
+    ``"bank-*"``.
 
     They are found in the registry folder ``home``; those that fit a pattern are looked for again every two seconds. A
     call that one may have begun stays with it, so each is done once; calls of queries, with ``idempotent`` all calls,

@@ -1,4 +1,4 @@
-"""Runs a pool over its links: Driver without a loop, ThreadedPool and AsyncPool on top of it."""
+"""Drivers of a pool over its links: Driver without a loop, ThreadedPool and AsyncPool on top of it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ Look = Callable[[], Iterable[str]]
 
 @dataclass(frozen=True, slots=True)
 class NoReply:
-    """What becomes of a request that is given up: why, and the number of tries by server."""
+    """Outcome of a request that was given up: the reason, and the number of tries by server."""
 
     reason: str
     tries: dict[str, int]
 
 
 class Pending:
-    """A request. ``outcome`` is set, and ``done`` called, once it is over: a reply, an exception to raise, NoReply."""
+    """Request of a caller. Once it is over, ``outcome`` is set, and ``done`` called: a reply, an exception to raise, or
+    NoReply.
+    """
 
     __slots__ = ("client_id", "done", "idempotent", "number", "outcome", "payload", "timeout_s", "trail")
 
@@ -51,7 +53,7 @@ class Pending:
 
     @property
     def sent(self) -> bool:
-        """Once it was given up: whether a server may have it."""
+        """Tell, of a request that was given up, whether a server may have it."""
         return bool(self.trail.asked)
 
     def finish(self, outcome: Any) -> None:
@@ -60,7 +62,7 @@ class Pending:
 
 
 class Driver:
-    """Used by one thread at a time. Raises NotConnectable as it is made.
+    """Driver of a pool over its links. Used by one thread at a time. Raises NotConnectable as it is made.
 
     ``look`` says which servers there are; ``looks_again``: it may say something else later. ``keeps_replies``: servers
     are never told that a reply is of no interest any more. ``end`` is called when all links are closed.
@@ -107,7 +109,7 @@ class Driver:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending, timeout_s: float | None) -> None:
-        """Send it as soon as it can be. One that was given up is sent again. Raises ClientError."""
+        """Send a request as soon as possible. One that was given up is sent again. Raises ClientError."""
         if self._closed:
             raise ClientClosed("the client of the pool is closed")
         if len(self._pending) >= OPEN_REQUESTS_MAX:
@@ -125,13 +127,13 @@ class Driver:
         self._pool.submit(pending.number, deadline_s, idempotent=pending.idempotent, trail=pending.trail)
 
     def withdraw(self, pending: Pending) -> None:
-        """Nobody waits for it any more."""
+        """Forget a request that no caller waits for any more."""
         if self._pending.pop(pending.number, None) is not None:
             self._pool.withdraw(pending.number)
 
     @property
     def _settled(self) -> int:
-        """All numbers below it are over, and not asked for again."""
+        """Number below which all requests are over, and not asked for again."""
         if self._keeps_replies:
             return 0
         while self._numbers[0] not in self._pending and self._numbers[0] not in self._given_up:
@@ -141,7 +143,7 @@ class Driver:
     # --- the world ---------------------------------------------------------------------------------------------------
 
     def process(self) -> None:
-        """Take what has come, do what is to be done."""
+        """Receive what has come, and do what is due."""
         while not self._closed:
             self._look_again(time.monotonic())
             events = [(name, event) for name, link in self._links.items() for event in link.process()]
@@ -217,11 +219,11 @@ class Driver:
         return f"{name}: {state}, tried {tries} times{f', {problem}' if problem else ''}"
 
     def filenos(self) -> set[int]:
-        """What to wait for; others after :meth:`process`."""
+        """File descriptors to wait for; :meth:`process` may change them."""
         return {descriptor for link in self._links.values() for descriptor in link.filenos()}
 
     def next_deadline_s(self) -> float:
-        """When :meth:`process` is to be called, whatever happens; monotonic."""
+        """Monotonic time at which :meth:`process` must be called, even if nothing comes."""
         due_s = [self._pool.next_deadline_s(), self._look_due_s]
         due_s += [link.next_deadline_s() for link in self._links.values()]
         return min(due_s)
@@ -232,7 +234,7 @@ class Driver:
         self._end()
 
     def close(self) -> None:
-        """Requests that wait end with ClientClosed; what was sent may still be done."""
+        """Close all links. Requests that wait end with ClientClosed; a server may still do what was sent."""
         if self._closed:
             return
         self._closed = True
@@ -246,7 +248,9 @@ class Driver:
 
 
 class ThreadedPool:
-    """Open from the moment that it is made, and in a child of its process from its first use; see :class:`Driver`."""
+    """Pool for threads; open from the moment that it is made, in a forked child from its first use. See
+    :class:`Driver`.
+    """
 
     def __init__(self, make_driver: Callable[[], Driver]) -> None:
         self._make_driver = make_driver
@@ -270,13 +274,13 @@ class ThreadedPool:
         self._thread.start()
 
     def forked_in_child(self) -> None:
-        """In a child: it is another client there, with an ID of its own."""
+        """Become another client in a forked child, with an ID of its own."""
         disown_in_child(self._own, self._thread)
         self._begin()
 
     @property
     def _driver(self) -> Driver:
-        """This process's own. Raises ClientClosed, NotConnectable."""
+        """Driver of this process; made at its first use. Raises ClientClosed, NotConnectable."""
         if not self._is_open:
             with self._opening:
                 if not self._is_open:
@@ -291,13 +295,13 @@ class ThreadedPool:
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """ "live", "dead" or "removed", by server."""
+        """State of each server, by name: "live", "dead" or "removed"."""
         driver = self._driver
         with self._lock:
             return {name: state.value for name, state in driver.servers.items()}
 
     def ask(self, payload: Any, timeout_s: float | None, *, idempotent: bool = False) -> Any:
-        """The reply. Raises what the server says, GaveUp, ClientError."""
+        """Send a request and return its reply. Raises what the server says, GaveUp, ClientError."""
         return self._wait(Pending(payload, _ignore, idempotent=idempotent), timeout_s)
 
     def _wait(self, pending: Pending, timeout_s: float | None) -> Any:
@@ -353,7 +357,7 @@ class ThreadedPool:
                 os.eventfd_read(self._wake)
 
     def close(self) -> None:
-        """Requests that wait end with ClientClosed; what was sent may still be done."""
+        """Close the pool. Requests that wait end with ClientClosed; a server may still do what was sent."""
         with self._lock:
             if self._closing:
                 return
@@ -366,14 +370,14 @@ class ThreadedPool:
 
 
 def _ignore() -> None:
-    """Until somebody waits."""
+    """Do nothing: ``done`` of a request that no caller waits for yet."""
 
 
 # A pool for asyncio: requests are awaited, as many at a time as there are.
 
 
 class AsyncPool:
-    """Made within a running loop, and used in that alone; see :class:`Driver`."""
+    """Pool for one asyncio loop, the one that runs when it is made; see :class:`Driver`."""
 
     def __init__(self, make_driver: Callable[[], Driver]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -388,7 +392,7 @@ class AsyncPool:
         register(self)
 
     def forked_in_child(self) -> None:
-        """In a child: its loop is its parent's, so it can't go on there."""
+        """Refuse use in a forked child: the loop is its parent's."""
         self._closed = True
         self._why_closed = after_fork_message("the pool", self._process_id, "connect anew, in a loop of this one")
 
@@ -398,11 +402,11 @@ class AsyncPool:
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """ "live", "dead" or "removed", by server."""
+        """State of each server, by name: "live", "dead" or "removed"."""
         return {name: state.value for name, state in self._driver.servers.items()}
 
     async def ask(self, payload: Any, timeout_s: float | None, *, idempotent: bool = False) -> Any:
-        """The reply. Raises what the server says, GaveUp, ClientError."""
+        """Send a request and return its reply. Raises what the server says, GaveUp, ClientError."""
         return await self._wait(Pending(payload, lambda: None, idempotent=idempotent), timeout_s)
 
     async def _wait(self, pending: Pending, timeout_s: float | None) -> Any:
@@ -447,7 +451,7 @@ class AsyncPool:
             self._timer = self._loop.call_later(max(0.001, due_s - time.monotonic()), self._process)
 
     async def close(self) -> None:
-        """Requests that wait end with ClientClosed; what was sent may still be done."""
+        """Close the pool. Requests that wait end with ClientClosed; a server may still do what was sent."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""What clients and servers say to each other: bytes to frames and back. docs/reference/pattern-frames.md.
+"""Frames between clients and servers: from bytes and to bytes. docs/reference/pattern-frames.md.
 
 0   3  "IPR"
 3   1  version
@@ -52,7 +52,7 @@ _EMPTY = frozenset({Kind.PING, Kind.GONE, Kind.BUSY})
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. ``client_id`` is that of a REQUEST, else ""."""
+    """One message. ``client_id``: of a REQUEST; "" in other frames."""
 
     kind: Kind
     number: int = 0
@@ -69,7 +69,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def decode_frame(data: bytes) -> Frame:
-    """Raises RemoteProtocolError."""
+    """Decode one message. Raises RemoteProtocolError."""
     if data[:3] != MAGIC or len(data) < OVERHEAD_BYTES:
         raise RemoteProtocolError(f"{len(data)} bytes that are no frame: {MAGIC!r} and {OVERHEAD_BYTES} were expected")
     _, version, kind, number, value, id_size = _HEAD.unpack_from(data)
@@ -100,7 +100,7 @@ def decode_frame(data: bytes) -> Frame:
 
 
 def _check(frame: Frame) -> None:
-    """Raises RemoteProtocolError for what no frame of its kind says."""
+    """Check that a frame has what its kind has. Raises RemoteProtocolError."""
     is_request = frame.kind is Kind.REQUEST
     if is_request != bool(frame.client_id):
         raise RemoteProtocolError(f"a {frame.kind.name} with the client ID {frame.client_id!r}")
@@ -145,4 +145,4 @@ class GaveUp(CallTimeout):
 
 
 class TooManyRequests(ClientError):  # noqa: N818
-    """So many requests of this client are open that it takes no more. Nothing was sent."""
+    """This client has as many open requests as it may have. Nothing was sent."""

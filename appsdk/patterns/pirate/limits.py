@@ -1,4 +1,4 @@
-"""Every limit and pause of the pirate, with its reason."""
+"""Limits and pauses of the pirate pattern, each with its reason."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """There is a connection."""
+    """The link has a connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """It is broken."""
+    """The connection is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ServerBusy:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """It has not left, and will not."""
+    """The request was not sent, and will not be."""
 
     number: int
 
@@ -86,30 +86,34 @@ Event = Reached | Lost | Heard | Replied | ServerBusy | Unsent
 
 
 class Link(Protocol):
-    """Used by one thread at a time. ``problem``: why nothing comes, as far as that is known; ""."""
+    """Link to one server. Used by one thread at a time. ``problem``: why nothing comes, as far as that is known; "" for
+    none.
+    """
 
     @property
     def problem(self) -> str: ...
 
     def filenos(self) -> list[int]:
-        """What to wait for. They tell of news once: :meth:`process` takes them all. Others may come with process."""
+        """Return the file descriptors to wait for. They signal once: :meth:`process` takes all that has come, and may
+        change them.
+        """
 
     def process(self) -> Sequence[Event]:
-        """All that has come."""
+        """Return all events that have come."""
 
     def send(self, number: int, settled: int, payload: Any) -> bool:
-        """Whether it may have left. ``settled``: the client is done with all numbers below it."""
+        """Send a request; False: it can't have left. ``settled``: the client is done with all numbers below it."""
 
     def ping(self) -> None: ...
 
     def next_deadline_s(self) -> float:
-        """When :meth:`process` is to be called, whatever happens."""
+        """Return the time at which :meth:`process` must be called, even if nothing comes."""
 
     def close(self) -> None: ...
 
 
 class PlainLink:
-    """To the plain server at the one endpoint of ``finder``. Raises NotConnectable as it is made."""
+    """Link to the plain server at the one endpoint of ``finder``. Raises NotConnectable as it is made."""
 
     def __init__(self, context: Context, finder: Finder, client_id: str) -> None:
         self._context = context
@@ -213,7 +217,7 @@ class PlainLink:
             self._look_for_keys()
 
     def _look_for_keys(self) -> None:
-        """It is not reached: perhaps it has other keys by now. Each is tried in turn."""
+        """Look for the server's newer keys, as it is not reached, and try each in turn."""
         try:
             places = self._finder.find()
         except NotConnectable:
@@ -236,7 +240,7 @@ class PlainLink:
 
 
 def _event(frame: Frame) -> Event:
-    """Raises RemoteProtocolError for what only clients send."""
+    """Return the event of a frame. Raises RemoteProtocolError for what only clients send."""
     if frame.kind is Kind.PONG:
         return Heard(frame.body, frame.value / 1000)
     if frame.kind is Kind.BUSY:
@@ -269,7 +273,7 @@ REQUEST_KEY = "{client_id} {number}"
 
 @dataclass(frozen=True, slots=True)
 class InstanceCall:
-    """What is sent. ``key``: the user's own, None: that of the number."""
+    """Payload of a request to an instance. ``key``: the user's own; None: one made of the request's number."""
 
     method: Method
     arguments: bytes
@@ -277,7 +281,7 @@ class InstanceCall:
 
 
 class InstanceLink:
-    """To the instance of ``finder``. Raises NotConnectable as it is made."""
+    """Link to the instance of ``finder``. Raises NotConnectable as it is made."""
 
     def __init__(self, finder: Finder, client_id: str) -> None:
         self._client_id = client_id
@@ -309,7 +313,7 @@ class InstanceLink:
         return events
 
     def send(self, number: int, settled: int, payload: InstanceCall) -> bool:
-        """The instance knows the request by its key, and keeps its reply as for any key."""
+        """Call the instance. It knows the request by its key, and keeps its reply as for any key."""
         key = payload.key or REQUEST_KEY.format(client_id=self._client_id, number=number)
         call = Call(payload.method.method, payload.arguments, lambda call: self._done(number, payload.method, call))
         self._connection.submit(call, key)
@@ -340,7 +344,7 @@ class InstanceLink:
 
 
 def instances(home: Path, pattern: str) -> Iterator[str]:
-    """The names of those in the registry folder that fit ``pattern``, as a shell's: "bank-*"."""
+    """Yield the names in the registry folder that match ``pattern``, in the syntax of a shell: "bank-*"."""
     for file in sorted(home.glob("*.toml")):
         if fnmatchcase(file.stem, pattern):
             yield file.stem

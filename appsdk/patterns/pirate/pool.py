@@ -1,4 +1,4 @@
-"""Which server gets which request, and when one is given up: without I/O, clock or randomness.
+"""Rules of a pool: which server gets which request, and when one is given up. No I/O, clock or randomness.
 
     server    DEAD --any word--> LIVE --a try timed out, silence, connection broken--> DEAD --long silence--> REMOVED
               REMOVED --any word--> LIVE
@@ -35,7 +35,7 @@ from immortal.appsdk.patterns.pirate.limits import (
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When a server counts as dead, and how often a request is tried. Raises ValueError."""
+    """Policy of a pool: when a server counts as dead, and how often a request is tried. Raises ValueError."""
 
     tries: int = TRIES_DEFAULT
     try_timeout_s: float = TRY_TIMEOUT_DEFAULT_S
@@ -58,7 +58,7 @@ class State(Enum):
 
 
 class Why(Enum):
-    """Why a request is given up."""
+    """Reason why a request is given up."""
 
     TIME = "its time is over"
     TRIES = "every server that may have it was tried"
@@ -75,14 +75,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Ask ``server`` for a word."""
+    """Ask ``server`` for a sign of life."""
 
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
-    """Where a request may be: what it takes to go on with it later. Empty: no server can have begun it."""
+    """Servers that may have a request, as needed to submit it again. Empty: no server can have begun it."""
 
     domain: bytes | None = None
     asked: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class AttemptHistory:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The request ``number`` is not sent any more; ``tries`` by server."""
+    """Stop sending the request ``number``; ``tries`` by server."""
 
     number: int
     why: Why
@@ -128,7 +128,7 @@ class _Request:
 
 
 class Pool:
-    """Of one client. ``servers``: by any name; all are DEAD until a word of theirs has come."""
+    """Servers and open requests of one client. ``servers``: by any name; each is DEAD until it has answered."""
 
     def __init__(self, servers: Iterable[str], policy: Policy, now_s: float) -> None:
         self._policy = policy
@@ -147,7 +147,7 @@ class Pool:
     # --- what happens ------------------------------------------------------------------------------------------------
 
     def update(self, servers: Iterable[str], now_s: float) -> None:
-        """From now on these. A request that one which is gone has worked on goes elsewhere, if it may."""
+        """Set the servers. A request at one that is gone goes elsewhere, if it may."""
         names = list(dict.fromkeys(servers))
         for name in self._servers.keys() - set(names):
             self._fail(self._servers[name], now_s)
@@ -160,7 +160,7 @@ class Pool:
     def submit(
         self, number: int, deadline_s: float, *, idempotent: bool = False, trail: AttemptHistory | None = None
     ) -> None:
-        """A request. ``trail``: it was given up before."""
+        """Add a request. ``trail``: its history, where it was given up before."""
         trail = trail or AttemptHistory()
         self._requests[number] = _Request(number, deadline_s, idempotent, trail.domain, set(trail.asked))
         self._waiting[number] = None
@@ -168,17 +168,19 @@ class Pool:
         heappush(self._deadlines, (deadline_s, number))
 
     def withdraw(self, number: int) -> None:
-        """Nobody wants its reply any more."""
+        """Forget a request whose reply no caller wants any more."""
         if (request := self._requests.get(number)) is not None:
             self._forget(request)
 
     def reached(self, name: str, now_s: float) -> None:
-        """There is a connection."""
+        """Note that there is a connection to the server."""
         if (server := self._servers.get(name)) is not None:
             server.ping_due_s = now_s
 
     def heard(self, name: str, domain: bytes, working_s: float, now_s: float) -> None:
-        """It has answered a ping. ``working_s``: how long it has been at whatever it works on, 0: it is idle."""
+        """Note that the server answered a ping. ``working_s``: how long it has been at the request that it works on; 0:
+        it is idle.
+        """
         if (server := self._servers.get(name)) is None:
             return
         self._alive(server, now_s)
@@ -189,7 +191,7 @@ class Pool:
             server.state = State.DEAD  # a word, and no work done
 
     def replied(self, name: str, number: int, now_s: float) -> bool:
-        """A reply has come; False: nobody waits for one from there."""
+        """Note that a reply has come; False: no request waits for one from that server."""
         if (server := self._servers.get(name)) is None:
             return False
         request = self._requests.get(number)
@@ -204,28 +206,28 @@ class Pool:
         return True
 
     def turned_away(self, name: str, number: int, now_s: float) -> None:
-        """It has no room: it has not begun the request."""
+        """Note that the server is busy: it has not begun the request."""
         if (server := self._servers.get(name)) is not None and server.number == number:
             self._alive(server, now_s)
             server.room_s = now_s + BUSY_S
             self._not_begun(server)
 
     def unsent(self, name: str, number: int, now_s: float) -> None:
-        """It can't be reached: the request has not left."""
+        """Note that the server can't be reached: the request has not left."""
         if (server := self._servers.get(name)) is not None and server.number == number:
             self._not_begun(server)
             server.state = State.DEAD
             server.ping_due_s = now_s + self._policy.heartbeat_s
 
     def lost(self, name: str, now_s: float) -> None:
-        """Its connection is broken: what it was sent may be lost, or done."""
+        """Note that the connection is broken: the request at the server may be lost, or done."""
         if (server := self._servers.get(name)) is not None:
             self._fail(server, now_s)
 
     # --- what is to be done ------------------------------------------------------------------------------------------
 
     def actions(self, now_s: float) -> list[Action]:
-        """All that is to be done now."""
+        """Return the actions that are due now."""
         for server in self._servers.values():
             self._look_at(server, now_s)
         actions: list[Action] = [*self._give_up(now_s)]
@@ -234,7 +236,7 @@ class Pool:
         return actions
 
     def next_deadline_s(self) -> float:
-        """When :meth:`actions` is to be called, whatever happens; infinity: not at all."""
+        """Return the time at which :meth:`actions` must be called, even if nothing comes; infinity for none."""
         self._drop_deadlines()
         due_s = [self._deadlines[0][0]] if self._deadlines else []
         for server in self._servers.values():
@@ -273,7 +275,9 @@ class Pool:
             server.room_s = 0.0
 
     def _end_try(self, server: _Server, now_s: float) -> None:
-        """No reply in time. Where words come meanwhile (of instances, which are asked), who else would do it?"""
+        """End a try without a reply. While an instance answers pings, the request stays there if no other server may
+        have it.
+        """
         request = self._requests.get(server.number or 0)
         if request is None or server.heard_s <= server.try_began_s or self._others(request, server):
             self._fail(server, now_s)
@@ -285,7 +289,7 @@ class Pool:
         server.try_due_s = now_s + self._policy.try_timeout_s
 
     def _fail(self, server: _Server, now_s: float) -> None:
-        """It is dead, and what it works on has failed there."""
+        """Count the server as dead, and its request as failed there."""
         if server.state is State.LIVE:
             server.state = State.DEAD
             server.ping_due_s = now_s
@@ -326,14 +330,14 @@ class Pool:
         return request.domain is None or server.domain == request.domain
 
     def _can_be_tried(self, request: _Request, server: _Server) -> bool:
-        """Once more, or at all."""
+        """Tell whether the server may have the request, for the first time or once more."""
         tries = request.tries.get(server.name, 0)
         if not tries or tries >= self._policy.tries:
             return not tries
         return not self._others(request, server)
 
     def _others(self, request: _Request, server: _Server) -> bool:
-        """Whether one more may have the request."""
+        """Tell whether another server may have the request."""
         return any(
             other is not server and other.state is not State.REMOVED and self._may_have(request, other)
             for other in self._servers.values()
@@ -361,7 +365,7 @@ class Pool:
         return GiveUp(request.number, why, dict(request.tries), trail)
 
     def _drop_deadlines(self) -> None:
-        """Those of requests that are done with, or were submitted again."""
+        """Drop the deadlines of requests that are over, or were submitted again."""
         while self._deadlines:
             deadline_s, number = self._deadlines[0]
             if (request := self._requests.get(number)) is not None and request.deadline_s == deadline_s:

@@ -1,4 +1,4 @@
-"""A server: a plain process with one function, which each request is given to.
+"""Server: a plain process with one function, which answers each request.
 
     socket thread   frames in and out, pings, what waits        --queue-->   run(): the function, the store
                                                                 <--queue--
@@ -57,7 +57,7 @@ _Key = tuple[str, str, int]  # name of the caller's key, client ID, number
 
 
 class Request:
-    """One request, for the function. ``caller``: the name of its key, "" without keys.
+    """One request, as the function gets it. ``caller``: the name of the client's key; "" without keys.
 
     ``client_id`` and ``number`` are the same however often it is sent. Of those whose number is settled or whose reply
     is stored, no function hears again.
@@ -77,7 +77,9 @@ class Request:
 
     @property
     def rows(self) -> MutableMapping[bytes, bytes]:
-        """The store's own rows: what is written here is durable together with the reply. Raises ServerError."""
+        """Rows of the user in the store: what the function writes here is durable together with the reply. Raises
+        ServerError.
+        """
         if self._rows is None:
             raise ServerError("request.rows: this server has no store; give it one with store=FOLDER")
         return self._rows
@@ -88,7 +90,7 @@ Function = Callable[[Request], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is to be sent, once it is durable."""
+    """Reply that is to be sent, once it is durable."""
 
     key: _Key
     frame: Frame
@@ -96,7 +98,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that was taken. ``route``: the newest connection that it came by."""
+    """Request that waits for the function. ``route``: the newest connection that it came by."""
 
     frame: Frame
     caller: str
@@ -104,7 +106,7 @@ class _Waiting:
 
 
 class Server:
-    """Listens from here to :meth:`close`; :meth:`run` works. Raises ServerError.
+    """Server that listens until :meth:`close`; :meth:`run` does the work. Raises ServerError.
 
     ``store``: a folder in which replies are kept, which all servers of a pool share; None: the function may be called
     more than once for one request. ``identity``: whose keys in the registry folder ``home`` this server shows;
@@ -180,7 +182,7 @@ class Server:
                     self._close_store()
 
     def _wait(self) -> bool:
-        """Until there is something to do; False: the server was closed."""
+        """Wait for a request; False: the server was closed."""
         with self._work:
             self._working_since_s = None
             while not self._queue and not self._closing:
@@ -198,7 +200,7 @@ class Server:
         return Answer(key, Frame(Kind.REPLY, request.frame.number, body=body))
 
     def _stored_answers(self, store: ReplyStore) -> list[Answer]:
-        """Of what waits, as far as one transaction goes."""
+        """Answer waiting requests within one transaction, as many as it has time for."""
         answers: list[Answer] = []
         with store.turn() as turn:
             ends_s = time.monotonic() + TURN_S
@@ -213,7 +215,7 @@ class Server:
         return lambda rows: self._reply(Request(taken.frame, taken.caller, rows))
 
     def _reply(self, request: Request) -> bytes:
-        """Raises Failure."""
+        """Call the function and return its reply. Raises Failure."""
         try:
             reply = self._contexts.run(self._function, request)
             if not isinstance(reply, bytes):
@@ -230,7 +232,7 @@ class Server:
         return reply
 
     def send(self, answers: Iterable[Answer]) -> None:
-        """Answers, which are durable where there is a store, leave from here."""
+        """Send answers, which are durable where there is a store."""
         with self._lock:
             if self._closing:
                 return
@@ -262,7 +264,7 @@ class Server:
                 self._receive()
 
     def _receive(self) -> None:
-        """What has come, at most so much that replies do not wait for long."""
+        """Receive requests, at most so many that replies are not held up for long."""
         for _ in range(TURN_REQUESTS_MAX):
             try:
                 first = self._socket.recv(_NOBLOCK, copy=False)
@@ -327,7 +329,7 @@ class Server:
         )
 
     def _send(self, route: bytes, data: bytes) -> None:
-        """Where its connection is gone or full, the client asks again."""
+        """Send a message. Where its connection is gone or full, the client asks again."""
         try:
             self._socket.send_multipart((route, data), _NOBLOCK)
         except zmq.ZMQError:
@@ -342,7 +344,9 @@ class Server:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop, from any thread; :meth:`run` returns when the function has. Clients ask again for what they lack."""
+        """Stop the server, from any thread; :meth:`run` returns when the function has. Clients ask again for replies
+        that they lack.
+        """
         with self._work:
             if self._closing:
                 return

@@ -1,4 +1,4 @@
-"""What was replied to whom, in an LMDB folder that all servers of one pool on one machine share.
+"""Store of replies, in an LMDB folder that all servers of one pool on one machine share.
 
 A request is done inside the store's one write transaction: its reply and the rows that its function wrote become
 durable together, or not at all. LMDB lets one process write at a time, so no two servers do one request, or any two.
@@ -75,7 +75,7 @@ class _Client:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is kept for one owner."""
+    """Limits on what is kept for one owner."""
 
     replies_of_client: int = REPLIES_OF_CLIENT_MAX
     replies_of_client_bytes: int = REPLIES_OF_CLIENT_SIZE_BYTES_MAX
@@ -84,7 +84,7 @@ class Limits:
 
 
 class Rows(MutableMapping[bytes, bytes]):
-    """The user's rows, in the order of their keys, as they are within one request. Keys of 1 to 511 bytes."""
+    """Rows of the user within one request, in the order of their keys of 1 to 511 bytes."""
 
     def __init__(self, transaction: lmdb.Transaction, table: lmdb._Database) -> None:
         self._transaction = transaction
@@ -125,7 +125,7 @@ Work = Callable[[Rows], bytes]
 
 
 class Failure(Exception):  # noqa: N818 (what happened)
-    """The function raised: what it wrote is undone, and ``text`` is stored as its reply."""
+    """The function raised: its writes are undone, and ``text`` is stored as its reply."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__(text)
@@ -133,7 +133,7 @@ class Failure(Exception):  # noqa: N818 (what happened)
 
 
 class ReplyStore:
-    """Open in this process, from here to :meth:`close`. Used by one thread. Raises StoreError, OSError."""
+    """Store that is open in this process until :meth:`close`. Used by one thread. Raises StoreError, OSError."""
 
     def __init__(self, folder: str | os.PathLike[str], limits: Limits | None = None) -> None:
         self.folder = Path(folder)
@@ -163,7 +163,9 @@ class ReplyStore:
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
-        """One write transaction, durable when it ends. Waits for other servers'. Raises StoreError: nothing is kept."""
+        """Run one write transaction, durable when it ends. Waits for other servers'. Raises StoreError: then nothing
+        was kept.
+        """
         try:
             with self._environment.begin(write=True) as transaction:
                 yield Turn(self, transaction)
@@ -173,7 +175,7 @@ class ReplyStore:
             ) from error
 
     def rows(self) -> dict[bytes, bytes]:
-        """All of the user's, as they are now."""
+        """Return all rows of the user."""
         with self._environment.begin() as transaction:
             return dict(Rows(transaction, self.tables["data"]))
 
@@ -182,7 +184,7 @@ class ReplyStore:
 
 
 class Turn:
-    """Requests, one after the other, in one transaction."""
+    """Write transaction in which requests are answered one after the other."""
 
     def __init__(self, store: ReplyStore, transaction: lmdb.Transaction) -> None:
         self._store = store
@@ -190,7 +192,7 @@ class Turn:
         self._tables = store.tables
 
     def answer(self, owner: str, request: Frame, work: Work) -> Frame:
-        """The stored answer, or that of ``work``, stored. Raises what ``work`` raises but for Failure."""
+        """Return the stored answer, or that of ``work``, stored. Raises what ``work`` raises except for Failure."""
         owner_key, client_key = _digest(owner.encode()), _digest(request.client_id.encode())
         who = owner_key + client_key
         owner_row, client = self._owner(owner_key), self._client(who)
@@ -248,7 +250,7 @@ class Turn:
         owner_row.size_bytes += size_bytes
 
     def _settle(self, owner: bytes, client_key: bytes, settled: int, owner_row: _Owner, client: _Client) -> None:
-        """Let go of what the client does not need any more, and of what it has too much of: its lowest numbers."""
+        """Delete the replies that the client has settled, and its lowest numbers where it has too many."""
         limits = self._store.limits
         while client.replies and (key := self._first("replies", owner + client_key)) is not None:
             number = _U64.unpack(key[-_U64.size :])[0]
@@ -272,7 +274,7 @@ class Turn:
         owner_row.size_bytes -= size_bytes
 
     def _evict(self, owner: bytes, current: bytes) -> None:
-        """The oldest replies of all clients, and the clients that were used least recently; never the current one."""
+        """Delete the oldest replies of all clients, and the least recently used clients, except the current one."""
         limits = self._store.limits
         owner_row = self._owner(owner)
         changed = False
@@ -309,7 +311,7 @@ class Turn:
         return None if row is None else _Client(*_CLIENT.unpack(row))
 
     def _first(self, table: str, prefix: bytes) -> bytes | None:
-        """The lowest key that begins so."""
+        """Return the lowest key with that prefix."""
         with self._transaction.cursor(self._tables[table]) as cursor:
             if not cursor.set_range(prefix):
                 return None

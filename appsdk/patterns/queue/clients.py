@@ -1,4 +1,6 @@
-"""Who submits tasks and waits for results: ``with connect("jobs") as jobs: jobs.submit("resize", ["a.png"])``."""
+"""Clients of a queue, which submit tasks and wait for results: ``with connect("jobs") as jobs: jobs.submit("resize",
+["a.png"])``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def submission(
     retry_delay: Seconds,
     again: bool,
 ) -> Submission:
-    """Raises ValueError, TypeError."""
+    """Make a submission of the arguments of ``submit``. Raises ValueError, TypeError."""
     if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
         raise TypeError(f"{name}: arguments {arguments!r}: a list was expected, such as [{arguments!r}]")
     try:
@@ -52,21 +54,21 @@ def _seconds(value: Seconds) -> float:
 
 
 class _Patience:
-    """How long is left of the time that somebody waits."""
+    """Time that is left of a caller's timeout."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def next(self) -> tuple[float, float | None]:
-        """(how long the queue may wait, how long its reply may take), in seconds."""
+        """Return (how long the queue may wait, how long its reply may take), in seconds."""
         if self._until_s is None:
             return limits.WAIT_S_MAX, None
         left_s = min(limits.WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
         return left_s, left_s + _GRACE_S
 
     def check(self, task: int, outcome: Outcome) -> None:
-        """Raises NotDone."""
+        """Raise NotDone where the time is over."""
         if self._until_s is not None and time.monotonic() >= self._until_s:
             raise NotDone(f"task {task} has no result after {self._timeout_s:g} s: it is {outcome.state}, and goes on")
 
@@ -84,7 +86,7 @@ class _Result(Generic[T]):
         return f"<task {self.id}>"
 
     def _value(self, outcome: Outcome) -> T:
-        """Raises TaskFailed, TypeError."""
+        """Return the result of a task that has ended. Raises TaskFailed, TypeError."""
         if outcome.state != "done":
             raise TaskFailed(self.id, outcome.reason, outcome.tries)
         try:
@@ -95,10 +97,13 @@ class _Result(Generic[T]):
 
 
 class Job(_Result[T]):
-    """A task. ``id``: its number, by which ``jobs.task(id)`` finds it again, also in another process."""
+    """Task that was submitted. ``id``: its number, by which ``jobs.task(id)`` finds it again, also in another
+    process.
+    """
 
     def result(self, timeout: float | None = None) -> T:
-        """What the worker's function returned: ``timeout`` seconds at most, None: however long it takes.
+        """Wait for the task, ``timeout`` seconds at most (None: without limit), and return what the worker's function
+        returned.
 
         Raises TaskFailed for a dead letter, NotDone, UnknownTask, ClientError.
         """
@@ -114,15 +119,17 @@ class Job(_Result[T]):
             patience.check(self.id, outcome)
 
     def state(self) -> State:
-        """waiting, delayed, running, done, dead, dropped. Raises UnknownTask, ClientError."""
+        """Return the task's state: waiting, delayed, running, done, dead or dropped. Raises UnknownTask,
+        ClientError.
+        """
         return self._jobs.task(self.id).task.state  # type: ignore[no-any-return]
 
 
 class AsyncJob(_Result[T]):
-    """As :class:`Job`, with asyncio."""
+    """Task that was submitted, for asyncio; as :class:`Job`."""
 
     async def result(self, timeout: float | None = None) -> T:
-        """See :meth:`Job.result`."""
+        """Wait for the task's result; see :meth:`Job.result`."""
         patience = _Patience(timeout)
         while True:
             seconds, reply_s = patience.next()
@@ -135,12 +142,12 @@ class AsyncJob(_Result[T]):
             patience.check(self.id, outcome)
 
     async def state(self) -> State:
-        """See :meth:`Job.state`."""
+        """Return the task's state; see :meth:`Job.state`."""
         return (await self._jobs.task(self.id)).task.state  # type: ignore[no-any-return]
 
 
 class Jobs:
-    """A queue, as its clients see it. Any thread may use it."""
+    """Client of a queue. Any thread may use it."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue: Any = queue
@@ -191,7 +198,7 @@ class Jobs:
         retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
         again: bool = False,
     ) -> Job[Any]:
-        """A task for the workers that have a function ``name``. It is on disk when this returns.
+        """Submit a task for the workers that have a function ``name``. It is durable when this returns.
 
         ``returns``: the type of the result. ``key``: whose task it is, for limits by key. ``priority``: higher ones go
         first. ``delay``: it waits so long first. ``dedup``: a further submission with this key gives the same task;
@@ -208,11 +215,12 @@ class Jobs:
     @overload
     def task(self, task: int) -> Job[Any]: ...
     def task(self, task: int, *, returns: Any = Any) -> Job[Any]:
-        """The task with that ID, from whichever process. Nothing is asked of the queue yet."""
+        """Return the task with that ID, from whichever process. The queue is not asked yet."""
         return Job(self._queue, task, returns)
 
     def limit(self, name: str, *, running: int = 0, starts: int = 0, per: Seconds = 0.0) -> None:
-        """For each key of that function: at most so many run at once, at most so many start in any ``per``.
+        """Limit each key of that function: at most ``running`` tasks run at once, at most ``starts`` start in any
+        ``per``.
 
         0: without limit. It holds until it is said anew. Raises ValueError, ClientError.
         """
@@ -220,7 +228,7 @@ class Jobs:
 
 
 class AsyncJobs:
-    """As :class:`Jobs`, with asyncio."""
+    """Client of a queue for asyncio; as :class:`Jobs`."""
 
     def __init__(self, queue: type[Queue]) -> None:
         self._queue: Any = queue
@@ -271,7 +279,7 @@ class AsyncJobs:
         retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
         again: bool = False,
     ) -> AsyncJob[Any]:
-        """See :meth:`Jobs.submit`."""
+        """Submit a task; see :meth:`Jobs.submit`."""
         made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay, again)
         return AsyncJob(self._queue, await self._queue.submit(made), returns)
 
@@ -280,16 +288,16 @@ class AsyncJobs:
     @overload
     def task(self, task: int) -> AsyncJob[Any]: ...
     def task(self, task: int, *, returns: Any = Any) -> AsyncJob[Any]:
-        """See :meth:`Jobs.task`."""
+        """Return the task with that ID; see :meth:`Jobs.task`."""
         return AsyncJob(self._queue, task, returns)
 
     async def limit(self, name: str, *, running: int = 0, starts: int = 0, per: Seconds = 0.0) -> None:
-        """See :meth:`Jobs.limit`."""
+        """Limit each key of a function; see :meth:`Jobs.limit`."""
         await self._queue.limit(name, running, starts, _seconds(per))
 
 
 class JobsConnector:
-    """What ``connect(...)`` gives, for one ``with`` or ``async with``."""
+    """Connector that ``connect(...)`` returns, for one ``with`` or ``async with`` block."""
 
     def __init__(self, connector: Connector[Queue, type[Queue]]) -> None:
         self._connector = connector
@@ -323,7 +331,9 @@ def connect(
     server_keys: Sequence[str] = (),
     insecure: bool = False,
 ) -> JobsConnector:
-    """The queue that runs as the instance ``queue``. The options are those of :func:`appsdk.client.connect`."""
+    """Connect to the queue that runs as the instance ``queue``. The options are those of
+    :func:`appsdk.client.connect`.
+    """
     return JobsConnector(
         connect_client(
             Queue,

@@ -1,4 +1,4 @@
-"""Every limit and time of a queue, with its reason. Sizes are in bytes, times in nanoseconds unless they say so."""
+"""Limits and times of a queue, each with its reason. Sizes are in bytes, times in nanoseconds unless they say so."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Timer = tuple[str, str | int, str]
 
 
 def check_name(what: str, name: str, *, empty: bool = False) -> None:
-    """Raises ValueError."""
+    """Check a name. Raises ValueError."""
     if not (name or empty) or len(name) > limits.NAME_LENGTH_MAX or "\0" in name or not is_encodable(name):
         least = 0 if empty else 1
         raise ValueError(
@@ -40,7 +40,7 @@ def _check_number(what: str, value: float, least: float, most: float, unit: str 
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """A task as it is submitted. ``arguments``: a MessagePack array. ``again``: also where a task with the same
+    """Task as it is submitted. ``arguments``: a MessagePack array. ``again``: also where a task with the same
     deduplication key has ended. Raises ValueError.
     """
 
@@ -71,12 +71,12 @@ class Submission(msgspec.Struct, frozen=True):
             )
 
     def digest(self) -> bytes:
-        """Of what makes two submissions the same."""
+        """Digest of what makes two submissions the same."""
         return hashlib.blake2b(self.name.encode() + b"\0" + self.arguments, digest_size=16).digest()
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A try that did not succeed."""
+    """Try that did not succeed."""
 
     attempt: int
     worker: str
@@ -85,7 +85,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct):
-    """``attempt``: how often it was given to a worker. ``tries_left``: without the one that runs."""
+    """Task of a queue. ``attempt``: how often it was given to a worker. ``tries_left``: without the one that runs."""
 
     id: int
     name: str
@@ -114,7 +114,8 @@ class Task(msgspec.Struct):
 
 
 class Worker(msgspec.Struct):
-    """``call``: its call that waits for a task; 0: none does. ``task``: what it works at; 0: nothing.
+    """Worker that the queue knows. ``call``: its call that waits for a task; 0: none. ``task``: the task that it works
+    at; 0: none.
 
     Enabled, it waits or works. ``check_ns``: when it is looked whether it is silent or, disabled, to be forgotten.
     """
@@ -134,7 +135,9 @@ class Worker(msgspec.Struct):
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """For each key of a function: how many run at once, how many start in any ``period_ns``. 0: without limit."""
+    """Limit for each key of a function: how many tasks run at once, how many start in any ``period_ns``. 0: without
+    limit.
+    """
 
     running_max: int = 0
     starts_max: int = 0
@@ -142,7 +145,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct):
-    """The whole state of a queue."""
+    """Whole state of a queue."""
 
     tasks: dict[int, Task] = {}
     workers: dict[str, Worker] = {}
@@ -166,7 +169,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A worker's reply. ``error``: why there is no result; ``again``: whether trying again may help."""
+    """Reply of a worker. ``error``: why there is no result; ``again``: whether another try may help."""
 
     task: int
     attempt: int
@@ -176,7 +179,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Given(msgspec.Struct, frozen=True):
-    """What a worker is to do."""
+    """Task as a worker gets it."""
 
     task: int
     attempt: int
@@ -185,7 +188,7 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What becomes of a worker's call: it waits, gets a task, or neither: it is to say ready again."""
+    """Outcome of a worker's call: it waits, gets a task, or neither: then the worker is to say ready again."""
 
     call: int
     waits: bool = False
@@ -194,7 +197,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a task stands. ``wait``: under which number its end is told; 0: it has ended."""
+    """State of a task. ``wait``: the number under which its end is told; 0: it has ended."""
 
     state: State
     wait: int = 0
@@ -271,7 +274,7 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 class QueueError(ImmortalError):
-    """The root of a queue's errors."""
+    """Root of a queue's errors."""
 
 
 class QueueFull(QueueError):  # noqa: N818 (what happened, not what is wrong)
@@ -279,11 +282,11 @@ class QueueFull(QueueError):  # noqa: N818 (what happened, not what is wrong)
 
 
 class DedupConflict(IdentityConflict, QueueError):  # noqa: N818
-    """The key ``dedup`` is that of a task of another function, or with other arguments. See ``known``, ``given``."""
+    """The key ``dedup`` belongs to a task of another function, or with other arguments. See ``known``, ``given``."""
 
 
 class UnknownTask(QueueError):  # noqa: N818
-    """There is no such task; or it has ended, and is not kept any more."""
+    """No such task exists; or it has ended, and is not kept any more."""
 
 
 class Superseded(QueueError):  # noqa: N818
@@ -291,7 +294,7 @@ class Superseded(QueueError):  # noqa: N818
 
 
 class NotPossible(QueueError):  # noqa: N818
-    """A task can't be retried, or dropped, in the state that it is in."""
+    """The task can't be retried, or dropped, in its present state."""
 
 
 class TaskFailed(QueueError):  # noqa: N818
@@ -305,8 +308,8 @@ class TaskFailed(QueueError):  # noqa: N818
 
 
 class NotDone(QueueError, TimeoutError):  # noqa: N818
-    """The task has not ended within the time given. It goes on."""
+    """The task has not ended within the time given. It is still open."""
 
 
 class Reject(Exception):  # noqa: N818
-    """Raised by a worker's function: the task is a dead letter at once, since trying again would not help."""
+    """The task can't succeed: raised by a worker's function to make it a dead letter at once."""

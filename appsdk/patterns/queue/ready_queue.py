@@ -1,4 +1,4 @@
-"""Decides which task of a function is next: priorities, and concurrency and rate limits by key.
+"""Order of the waiting tasks of each function: priorities, and concurrency and rate limits by key.
 
 A lane is a function and a key. A task whose lane is closed is parked when its turn comes, and is back in the order once
 the lane opens, so a dispatch looks at no task twice in vain.
@@ -23,7 +23,8 @@ def rank_of(task: Task) -> Rank:
 
 
 class ReadyQueue:
-    """``changed``: functions with a task that is new in the order; who dispatches looks at them, and clears it.
+    """Waiting tasks in order. ``changed``: functions with a task that is new in the order, for the dispatcher to read
+    and clear.
 
     ``starts_kept``: how many starts under a rate are remembered.
     """
@@ -50,13 +51,13 @@ class ReadyQueue:
         self._enter(task.name, task.id, rank_of(task))
 
     def remove(self, task: Task, now_ns: int) -> None:
-        """A waiting one, which will not run."""
+        """Remove a waiting task, which will not run."""
         _out(self._ready, task.name, task.id)
         _out(self._parked, (task.name, task.key), task.id)
         self._reopen(task.name, task.key, now_ns)
 
     def first(self, name: str, now_ns: int) -> Rank | None:
-        """Of the next task of that function that may start now."""
+        """Return the rank of the next task of that function that may start now."""
         ready = self._ready.get(name)
         while ready:
             found = ready.first()
@@ -71,7 +72,7 @@ class ReadyQueue:
         return None
 
     def started(self, task: Task, now_ns: int) -> None:
-        """The one that ``first`` gave."""
+        """Count the task that ``first`` returned as running."""
         _out(self._ready, task.name, task.id)
         self._count(task, 1)
         limit = self._records.limits.get(task.name)
@@ -81,12 +82,12 @@ class ReadyQueue:
             self._prune(task.name, task.key, limit.period_ns, now_ns)
 
     def ended(self, task: Task, now_ns: int) -> None:
-        """It runs no more."""
+        """Count the task as running no more."""
         self._count(task, -1)
         self._reopen(task.name, task.key, now_ns)
 
     def set_limit(self, name: str, limit: Limit, now_ns: int) -> None:
-        """For what starts from now on; starts under an earlier rate count for the new one."""
+        """Set the limit for later starts; starts under an earlier rate count for the new one."""
         if limit == Limit():
             self._records.limits.pop(name, None)
         else:
@@ -97,12 +98,12 @@ class ReadyQueue:
             self._reopen(*lane, now_ns)
 
     def refresh(self, name: str, key: str, now_ns: int) -> None:
-        """A start of that lane has left the period."""
+        """Update a key's lane after a start has left the period."""
         self._prune(name, key, self._records.limits[name].period_ns, now_ns)
         self._reopen(name, key, now_ns)
 
     def waiting(self, name: str) -> set[int]:
-        """The IDs of tasks of a function that wait, in the order or parked."""
+        """Return the IDs of a function's waiting tasks, in the order or parked."""
         found = set(self._ready[name].ranks()) if name in self._ready else set()
         for lane, parked in self._parked.items():
             if lane[0] == name:
@@ -114,7 +115,7 @@ class ReadyQueue:
         self.changed.add(name)
 
     def _reopen(self, name: str, key: str, now_ns: int) -> None:
-        """What is parked in that lane, as far as there is room, is back in the order."""
+        """Put parked tasks of that lane back into the order, as far as there is room."""
         parked = self._parked.get((name, key))
         if parked is None:
             return
@@ -126,7 +127,7 @@ class ReadyQueue:
             del self._parked[name, key]
 
     def _free(self, name: str, key: str, now_ns: int) -> int:
-        """How many of the lane may start now."""
+        """Return how many tasks of the lane may start now."""
         limit = self._records.limits.get(name)
         free = len(self._records.tasks)
         if limit is None:
@@ -140,7 +141,7 @@ class ReadyQueue:
         return max(0, free)
 
     def _prune(self, name: str, key: str, period_ns: int, now_ns: int) -> None:
-        """Starts that no later moment has to know are forgotten."""
+        """Forget the starts that no later moment has to know."""
         by_key = self._records.starts[name]
         starts = by_key[key]
         kept = starts[bisect_right(starts, now_ns - period_ns) :]
@@ -154,7 +155,7 @@ class ReadyQueue:
         self._time(name, key)
 
     def _time(self, name: str, key: str) -> None:
-        """Until the lane's oldest start leaves the period."""
+        """Set the timer for the moment at which the lane's oldest start leaves the period."""
         timer: Timer = ("start", name, key)
         starts = self._records.starts.get(name, {}).get(key)
         if starts:
@@ -188,7 +189,9 @@ _STALE_MAX = 64  # beside as many as there are live ones
 
 
 class IndexedPriorityQueue(Generic[E]):
-    """Entries by rank, lowest first; of one rank by the entries themselves. So the order never depends on history."""
+    """Entries by rank, lowest first; of one rank by the entries themselves, so that the order never depends on
+    history.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, E]] = []
@@ -204,7 +207,7 @@ class IndexedPriorityQueue(Generic[E]):
         return dict(self._ranks)
 
     def put(self, entry: E, rank: Any) -> None:
-        """Also: move it."""
+        """Add an entry, or move it."""
         if self._ranks.get(entry) == rank:
             return
         self._ranks[entry] = rank
@@ -217,7 +220,7 @@ class IndexedPriorityQueue(Generic[E]):
         self._ranks.pop(entry, None)
 
     def first(self) -> tuple[Any, E] | None:
-        """(rank, entry)"""
+        """Return (rank, entry) of the first entry; None: there is none."""
         heap = self._heap
         while heap:
             rank, entry = heap[0]

@@ -1,4 +1,4 @@
-"""The rules of a queue: which worker gets which task, and who is disabled. No I/O, no clock.
+"""Rules of a queue: which worker gets which task, and who is disabled. No I/O, no clock.
 
 A worker says *ready* and waits. The worker that has waited longest gets the task that is next. It is disabled
 
@@ -40,7 +40,9 @@ from immortal.appsdk.patterns.queue.tasks import Tasks
 
 
 class Scheduler:
-    """``woken``: the numbers of calls and waits that have ended, for who drives this to tell and to clear."""
+    """Rules over the state of a queue. ``woken``: the numbers of calls and waits that have ended, for the service to
+    tell and to clear.
+    """
 
     def __init__(self, records: QueueState) -> None:
         self._records = records
@@ -50,7 +52,7 @@ class Scheduler:
         self._workers = Workers(records, self._timers, self.woken)
 
     def next_due_ns(self) -> int | None:
-        """When :meth:`advance` has something to do; None: not before something else happens."""
+        """Return the time at which :meth:`advance` has something to do; None: not before something else happens."""
         found = self._timers.first()
         return None if found is None else found[0]
 
@@ -60,22 +62,26 @@ class Scheduler:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, now_ns: int) -> int:
-        """The task's ID: that of an earlier one with the same deduplication key. Raises QueueFull, DedupConflict."""
+        """Add a task and return its ID, or that of an earlier one with the same deduplication key. Raises QueueFull,
+        DedupConflict.
+        """
         self.advance(now_ns)
         task_id = self._tasks.submit(submission, now_ns)
         self._dispatch(now_ns)
         return task_id
 
     def task(self, task_id: int) -> Task:
-        """Raises UnknownTask."""
+        """Return the task. Raises UnknownTask."""
         return self._tasks.get(task_id)
 
     def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
-        """How it stands; with ``wait``, if it is open, under which number its end will be told. Raises UnknownTask."""
+        """Return the task's state; with ``wait``, if it is open, also the number under which its end will be told.
+        Raises UnknownTask.
+        """
         return self._tasks.outcome(task_id, wait=wait)
 
     def forget_wait(self, task_id: int, number: int) -> bool:
-        """Nobody waits under that number any more. False: its end was told already."""
+        """Forget a wait for the task's end. False: its end was told already."""
         return self._tasks.forget_wait(task_id, number)
 
     # --- workers -----------------------------------------------------------------------------------------------------
@@ -83,7 +89,7 @@ class Scheduler:
     def ready(
         self, worker_id: str, session: str, names: list[str], heartbeat_s: float, report: Report | None, now_ns: int
     ) -> Offer:
-        """A worker asks for a task, and says what came of the one before. ``session``: a secret of its process.
+        """Process a worker's call for a task, with its report on the one before. ``session``: a secret of its process.
 
         Raises ValueError, QueueFull.
         """
@@ -104,7 +110,7 @@ class Scheduler:
         return Offer(call, waits=True)
 
     def take_offer(self, call: int) -> Offer:
-        """What a worker's call has ended with, told once."""
+        """Return the outcome of a worker's call, once."""
         task_id, attempt = offer = self._records.offers.pop(call, NOTHING)
         task = self._records.tasks.get(task_id)
         given = None
@@ -113,7 +119,7 @@ class Scheduler:
         return Offer(call, given=given, superseded=offer == SUPERSEDED)
 
     def withdraw(self, call: int, now_ns: int) -> bool:
-        """A worker's call has ended by itself: it does not wait, and gets no task. False: its end was told already."""
+        """End a worker's call without a task. False: its end was told already."""
         self.advance(now_ns)
         task_id, _ = self._records.offers.pop(call, NOTHING)
         waited = False
@@ -128,7 +134,7 @@ class Scheduler:
         return waited
 
     def heartbeat(self, worker_id: str, session: str, now_ns: int) -> bool:
-        """Whether that worker is known, and by that session."""
+        """Note a worker's heartbeat; False: it is not known, or by another session."""
         self.advance(now_ns)
         worker = self._workers.get(worker_id, session)
         if worker is not None:
@@ -137,7 +143,9 @@ class Scheduler:
         return worker is not None
 
     def leave(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
-        """A worker ends, with its last reply. Without one, only if it has no task: a task may be on its way to it."""
+        """Remove a worker, with its last report. Without one, only if it has no task: a task may be on its way to
+        it.
+        """
         self.advance(now_ns)
         self._report(worker_id, session, report, now_ns)
         worker = self._workers.get(worker_id, session)
@@ -150,7 +158,7 @@ class Scheduler:
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def set_limit(self, name: str, limit: Limit, now_ns: int) -> None:
-        """Raises ValueError."""
+        """Set the limit for each key of a function. Raises ValueError."""
         check_name("function", name)
         if limit.running_max < 0:
             raise ValueError(f"{limit.running_max} running at once: 0 (without limit) or more were expected")
@@ -170,14 +178,17 @@ class Scheduler:
         self._dispatch(now_ns)
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
-        """Dead letters wait again, with all their tries; so many. Raises UnknownTask, NotPossible: then none does."""
+        """Make dead letters wait again, with all their tries, and return how many. Raises UnknownTask, NotPossible:
+        then none was changed.
+        """
         self.advance(now_ns)
         count = self._tasks.retry(task_ids, now_ns)
         self._dispatch(now_ns)
         return count
 
     def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
-        """Open tasks, and dead letters, end without a result; so many. Raises UnknownTask, NotPossible: then none does.
+        """End open tasks and dead letters without a result, and return how many. Raises UnknownTask, NotPossible: then
+        none was changed.
 
         A worker that has one goes on, and its reply is dropped.
         """
@@ -189,7 +200,7 @@ class Scheduler:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def advance(self, now_ns: int) -> None:
-        """What is due by now happens. All that is asked comes behind it, so no alarm's delay changes what happens.
+        """Do what is due by now. It runs before each request, so a late alarm changes nothing of what happens.
 
         What should have happened long ago says that the queue itself was away. That counts neither as silence of
         workers nor as their work.
@@ -225,7 +236,7 @@ class Scheduler:
     # --- who has what ------------------------------------------------------------------------------------------------
 
     def _report(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
-        """A reply. It counts if it is of who has the task now."""
+        """Process a worker's report. It counts only if the worker has the task now."""
         if report is None:
             return
         worker = self._workers.get(worker_id, session)
@@ -261,14 +272,14 @@ class Scheduler:
         self._workers.forget(worker, ends_with)
 
     def _take_away(self, worker: Worker, why: str, now_ns: int) -> None:
-        """Its task, if it has one, goes to the next worker."""
+        """Take the worker's task from it, if it has one, for the next worker."""
         task = self._records.tasks.get(worker.task)
         worker.task = 0
         if task is not None and task.state == "running" and task.worker == worker.id:
             self._tasks.failed(task, why, now_ns)
 
     def _dispatch(self, now_ns: int, names: Iterable[str] = ()) -> None:
-        """Best tasks first. ``names``: functions for which a worker is new among those that wait."""
+        """Give waiting workers the best tasks. ``names``: functions for which a worker is new among those that wait."""
         lanes = self._tasks.lanes
         candidates = sorted(lanes.changed.union(names))
         lanes.changed.clear()
@@ -295,7 +306,7 @@ class Scheduler:
 
 
 class Workers:
-    """``woken``: gets the numbers of calls that have ended."""
+    """Workers of a queue. ``woken``: gets the numbers of calls that have ended."""
 
     def __init__(self, records: QueueState, timers: IndexedPriorityQueue[Timer], woken: list[int]) -> None:
         self._records = records
@@ -308,7 +319,7 @@ class Workers:
                 self._into_idle(worker)
 
     def check(self, worker_id: str, session: str, names: list[str], heartbeat_s: float) -> None:
-        """What a worker says of itself. Raises ValueError, QueueFull."""
+        """Check what a worker says of itself. Raises ValueError, QueueFull."""
         check_name("worker", worker_id)
         check_name("session", session)
         if not 1 <= len(names) <= limits.NAMES_MAX:
@@ -324,12 +335,12 @@ class Workers:
             raise QueueFull(f"{limits.WORKERS_MAX} workers are known, and no more can be")
 
     def get(self, worker_id: str, session: str) -> Worker | None:
-        """Only if it is that very process."""
+        """Return the worker if it has that session, so is the same process."""
         worker = self._records.workers.get(worker_id)
         return worker if worker is not None and worker.session == session else None
 
     def ready(self, worker_id: str, session: str, names: list[str], heartbeat_s: float, now_ns: int) -> int:
-        """It waits for a task: the number of its call."""
+        """Let a worker wait for a task, and return the number of its call."""
         worker = self._records.workers.get(worker_id)
         if worker is None:
             worker = self._records.workers[worker_id] = Worker(worker_id, session, [], 0, 0, 0)
@@ -341,19 +352,19 @@ class Workers:
         return worker.call
 
     def heartbeat(self, worker: Worker, now_ns: int) -> None:
-        """One that is disabled, and waits for no task, stays so: it is at work for nothing."""
+        """Note a heartbeat. A disabled worker that waits for no task stays disabled: its task was given to another."""
         if not worker.disabled:
             worker.heard_ns = now_ns  # this moves no timer: it is looked at when that is over
         elif worker.call:
             self._enable(worker, now_ns)
 
     def longest_idle(self, name: str) -> Worker | None:
-        """Of those that have that function."""
+        """Return the worker with that function that has waited longest."""
         waiting = self._idle.get(name)
         return self._records.workers[next(iter(waiting))] if waiting else None
 
     def end_call(self, worker: Worker, ends_with: tuple[int, int]) -> None:
-        """It waits for no task any more."""
+        """End the call in which the worker waits for a task."""
         self._out_of_idle(worker)
         if worker.call:
             self._records.offers[worker.call] = ends_with
@@ -361,7 +372,9 @@ class Workers:
             worker.call = 0
 
     def silent_ns(self, worker: Worker, now_ns: int) -> int:
-        """For how long, where that is too long; else 0, and it is looked at later."""
+        """Return for how long the worker has been silent, where that is too long; else 0, and set the timer to check
+        later.
+        """
         if worker.heard_ns + self._patience_ns(worker) <= now_ns:
             return now_ns - worker.heard_ns
         self._time(worker, worker.heard_ns)
@@ -374,7 +387,7 @@ class Workers:
         self._time(worker, now_ns)
 
     def forget(self, worker: Worker, ends_with: tuple[int, int]) -> None:
-        """``ends_with``: what the call gets in which it waits."""
+        """Remove the worker. ``ends_with``: the outcome of the call in which it waits."""
         self.end_call(worker, ends_with)
         del self._records.workers[worker.id]
         self._timers.remove(("worker", worker.id, ""))
@@ -389,7 +402,7 @@ class Workers:
 
     @staticmethod
     def _patience_ns(worker: Worker) -> int:
-        """How long it may be silent; disabled, until it is forgotten."""
+        """Return how long the worker may be silent; for a disabled one until it is forgotten."""
         return limits.FORGET_NS if worker.disabled else limits.SILENT_HEARTBEATS * worker.heartbeat_ns
 
     def _time(self, worker: Worker, from_ns: int) -> None:
@@ -397,7 +410,7 @@ class Workers:
         self._timers.put(("worker", worker.id, ""), worker.check_ns)
 
     def _enable(self, worker: Worker, now_ns: int) -> None:
-        """It waits, behind all others that do."""
+        """Enable the worker: it waits behind all others that do."""
         worker.disabled = ""
         worker.heard_ns = now_ns
         self._time(worker, now_ns)

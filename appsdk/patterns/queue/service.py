@@ -1,4 +1,4 @@
-"""The queue as an instance: ``immortal run jobs appsdk.patterns.queue:Queue``. Its rules are the scheduler's."""
+"""Queue as an instance: ``immortal run jobs appsdk.patterns.queue:Queue``. Its rules are the scheduler's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ ROLES = {
 
 
 class Queue(Immortal, roles=ROLES):
-    """Tasks of clients for workers: `docs/patterns/queue.md`. Clients and workers use what this package gives them."""
+    """Durable queue of clients' tasks for workers: `docs/patterns/queue.md`. Clients and workers use the functions of
+    this package.
+    """
 
     records: QueueState
     alarm_ns: int  # when the alarm goes off; 0: it is not set
@@ -69,13 +71,13 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[QueueFull, DedupConflict])
     def submit(self, submission: Submission) -> int:
-        """The task's ID."""
+        """Add a task and return its ID."""
         with self._now() as now_ns:
             return self.scheduler.submit(submission, now_ns)
 
     @rpc(raises=[UnknownTask])
     async def wait(self, task: int, seconds: float) -> Outcome:
-        """How the task stands, once it has ended, or after so many seconds (20 at most)."""
+        """Return the task's state once it has ended, or after so many seconds (20 at most)."""
         outcome = await self.look.step(task, seconds > 0)
         if not outcome.wait:
             return outcome
@@ -102,7 +104,7 @@ class Queue(Immortal, roles=ROLES):
     async def ready(
         self, worker: str, session: str, functions: list[str], heartbeat_s: float, report: Report | None
     ) -> Given | None:
-        """A worker asks for a task, and waits for it; ``report``: its reply to the one before. None: ask again."""
+        """Wait for a task for a worker; ``report``: its reply to the one before. None: the worker is to ask again."""
         offer = await self.say_ready.step(worker, session, functions, heartbeat_s, report)
         if offer.waits:
             try:
@@ -136,13 +138,13 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc
     def heartbeat(self, worker: str, session: str) -> bool:
-        """A worker lives, be it at work or not. False: it is not known, and has to say ready."""
+        """Note that a worker lives, at work or not. False: it is not known, and has to say ready."""
         with self._now() as now_ns:
             return self.scheduler.heartbeat(worker, session, now_ns)
 
     @rpc
     def leave(self, worker: str, session: str, report: Report | None) -> None:
-        """A worker ends, with its last reply."""
+        """Remove a worker, with its last reply."""
         with self._now() as now_ns:
             self.scheduler.leave(worker, session, report, now_ns)
 
@@ -150,19 +152,21 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError])
     def limit(self, function: str, running: int, starts: int, seconds: float) -> None:
-        """For each key of a function: so many run at once, so many start in so many seconds. 0: without limit."""
+        """Limit each key of a function: so many tasks run at once, so many start in so many seconds. 0: without
+        limit.
+        """
         with self._now() as now_ns:
             self.scheduler.set_limit(function, Limit(running, starts, nanoseconds(seconds)), now_ns)
 
     @rpc(raises=[UnknownTask, NotPossible])
     def retry(self, tasks: list[int] | None) -> int:
-        """Dead letters wait again; None: all of them. How many."""
+        """Make dead letters wait again (None: all of them), and return how many."""
         with self._now() as now_ns:
             return self.scheduler.retry(self._dead() if tasks is None else tasks, now_ns)
 
     @rpc(raises=[UnknownTask, NotPossible])
     def drop(self, tasks: list[int] | None, reason: str) -> int:
-        """Open tasks, or dead letters, end without a result; None: all dead letters. How many."""
+        """End open tasks or dead letters (None: all dead letters) without a result, and return how many."""
         with self._now() as now_ns:
             return self.scheduler.drop(self._dead() if tasks is None else tasks, reason, now_ns)
 
@@ -185,7 +189,7 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(limit=1)
     async def alarm(self) -> None:
-        """Without end: it sleeps until something is due."""
+        """Sleep until something is due, and do it, without end."""
         for _ in range(limits.ALARMS_MAX):
             try:
                 sleep_ns = await self.advance.step()
@@ -200,7 +204,9 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc
     def advance(self) -> int:
-        """What is due happens. How long until something is: nanoseconds; 0: not before something else happens."""
+        """Do what is due, and return the time until something is, in nanoseconds; 0: not before something else
+        happens.
+        """
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         self.scheduler.advance(now_ns)
@@ -210,7 +216,7 @@ class Queue(Immortal, roles=ROLES):
 
     @contextmanager
     def _now(self) -> Iterator[int]:
-        """The time of a handler. Who has waited for what happens in it goes on, also if it raises."""
+        """Yield the time of a handler. Calls and waits that end within it are woken at its end, also if it raises."""
         try:
             yield immortal.now_ns()
         finally:
@@ -234,7 +240,7 @@ def _call(number: int) -> str:
 
 
 def _overview(records: QueueState, state: State, now_ns: int) -> Overview:
-    """With the first tasks of that state: dead letters the last ones first, others the oldest."""
+    """Return the overview, with the first tasks of that state: the newest dead letters, the oldest of others."""
     counts: Counter[str] = Counter()
     by_function: dict[str, Counter[str]] = defaultdict(Counter)
     for task in records.tasks.values():

@@ -1,4 +1,4 @@
-"""Life of a task from submission to end, and how long ended tasks and dead letters are kept.
+"""Tasks from submission to end, and how long ended tasks and dead letters are kept.
 
 What lasts is in the :class:`Records`; the rest is an index of it.
 """
@@ -30,7 +30,7 @@ _AGE: Timer = ("age", 0, "")
 
 
 class Tasks:
-    """``woken``: gets the numbers of waits for tasks that have ended."""
+    """Tasks of a queue. ``woken``: gets the numbers of waits for tasks that have ended."""
 
     def __init__(self, records: QueueState, timers: IndexedPriorityQueue[Timer], woken: list[int]) -> None:
         self._records = records
@@ -53,7 +53,7 @@ class Tasks:
         self._time_age()
 
     def get(self, task_id: int) -> Task:
-        """Raises UnknownTask."""
+        """Return the task. Raises UnknownTask."""
         task = self._records.tasks.get(task_id)
         if task is None:
             raise UnknownTask(
@@ -66,7 +66,9 @@ class Tasks:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, now_ns: int) -> int:
-        """The task's ID: that of an earlier one with the same deduplication key. Raises QueueFull, DedupConflict."""
+        """Add a task and return its ID, or that of an earlier one with the same deduplication key. Raises QueueFull,
+        DedupConflict.
+        """
         digest = submission.digest()
         known = self._known(submission)
         if known is not None:
@@ -109,7 +111,7 @@ class Tasks:
         return task.id
 
     def _known(self, submission: Submission) -> Task | None:
-        """The task that has the same deduplication key; with ``again`` only an open one."""
+        """Return the task with the same deduplication key; with ``again`` only an open one."""
         known = self._by_dedup.get(submission.dedup) if submission.dedup else None
         if known is None or (submission.again and self._records.tasks[known].ended):
             return None
@@ -129,7 +131,9 @@ class Tasks:
             )
 
     def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
-        """How it stands; with ``wait``, if it is open, under which number its end will be told. Raises UnknownTask."""
+        """Return the task's state; with ``wait``, if it is open, also the number under which its end will be told.
+        Raises UnknownTask.
+        """
         task = self.get(task_id)
         if task.ended:
             return Outcome(task.state, 0, task.result, task.reason, task.attempt)
@@ -141,7 +145,7 @@ class Tasks:
         return Outcome(task.state, number)
 
     def forget_wait(self, task_id: int, number: int) -> bool:
-        """Nobody waits under that number any more. False: its end was told already."""
+        """Forget a wait for the task's end. False: its end was told already."""
         task = self._records.tasks.get(task_id)
         if task is None or number not in task.waits:
             return False
@@ -151,7 +155,9 @@ class Tasks:
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
-        """Dead letters wait again, with all their tries; so many. Raises UnknownTask, NotPossible: then none does."""
+        """Make dead letters wait again, with all their tries, and return how many. Raises UnknownTask, NotPossible:
+        then none was changed.
+        """
         tasks = [self.get(task_id) for task_id in dict.fromkeys(task_ids)]
         for task in tasks:
             if task.state != "dead":
@@ -166,7 +172,8 @@ class Tasks:
         return len(tasks)
 
     def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
-        """Open tasks, and dead letters, end without a result; so many. Raises UnknownTask, NotPossible: then none does.
+        """End open tasks and dead letters without a result, and return how many. Raises UnknownTask, NotPossible: then
+        none was changed.
 
         A worker that has one goes on, and its reply is dropped.
         """
@@ -183,7 +190,7 @@ class Tasks:
     # --- tries -------------------------------------------------------------------------------------------------------
 
     def start(self, task: Task, worker_id: str, now_ns: int) -> None:
-        """The one that its lane has given."""
+        """Start the task that the ready queue returned."""
         task.state, task.worker, task.began_ns = "running", worker_id, now_ns
         task.attempt += 1
         task.tries_left -= 1
@@ -192,12 +199,12 @@ class Tasks:
         self.lanes.started(task, now_ns)
 
     def done(self, task: Task, result: bytes, now_ns: int) -> None:
-        """A running one."""
+        """End a running task with its result."""
         task.result = result
         self._end(task, "done", "", now_ns)
 
     def failed(self, task: Task, reason: str, now_ns: int, *, again: bool = True, pause: bool = False) -> None:
-        """A try of a running one has failed. ``again``: another may help; ``pause``: not at once."""
+        """Process a failed try of a running task. ``again``: another may help; ``pause``: not at once."""
         reason = reason[: limits.REASON_LENGTH_MAX]
         task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-limits.FAILURES_KEPT :]
         if not again or task.tries_left == 0:
@@ -224,7 +231,7 @@ class Tasks:
         self._time_age()
 
     def put_off(self, late_ns: int, now_ns: int) -> None:
-        """The deadlines of all that run; none gets more than a whole time."""
+        """Extend the deadlines of all running tasks; none gets more than a whole timeout."""
         for task in self._records.tasks.values():
             if task.state == "running":
                 task.deadline_ns = min(now_ns + task.timeout_ns, task.deadline_ns + late_ns)
@@ -238,7 +245,7 @@ class Tasks:
         self._place(task, now_ns)
 
     def _place(self, task: Task, now_ns: int) -> None:
-        """Among those that wait, or for later."""
+        """Let the task wait, now or after its delay."""
         if task.due_ns > now_ns:
             task.state = "delayed"
             self._timers.put(("delay", task.id, ""), task.due_ns)
@@ -247,13 +254,13 @@ class Tasks:
             self.lanes.put(task)
 
     def _stop(self, task: Task, now_ns: int) -> None:
-        """It runs no more."""
+        """Stop the task's timeout and free its place in the lane."""
         self._timers.remove(("timeout", task.id, ""))
         task.worker = ""
         self.lanes.ended(task, now_ns)
 
     def _end(self, task: Task, state: State, reason: str, now_ns: int) -> None:
-        """Of an open task, or of a dead letter that is taken out of those."""
+        """End an open task, or a dead letter that is no longer to be one."""
         if not task.ended:
             self._open -= 1
             self._open_size_bytes -= len(task.arguments)
@@ -291,7 +298,7 @@ class Tasks:
 
 
 class EndedTasks:
-    """Oldest first. Dead letters have limits of their own: no time ends them."""
+    """Ended tasks, oldest first. Dead letters have limits of their own: no time ends them."""
 
     def __init__(self, records: QueueState) -> None:
         self._records = records
@@ -302,7 +309,7 @@ class EndedTasks:
             self._put(task)
 
     def add(self, task: Task, now_ns: int) -> list[Task]:
-        """Those that are kept no longer, since this one is."""
+        """Keep an ended task, and return those that are kept no longer because of it."""
         self._records.ended += 1
         task.ended = self._records.ended
         task.ended_ns = now_ns
@@ -327,12 +334,12 @@ class EndedTasks:
             self._kept_size_bytes -= self._kept.pop(task.id)
 
     def due_ns(self) -> int | None:
-        """When the oldest is too old."""
+        """Return the time at which the oldest is too old; None: there is none."""
         first = next(iter(self._kept), None)
         return None if first is None else self._records.tasks[first].ended_ns + limits.ENDED_AGE_NS
 
     def too_old(self, now_ns: int) -> Task | None:
-        """The oldest, where that is so."""
+        """Return the oldest task, where it is too old."""
         due_ns = self.due_ns()
         if due_ns is None or due_ns > now_ns:
             return None

@@ -1,4 +1,4 @@
-"""A worker: a plain process with functions. It says ready, gets a task, and replies as it says ready again."""
+"""Worker: a plain process with functions. It says ready, gets a task, and replies as it says ready again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _log = logging.getLogger("immortal.queue")
 
 @dataclass(frozen=True, slots=True)
 class CurrentTask:
-    """The task that a function works at. (``id``, ``attempt``) is never given twice."""
+    """Task that a function works at. No two calls get one (``id``, ``attempt``)."""
 
     id: int
     attempt: int
@@ -55,12 +55,12 @@ _current: contextvars.ContextVar[CurrentTask] = contextvars.ContextVar("immortal
 
 
 def current_task() -> CurrentTask:
-    """Of the function that is called. Raises LookupError outside one."""
+    """Return the task of the function that runs. Raises LookupError outside one."""
     return _current.get()
 
 
 class _Function:
-    """How one is called with what stands in a task."""
+    """Function of a worker, with the codec of its arguments."""
 
     def __init__(self, name: str, function: Function) -> None:
         check_name("function", name)
@@ -80,7 +80,7 @@ class _Function:
             self._codec = ArgumentCodec(function, signature)
 
     def arguments(self, encoded: bytes) -> Sequence[Any]:
-        """Raises TypeError where they do not fit the function."""
+        """Decode a task's arguments. Raises TypeError where they do not fit the function."""
         try:
             if self._codec is not None:
                 return self._codec.decode(encoded)
@@ -99,7 +99,7 @@ class _Function:
 
 
 class Worker:
-    """Functions for the tasks of one queue, one task at a time. ``run`` it, in any thread.
+    """Worker with functions for the tasks of one queue, one task at a time. Call ``run``, in any thread.
 
     ``functions``: by name; ``def`` and ``async def``. Arguments are checked against annotations
     where all parameters have one. ``worker_id``: by default one that no other process has. ``heartbeat``: each so many
@@ -152,8 +152,8 @@ class Worker:
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
-        """Until :meth:`stop`. The queue may stop and start meanwhile. Each task has context variables of its own, which
-        begin as those of the caller are now.
+        """Work until :meth:`stop`. The queue may stop and start meanwhile. Each task has context variables of its own,
+        which begin as the caller's are now.
 
         Raises Superseded where another process says ready under the same ID; QueueError for an instance that is no
         queue; NotConnectable and other ClientErrors.
@@ -172,7 +172,7 @@ class Worker:
         heart.join()
 
     def stop(self) -> None:
-        """The task that it has is done; then :meth:`run` comes back. From any thread, or a signal's handler."""
+        """Stop after the current task; then :meth:`run` returns. Call it from any thread, or from a signal handler."""
         self._stopping = True
         self._changed.set()
 
@@ -206,7 +206,9 @@ class Worker:
                 _log.error("task %d was done, and the queue is away: it will be done again", report.task)
 
     def _interrupted(self, queue: Queue, given: Given, error: BaseException) -> None:
-        """The process is about to end: the next worker gets the task now, and not when this one is missed."""
+        """Give the task back, as the process is about to end: the next worker gets it now, not when this one is
+        missed.
+        """
         report = Report(given.task, given.attempt, error=f"worker {self.id!r} was ended by {type(error).__name__}")
         with contextlib.suppress(ClientError):
             with_timeout(queue, self._heartbeat_s).leave(self.id, self._session, report)
@@ -256,7 +258,7 @@ class Worker:
         return found
 
     def _beat(self, queue: Queue) -> None:
-        """In a thread of its own, whatever the functions do."""
+        """Send heartbeats, in a thread of its own, whatever the functions do."""
         while True:
             self._changed.wait(self._heartbeat_s)
             self._changed.clear()
@@ -277,7 +279,9 @@ class Worker:
 
 
 async def _outcome(value: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """asyncio raises some of what a coroutine does where its loop runs, and complains of it besides."""
+    """Return (value, None) or (None, error) of an awaitable: asyncio raises some errors where its loop runs, and logs
+    them.
+    """
     try:
         return await value, None
     except BaseException as error:
@@ -285,7 +289,7 @@ async def _outcome(value: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException 
 
 
 def work(queue: str, functions: Functions, **options: Any) -> None:
-    """Run a :class:`Worker` until SIGTERM or SIGINT: the task that it has is done first; the second SIGINT interrupts.
+    """Run a :class:`Worker` until SIGTERM or SIGINT: it ends after its current task; a second SIGINT interrupts that.
 
     The options are the worker's. Of the main thread alone. Raises what that raises.
     """
