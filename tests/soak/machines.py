@@ -179,7 +179,7 @@ class Placed:
         """SIGTERM to `immortal run`. Where a machine has process IDs of its own, it is not the first process."""
         self._is_told_to_end = True
         below = self._processes()[1:] if self.machine.network else self._processes()
-        for pid in [pid for pid in below if b"coordinator\0run\0" in _command_line(pid)][:1]:
+        for pid in [pid for pid in below if b"-m\0immortal\0run\0" in _command_line(pid)][:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
