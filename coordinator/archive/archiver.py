@@ -195,7 +195,7 @@ class Archiver:
         return moment
 
     def _check_same(self, end: LogEnd) -> None:
-        """A coordinator started since, or the log has another key: whoever asks again looks at the whole again."""
+        """Raise ConflictError if a coordinator has started since, the log has another key, or its end was cut off."""
         if (end.epoch, end.nonce) != (self._end.epoch, self._end.nonce):
             raise ConflictError("the instance was started anew")
         if end.last_sequence_id < self._place.next_sequence_id - 1:
@@ -382,7 +382,7 @@ def record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
 
 
 def state_rows(view: View, known: StateDigests) -> tuple[list[PackedRow], StateDigests]:
-    """The rows of all other tables that differ from ``known``, those that are gone as well; and what is known then."""
+    """Read the rows of all other tables that differ from ``known``, deletions included, and the digests known then."""
     changed: list[PackedRow] = []
     found: StateDigests = {}
     for table, key, value in _state(view):

@@ -102,7 +102,7 @@ def moment_name(number: int) -> str:
 
 
 def object_name(folder: str, what: str, epoch: int) -> str:
-    """A name that nobody else gives: a writer of an older epoch, and a second one of this, has others."""
+    """Make a unique name: writers of other epochs, and a second one of this epoch, make other names."""
     return f"{folder}{what}-e{epoch}-{secrets.token_hex(8)}"
 
 

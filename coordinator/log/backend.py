@@ -74,7 +74,7 @@ class Space(NamedTuple):
 
 
 class View(Protocol):
-    """A log at one moment. What it gives may be memory of the backend's own: what is to stay is copied."""
+    """Snapshot of a log. Its results may be memory of the backend: copy what is to outlive the view."""
 
     def get(self, table: str, key: bytes) -> Readable | None: ...
 
@@ -140,7 +140,7 @@ class Backend(ReadBackend, Protocol):
     failure: LogError | None = None
     """Why it accepts nothing more."""
     is_remote: bool = False
-    """An append or a look may take as long as another machine likes: not for a loop that others wait for."""
+    """True if appends and reads wait for another machine: too slow for the loop."""
     appends_max: int = 1
     """Number of small appends worth having in flight at once.
 
@@ -157,7 +157,7 @@ class Backend(ReadBackend, Protocol):
     standbys: Sequence[Standby] = ()
     """Processes that follow the log, refreshed now and then. Any thread."""
     successor: str = ""
-    """The standby for whom :meth:`release_lease` keeps the log for a moment; "": it is whoever comes first."""
+    """Standby for which :meth:`release_lease` reserves the log for a moment; "": the first one to come gets it."""
 
     @property
     def fenced_by(self) -> LogError | None:
@@ -167,7 +167,7 @@ class Backend(ReadBackend, Protocol):
     def require_write_lease(self) -> None:
         """Check that this process still holds the log. A row may look damaged because a new holder has trimmed it.
 
-        Raises FencedError then, LogUnavailableError where nobody can tell.
+        Raises FencedError then, LogUnavailableError where that is unknown.
         """
         return
 
@@ -179,12 +179,15 @@ class Backend(ReadBackend, Protocol):
     def append(self, append: Append) -> None:
         """Make it durable, whole. Raises LogFullError, LogSyncError, FencedError.
 
-        Raises LogUnavailableError where nobody knows whether it was done: :meth:`resolve` comes next.
+        Raises LogUnavailableError where the outcome is unknown: call :meth:`resolve` next.
         """
 
     def begin_append(self, append: Append) -> bool:
-        """Send it, behind those that were begun and are not finished, and wait for nothing. False: that can't be, so
-        it is for :meth:`append` once those are finished. Raises as that; it counts as begun where it is unknown."""
+        """Send an append behind those in flight, and don't wait.
+
+        False: it can't be sent this way, so use :meth:`append` once those are finished. Raises as that; with an unknown
+        outcome it counts as begun.
+        """
         return False
 
     def finish_oldest(self, *, wait: bool) -> bool:
@@ -223,7 +226,7 @@ class Backend(ReadBackend, Protocol):
         return
 
     def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
-        """Write ``rows``, table by table and in the order of their keys, into a log of its own; where that is."""
+        """Write ``rows``, table by table and in the order of their keys, into a log of its own; returns its path."""
         raise only_in_folders(self.where, "cut")
 
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
@@ -242,7 +245,7 @@ class Backend(ReadBackend, Protocol):
         return None
 
     def flush(self) -> None:
-        """Bring to its place what is durable and waits somewhere else for that."""
+        """Move durable data from where appends put it to its final place, such as from a journal to the tables."""
         return
 
     def release_lease(self) -> None:
@@ -264,7 +267,7 @@ class Place(Protocol):
     location: str
     """The part of the URL behind the scheme."""
     is_shared: bool = False
-    """Other machines reach it, too: who finds it held follows."""
+    """True if other machines reach it: a process that finds it held becomes a follower."""
     sequence_id_required_min: int = -1
     """A record that the log has had: where it is shared, one that ends before it is not opened for writing."""
 
@@ -316,7 +319,7 @@ class Place(Protocol):
 
         None where the backend has no such registration: the caller polls.
 
-        None where a follower has to look by itself.
+        None where a follower has to poll.
         """
         return None
 
@@ -345,11 +348,11 @@ class Place(Protocol):
         return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
 
     def migrate(self) -> str:
-        """Bring what it is kept in to this program's version; in words what was done. Raises LogError."""
+        """Migrate the storage to this program's version; returns a message. Raises LogError."""
         return "there is nothing to migrate"
 
     def make_private(self) -> str | None:
-        """Take from others what they may do with it; in words what that was."""
+        """Remove other users' access; returns a message if they had any."""
         return None
 
     def findings(self, *, held: bool) -> Iterator[Finding]:
@@ -361,7 +364,7 @@ class Place(Protocol):
         raise only_in_folders(self.where, "cut")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        """Make the log here, a copy of before or none yet, the one of ``source``; the records copied.
+        """Copy ``source`` here, over an earlier copy if there is one; returns the number of records copied.
 
         Raises ValueError where something else is here.
         """
@@ -383,7 +386,7 @@ class StandbyRegistration(Protocol):
     """The checkpoint that the writer wants of it, as of a moment ago."""
 
     def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
-        """Keep a sealed chunk under its own key, which is new. Raises LogError where nobody wants it any more."""
+        """Store a sealed chunk under its own new key. Raises LogError where the request was cancelled."""
 
     def offer(self, asked: StandbyCheckpointRequest, offer: bytes) -> None:
         """Tell the writer that all chunks are there. Raises LogError."""
@@ -405,7 +408,7 @@ class EndpointWatch(Protocol):
 
 
 class HeldLog(Protocol):
-    """A log that nobody else can write until it is released."""
+    """Log held by this process: no other can write it until it is released."""
 
     def open(self, instance_name: str) -> Backend:
         """Open the log for writing. Raises as :meth:`Place.open`."""
@@ -418,7 +421,7 @@ class Options(Struct, frozen=True):
 
     ``size_bytes``: initial size of the log; ``size_bytes_max``: its limit. None: the backend's own.
 
-    ``lease_s``: how long a writer that says nothing keeps a log that other machines reach. ``endpoint``: where peers
+    ``lease_s``: how long a silent writer keeps a log that other machines reach. ``endpoint``: where peers
     reach this process. ``checkpoints_to``: the URL of a store for large checkpoints; "": they are in the log.
     """
 

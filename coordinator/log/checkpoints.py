@@ -45,7 +45,7 @@ class PendingBlob(Struct):
 
 
 class CheckpointWriter:
-    """Keeps track of the one blob that is on its way, so that only a whole and right one can get its header."""
+    """Tracks the one blob being written, so that only a complete and valid one gets its header."""
 
     def __init__(self) -> None:
         self._pending: PendingBlob | None = None
@@ -218,7 +218,7 @@ def _trim_history(
 
 
 def _valid_headers(view: View, damaged_ids: Collection[int]) -> Iterator[CheckpointHeader]:
-    """The headers of all checkpoints, newest first; those that are known to be damaged do not count."""
+    """Headers of all checkpoints, newest first, without those known to be damaged."""
     for key, value in view.scan_back("checkpoints"):
         with contextlib.suppress(DamagedLogError):
             header = log_format.decode_header(bytes(key), bytes(value)).header

@@ -72,7 +72,7 @@ class LogCutter:
         )
 
     def cut(self, plan: CutPlan) -> Path:
-        """Carry out ``plan``; the folder where what was cut is kept, as a log that can be opened for reading.
+        """Carry out ``plan``; returns the folder with the part cut off, a log that can be opened for reading.
 
         What stays of an authenticated log is so with the same key; what was cut off is not. Raises LogError; the log is
         as it was then.
@@ -297,7 +297,7 @@ def _lost(
 
 
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
-    """The records from ``sequence_id`` on with what is said of them, and those checkpoints."""
+    """Spans of the records from ``sequence_id`` on, of verdicts and dead letters on them, and of those checkpoints."""
     spans = [Span("records", SEQUENCE_KEY.pack(sequence_id))]
     spans += [Span(table, record_key(sequence_id)) for table in ("verdicts", "letters")]
     for checkpoint_id in checkpoint_ids:

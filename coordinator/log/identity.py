@@ -139,7 +139,7 @@ def check_value(value: Readable, expected_sequence_id: int, committer_id: int) -
 
 
 def logged_time_ns(value: Readable, sequence_id: int, committer_id: int) -> int:
-    """The time of a record; 0 where it is damaged, which whoever reads it will find."""
+    """Time of a record; 0 where it is damaged, which reading it reports."""
     try:
         return verify_value(value, sequence_id, committer_id)[1].time_ns
     except DamagedLogError:

@@ -15,7 +15,7 @@ NAME = "memory"
 
 
 class MemoryLogStore(RowLogStore):
-    """Everything that was committed is durable; :meth:`crash` gives what the next start would find."""
+    """Store in which every commit is durable; :meth:`crash` returns the store that the next start would find."""
 
     backend: MemoryBackend
 
@@ -42,7 +42,7 @@ class MemoryLogStore(RowLogStore):
         return self.backend.durable.last_sequence_id()
 
     def copy(self) -> MemoryLogStore:
-        """A store of its own with what is durable now."""
+        """Copy the durable data into a store of its own."""
         store = MemoryLogStore(durable=self.backend.durable.copy())
         store.impulses_loaded_size_bytes_max = self.impulses_loaded_size_bytes_max
         store.free_bytes = self.free_bytes
@@ -50,7 +50,7 @@ class MemoryLogStore(RowLogStore):
         return store
 
     def crash(self) -> MemoryLogStore:
-        """A fresh store with what was durable; this one accepts nothing more."""
+        """Return a fresh store with the durable data; this one accepts nothing more."""
         store = self.copy()
         self.backend.failure = LogError("this log is closed: its process crashed")
         return store

@@ -145,7 +145,7 @@ def open_log(
     """Open a log for writing.
 
     ``keys``: those that it may be authenticated with, the one in use first; a log of another one of them gets that one.
-    ``adopt``: a log that is not authenticated yet gets the key, as it is now. ``accept``: so does any other, by hand.
+    ``adopt``: give the key to a log without one, as it is. ``accept``: give it to any log, by an operator's order.
 
     Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
     not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.

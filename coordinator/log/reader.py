@@ -45,7 +45,7 @@ class TrimmedError(LogError):
 
 
 class LoggedValue(Struct, frozen=True):
-    """A record with its trailer, as it is in the log; ``problem`` says in words what is damaged, None if nothing is.
+    """Record with its trailer, as stored. ``problem`` describes its damage, None if there is none.
 
     ``value`` is empty where the record is missing; then ``last_sequence_id`` is the last of those missing in a row.
     """
@@ -117,12 +117,12 @@ class LogReader:
         return summary
 
     def ends(self) -> tuple[int, int]:
-        """The first and the last record that is kept, as of now; the first is last + 1 where there is none."""
+        """Read the IDs of the first and last kept record; the first is last + 1 where there is none."""
         with self.view() as view:
             return first_and_last_sequence_id(view)
 
     def last_sequence_id(self) -> int:
-        """The last record's, as of now; -1 in a new log. Cheap: whoever follows a live log may poll it."""
+        """Read the last record's ID; -1 in a new log. Cheap enough for polling a live log."""
         last = self.ends()[1]
         self.sequence_id_read_max = max(self.sequence_id_read_max, last)
         return last
@@ -192,7 +192,7 @@ class LogReader:
             return read_chunk(view, self.macs, checkpoint_id, index)
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
-        """The chunks of a blob, in order, each checked; behind the last one the whole is.
+        """Read the chunks of a blob in order, each checked; behind the last one the whole blob is checked.
 
         Raises TrimmedError for a checkpoint that is no longer kept, or never was; DamagedCheckpointError.
         """
@@ -227,7 +227,7 @@ class LogReader:
             return verdicts.load_dead_letter(view, key)
 
     def letters(self) -> Iterator[Letter]:
-        """The dead letters, in the order of their records; a damaged one is left out and told in :attr:`problems`."""
+        """Read dead letters in the order of their records; damaged ones are left out and go to :attr:`problems`."""
         self.problems = []
         with self.view() as view:
             keys = list(verdicts.dead_letter_sizes(view))
@@ -247,7 +247,7 @@ class LogReader:
             return verdicts.load_audit(view, self.problems)
 
     def view(self, *, copies: bool = False) -> AbstractContextManager[View]:
-        """The log at one moment. As ReadBackend.view."""
+        """Open a snapshot of the log as it is now, see :meth:`ReadBackend.view`."""
         return self._backend.view(copies=copies)
 
     def is_live(self) -> bool:

@@ -36,7 +36,7 @@ class DecodedRecord:
 
 
 def read_record(value: bytes | memoryview, sequence_id: int, committer_id: int, *, whole: bool) -> DecodedRecord | str:
-    """The record, or in words what is wrong with it. Unless it is to be ``whole``, its content is only checked."""
+    """Decode a record, or describe its damage. Without ``whole`` its content is only checked."""
     try:
         header, trailer = verify_value(value, sequence_id, committer_id)
         content = bytes(value[HEADER_SIZE_BYTES : header.size_bytes]) if whole else b""
@@ -116,8 +116,8 @@ def _initial(data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
 
 
 def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, end: int | None = None) -> int:
-    """The first of the records ``first`` to ``end`` - 1 (None: all) that may be from ``time_ns`` or later; ``end``, or
-    the one behind the last, where all are earlier.
+    """Find the first of the records ``first`` to ``end`` - 1 (None: all) that may be from ``time_ns`` or later;
+    ``end``, or the ID behind the last record, where all are earlier.
 
     The time of records never goes back. One that is damaged counts as the next sound one.
     """

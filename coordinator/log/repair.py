@@ -25,7 +25,7 @@ _TABLE = b"sources"
 
 
 class RepairedSource(Struct, frozen=True):
-    """A row to be put in the place of the damaged one at ``damaged_key``; ``how`` it is known, in words."""
+    """Row to replace the damaged one at ``damaged_key``. ``how``: where its value comes from, as a message."""
 
     damaged_key: bytes
     key: bytes

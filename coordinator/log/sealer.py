@@ -71,7 +71,7 @@ class Sealer:
         self._chunks: dict[int, list[bytes]] = {}
 
     def seal(self, append: Append, backend: ReadBackend) -> Change:
-        """Put into ``append`` what is to be durable with it. The change is for :meth:`adopt` then."""
+        """Add the MACs to ``append``; returns the change for :meth:`adopt`."""
         change = Change(self._head, dict(self._sums), dict(self._tags), dict(self._chunks))
         puts = list(append.puts)
         if append.deletes or not _KEPT_TABLES.issuperset([table for table, _, _ in puts]):
@@ -90,7 +90,7 @@ class Sealer:
         return change
 
     def _count(self, change: Change, append: Append, puts: list[Row], view: View | None) -> None:
-        """Count the rows that go and come; to both is added what belongs to them."""
+        """Account for all deleted and added rows, and add the MACs that belong to them."""
         asked = list(dict.fromkeys(append.deletes))
         append.deletes = [*asked]
         for span in asked:
@@ -119,7 +119,7 @@ class Sealer:
                 self._rows[place] = row
 
     def _old(self, change: Change, table: str, key: bytes, deletes: Sequence[Span], view: View | None) -> int | None:
-        """The MAC of the row whose place another one takes."""
+        """MAC of a row that is about to be replaced."""
         place = table, key
         if table in _KEPT_TABLES:
             return change.rows[place] if place in change.rows else self._rows.get(place)
@@ -130,7 +130,7 @@ class Sealer:
         return self._macs.row(table, key, value)
 
     def _delete(self, change: Change, span: Span, view: View | None) -> list[Span]:
-        """Count the rows that go; what else goes with them."""
+        """Account for the rows of a span; returns spans of MACs to delete with it."""
         if span.table == "records":
             require(not span.first and span.end is not None, "only the first records of a log may go")
             (end,) = SEQUENCE_KEY.unpack(span.end or b"")  # the last one's own stays: that of the next covers it
@@ -159,7 +159,7 @@ def _rows_in(view: View | None, span: Span) -> Iterator[tuple[bytes, Readable]]:
 
 
 def _seal_row(macs: Macs, head: bytes, tags: dict[str, bytes]) -> Row:
-    """Says what all tables are."""
+    """Row that seals the state of all tables."""
     return meta_row(META_SEAL, macs.seal(head, b"".join([tags[table] for table in SUMMED_TABLES])))
 
 

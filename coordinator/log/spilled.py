@@ -31,7 +31,7 @@ def extents(view: View, acknowledged: Mapping[str, int]) -> dict[str, list[Spill
 
 
 def add_extent(found: list[SpilledExtent], extent: SpilledExtent) -> None:
-    """Put ``extent`` behind the others, joined with the last one where that is small and next to it."""
+    """Append ``extent`` to the others, merged with the last one where that is small and adjacent."""
     last = found[-1] if found else None
     if (
         last is not None

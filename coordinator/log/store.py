@@ -56,7 +56,7 @@ _RECORD_HEADER = struct.Struct("<iiQq")
 
 
 class _InFlight(NamedTuple):
-    """An append that the backend has not answered, and what it changes here once it is durable."""
+    """Append without an answer of the backend yet, and the store's changes once it is durable."""
 
     ticket: int
     last_sequence_id: int
@@ -133,7 +133,7 @@ class RowLogStore(LogStore):
         self.backend.release()  # all tables but those of records and chunks were read
 
     def _give_key(self, key: LogKey, first_sequence_id: int | None) -> None:
-        """Authenticate all that is in the log as it is now; ``first_sequence_id``: as it was with another key."""
+        """Seal all that the log has now with ``key``. ``first_sequence_id``: first authenticated record so far."""
         from immortal.coordinator.log import sealer
 
         self._sealer = None
@@ -144,7 +144,7 @@ class RowLogStore(LogStore):
         self.backend.mark_end(macs.mark)
 
     def forget_key(self) -> None:
-        """Make it a log without authentication, as far as the disk goes: close it then."""
+        """Remove the log's authentication on disk. Close the store afterwards."""
         from immortal.coordinator.log import sealer
 
         self._sealer = None
@@ -316,7 +316,7 @@ class RowLogStore(LogStore):
         return bool(changes)
 
     def _repair(self) -> list[str]:
-        """Put damaged rows right that can be; what was done, in words. Raises DamagedLogError."""
+        """Repair damaged rows where possible; returns messages. Raises DamagedLogError."""
         with self._naming_remedy(), self.backend.view() as view:
             changes, done = repair_sources(view, self.identity.committer_id)
         if changes:
@@ -383,12 +383,12 @@ def _append_of(transaction: Transaction, changes: Changes, last_sequence_id: int
 
 
 def _last_of(append: Append) -> int:
-    """The last record, once it is done."""
+    """Sequence ID of the last record after this append."""
     return append.records[-1][0] if append.records else append.expected_last_sequence_id
 
 
 def check_records(records: Sequence[tuple[int, Readable]], last_sequence_id: int, committer_id: int) -> None:
-    """Check that ``records`` follow the last one and that their headers say so too: else the caller has a bug."""
+    """Check that ``records`` follow the last one, also by their headers. Anything else is a bug of the caller."""
     expected = last_sequence_id + 1
     for sequence_id, value in records:
         if sequence_id != expected:

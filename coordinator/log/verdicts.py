@@ -92,7 +92,7 @@ def load_dead_letter(view: View, key: MessageKey) -> Letter | None:
 
 
 def load_audit(view: View, problems: list[str]) -> list[AuditEntry]:
-    """Oldest first. A damaged entry is left out and told in ``problems``."""
+    """Read audit entries, oldest first. A damaged one is left out and described in ``problems``."""
     entries = []
     for key, value in view.scan("audit"):
         try:

@@ -32,7 +32,7 @@ class StreamPositions:
         self._cut_sources: set[str] = set()  # sources without a batch since the last cut
 
     def skip(self, sequence_id: int) -> None:
-        """A record can't be read: what it held of any stream is unknown."""
+        """Skip an unreadable record: which messages of which streams it held is unknown."""
         self._pass_cuts(sequence_id)
         self._expected.clear()
 
@@ -128,7 +128,7 @@ class LogVerification(Struct):
         return not (self.damaged or self.fatal)
 
     def first_damage(self, first_sequence_id: int) -> int | None:
-        """The first record from ``first_sequence_id`` on that is damaged or missing; valid as :attr:`is_sound`."""
+        """First damaged or missing record from ``first_sequence_id`` on; valid like :attr:`is_sound`."""
         return min(
             (max(first, first_sequence_id) for first, last in self.damaged_records if last >= first_sequence_id),
             default=None,

@@ -145,7 +145,10 @@ def load_summary(
     problems: list[str],
     impulses_size_bytes_max: int = IMPULSES_LOADED_SIZE_BYTES_MAX,
 ) -> LogSummary:
-    """The log's summary; a damaged checkpoint is left out and told in ``problems``. Raises DamagedLogError."""
+    """Load the log's summary; a damaged checkpoint is left out and described in ``problems``.
+
+    Raises DamagedLogError.
+    """
     first, last = first_and_last_sequence_id(view)
     checkpoints: list[CheckpointHeader] = []
     for checkpoint_id, stored in stored_headers(view):
@@ -217,7 +220,7 @@ def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
 def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: int | None) -> list[ImpulseBatch]:
     """Load all impulses by destination and position; those acknowledged whole have an empty payload.
 
-    Their positions still count, but nobody needs their bytes: the table may be far larger than what is unacknowledged.
+    Their positions still count, but not their bytes: the table may be far larger than what is unacknowledged.
     Of what is not acknowledged, only so much is loaded for each destination; the rest is read when it is sent.
     ``size_bytes_max``: at most so much, None: all of it.
     """
@@ -281,7 +284,7 @@ def collect_values(
 
 
 def read_chunk(view: View, checkpoint_id: int, index: int) -> bytes:
-    """Chunk ``index`` of a blob; b"" behind the last. Raises DamagedCheckpointError."""
+    """Read chunk ``index`` of a blob; b"" behind the last. Raises DamagedCheckpointError."""
     key = CHUNK_KEY.pack(checkpoint_id, index)
     value = view.get("chunks", key)
     if value is not None:

@@ -102,7 +102,7 @@ class LogEndpoint:
         return () if self.store is None else self.store.backend.standbys
 
     def hand_over_to(self, successor: str) -> None:
-        """The standby of this name is to have the log behind this process."""
+        """Choose the standby that is to take the log over after this process."""
         if self.store is None:
             fail("a log is left to another one that is not ours")
         self.successor = successor
@@ -212,7 +212,7 @@ class LogEndpoint:
         self._reads.submit(done)
 
     def _poll_offer(self, store: RowLogStore) -> None:
-        def look() -> ev.Event | None:
+        def read_offer() -> ev.Event | None:
             self._is_polling_offer = False
             try:
                 offer = store.take_standby_offer()
@@ -224,7 +224,7 @@ class LogEndpoint:
 
         if not self._is_polling_offer:
             self._is_polling_offer = True
-            self._reads.submit(look)
+            self._reads.submit(read_offer)
 
     def offer(self, request: Offered) -> None:
         if self.store is None and self._follower is not None:
@@ -263,7 +263,7 @@ class LogEndpoint:
                         self._hand_over(store, request)
 
     def close(self) -> None:
-        """Finish what was to be written, then others may write; what is read is not wanted any more."""
+        """Finish writes, release the write lease, and drop open reads."""
         if self._follower is not None:
             self._follower.close()
         if self._writer is not None:
@@ -273,7 +273,7 @@ class LogEndpoint:
         self._reads.close()
         self._ready.close()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report, now and then, that another process has taken the log: a coordinator that only answers queries appends
         nothing and would not notice.
         """

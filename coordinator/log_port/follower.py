@@ -90,7 +90,7 @@ class LogFollower(Mailbox[ev.Event]):
         self._requests.put(request)
 
     def take_store(self) -> RowLogStore | None:
-        """The log, once it is ours to write: nothing else is answered here from then on."""
+        """Take the store, once this process writes the log. The follower answers nothing else from then on."""
         store, self._store = self._store, None
         return store
 
@@ -239,7 +239,7 @@ class LogFollower(Mailbox[ev.Event]):
             self._following.report_ready(is_ready=time.monotonic() - self._caught_up_s < CAUGHT_UP_S)
 
     def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
-        """The records behind what the follower has, and what the log says once they are in it."""
+        """Read the records behind those that the follower has, then the log's state."""
         first = request.first_sequence_id
         last = reader.last_sequence_id()
         if last == first - 1:

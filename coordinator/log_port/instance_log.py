@@ -36,11 +36,11 @@ class InstanceLog:
 
     @property
     def is_shared(self) -> bool:
-        """Other machines reach it, too."""
+        """True if other machines reach the log."""
         return self._place.is_shared
 
     def open_store(self) -> RowLogStore:
-        """The log, which is ours to write for as long as it is open; a new one where there is none.
+        """Open the log for writing, or make a new one.
 
         Raises LogLockedError where another process has it, LogError, PickleRefusedError.
         """
@@ -65,7 +65,7 @@ class InstanceLog:
         return store
 
     def open_reader(self) -> LogReader | None:
-        """The log, beside its writer; None where there is none yet. Raises LogError."""
+        """Open the log for reading beside its writer; None where there is none yet. Raises LogError."""
         if not self._place.exists():
             return None
         self._reader = own_logs.open_reader(self._settings, trust_pickle=self._trust_pickle)

@@ -43,7 +43,7 @@ _Job = _Write | ReadTail
 
 
 class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and their events
-    """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
+    """Writes through ``store``. Events of finished jobs arrive in :meth:`take_done`.
 
     ``fileno()`` is readable when something is finished. Trimming keeps the newest ``keep_checkpoints``; see
     :meth:`LogStore.trim`. ``times``: is told what each commit took, ``was_committed`` its ticket, from either thread.
@@ -105,7 +105,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return bool(self._inline)
 
     def run_inline(self) -> list[Event]:
-        """Do the small writes that were submitted since the last call, and return the events that say so; or begin
+        """Do the small writes submitted since the last call, and return their events; or begin
         them, and return none."""
         if self._pipelines:
             self._start_inline()
@@ -131,7 +131,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
             self._hand_over(*self._inline)
 
     def take_done(self) -> list[Event]:
-        """The events of what is finished."""
+        """Take the events of finished jobs."""
         events = []
         for jobs_count, came in self.take():
             self._on_thread -= jobs_count
@@ -182,8 +182,10 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
                 self.put([(0, self._finish_commits(wait=True))])
 
     def trim(self, keep_since_ns: int | None = None) -> None:
-        """Remove, whenever there is nothing to write, one step after the other of what is not needed any more: also not
-        for a replay from ``keep_since_ns`` on (ns since the Unix epoch; None: time does not count)."""
+        """Start removing, step by step while idle, what is not needed any more.
+
+        Kept is what a replay from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no such limit).
+        """
         with self._trim_lock:
             self._keep_since_ns = keep_since_ns
             self._trims_count += 1
@@ -197,7 +199,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return self._trim.is_set()
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
+        """Finish submitted jobs, then end the thread."""
         self._trim.clear()
         self._closing = True
         self._jobs.put(None)
@@ -272,7 +274,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return 1, [self._write(job)]
 
     def _write_joined(self, job: Commit) -> tuple[int, list[Event]]:
-        """Write ``job`` with the commits that wait behind it, in one sync."""
+        """Write ``job`` together with the commits that wait behind it, in one sync."""
         commits = [job]
         size_bytes = job.size_bytes
         while size_bytes < JOINED_SIZE_BYTES_MAX and (following := self._take_if_commit()) is not None:
@@ -292,7 +294,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return len(commits), [replace(event, request=job) if isinstance(event, LogFailed) else event]
 
     def _take_if_commit(self) -> Commit | None:
-        """The next job if there is one and it is a commit; another kind is kept for the next turn."""
+        """Take the next job if it is a commit; a job of another kind is kept for the next turn."""
         if self._pushed_back is not None:
             return None
         try:
@@ -308,7 +310,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return None
 
     def _next_job(self) -> _Job | None:
-        """The next job; None to look around: at the end, or for a step of trimming."""
+        """Take the next job; None at the end, or for a step of trimming."""
         if self._pushed_back is not None:
             job, self._pushed_back = self._pushed_back, None
             return job
@@ -401,7 +403,7 @@ class InFlightCommits:
         return self._commits[0][0]
 
     def begin_commit(self, commit: Commit) -> bool:
-        """False: it can't be begun. Raises as RowLogStore.begin; then it is under way."""
+        """Begin a commit; False: it can't be begun. Raises as ``begin_commit`` of the store; then it is in flight."""
         self._commits.append((commit, time.perf_counter()))
         is_begun = self._store.begin_commit(commit.transaction, commit.ticket)
         if is_begun:
@@ -411,7 +413,7 @@ class InFlightCommits:
         return is_begun
 
     def finish_oldest(self, *, wait: bool) -> Finished | None:
-        """The oldest, if it is durable. Raises as RowLogStore.finish."""
+        """Finish the oldest commit; None if it is not durable yet. Raises as ``finish_oldest`` of the store."""
         if not self._store.finish_oldest(wait=wait):
             return None
         commit, begun_s = self._commits.popleft()

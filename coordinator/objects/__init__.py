@@ -16,7 +16,7 @@ class ObjectError(ImmortalError):
 
 
 class DamagedObjectError(ObjectError):
-    """An object is missing, or is not what was written."""
+    """Raised for an object that is missing or damaged."""
 
 
 class StoreError(ImmortalError):

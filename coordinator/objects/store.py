@@ -132,7 +132,7 @@ def _in_words(where: str) -> Iterator[None]:
 
 
 def _sync(file: Path, root: Path) -> None:
-    """A file, its name, and those of its folders up to ``root``: what is archived survives a crash of the machine."""
+    """Sync a file, its name, and its folders up to ``root``, so that archived data survives a crash of the machine."""
     folder = file
     while True:
         descriptor = os.open(folder, os.O_RDONLY)

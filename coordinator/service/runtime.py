@@ -307,7 +307,7 @@ class Coordinator:
         if now_ns >= self._clock_due_ns:
             self._clock_due_ns = now_ns + TICK_NS
             self._clock.tick()
-            self._log_endpoint.look()
+            self._log_endpoint.poll()
             inbox += self._clock.take_events()
         inbox += self._clock.take_due(now_ns)
         if self._stop_deadline_ns is not None and now_ns > self._stop_deadline_ns:

@@ -81,7 +81,7 @@ class LmdbPlace(Place):
         return log_exists(self._folder)
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> LmdbBackend:
-        """The file has its name only once the log in it is complete: what is cut off does not count."""
+        """Create the log. Its file gets its name only once it is complete, so an interrupted creation leaves no log."""
         folder = self._folder
         make_folder(folder)
         with _locked(folder) as lock:
@@ -153,7 +153,7 @@ class LmdbPlace(Place):
         for problem in problems or ():
             what = f"LMDB's page structure is damaged: {problem}; restore a copy of the log"
             yield Finding(Severity.FATAL, "file", what)
-        with contextlib.suppress(PageError, OSError):  # whoever opens it names these
+        with contextlib.suppress(PageError, OSError):  # opening it reports these
             unnamed = check_pages(path)
             if unnamed is not None:
                 yield Finding(Severity.NOTE, "file", f"{describe_unnamed(unnamed)}: the next start takes it in")
@@ -168,7 +168,7 @@ class LmdbPlace(Place):
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[FolderLock]:
-    """The lock is released where what is done under it fails."""
+    """Hold the folder's lock. It is released if the body fails."""
     try:
         lock = FolderLock(folder)
     except OSError as error:

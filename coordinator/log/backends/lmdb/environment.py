@@ -43,9 +43,9 @@ DATABASES_MAX = 32  # more than this version has, so that a later version's can 
 def open_environment(
     folder: Path, *, readonly: bool, map_size_bytes: int, repairs: list[str] | None = None
 ) -> lmdb.Environment:
-    """Open the LMDB environment in ``folder``; a file that is there is checked before it is mapped.
+    """Open the LMDB environment in ``folder``; an existing file is checked before it is mapped.
 
-    ``repairs`` gets, in words, what a writer has put right in it.
+    Messages about repairs by a writer are added to ``repairs``.
     Raises LogFormatError (no LMDB file, or a truncated one), DamagedLogError (LMDB's own pages), LogLockedError (open
     already in this process), LogUnavailableError (the next time it may be otherwise), LogError.
     """
@@ -195,7 +195,7 @@ def _name_last_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
     try:
         descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
-            # Who opens the log first tells the others which transaction is the last: a process that has it open still
+            # The first process to open the log tells others which transaction is the last: one that still has it open
             # believes in the one before, and so would LMDB in this one. LMDB has a lock on this byte until it closes.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
             name_transaction(path, unnamed)
@@ -250,7 +250,7 @@ FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NA
 
 
 def restrict_log_modes(folder: Path) -> str | None:
-    """Take from others what they may do with the log in ``folder``; in words what that was, None where it was nothing.
+    """Remove other users' access to the log in ``folder``; returns a message, None where they had none.
 
     Only its own files, those that were cut off it, and their folders are changed.
     """
@@ -270,7 +270,7 @@ def restrict_log_modes(folder: Path) -> str | None:
 
 
 def remove_log(folder: Path) -> None:
-    """Remove the log's own files; its folder too, where it holds nothing else: it may have been given by hand."""
+    """Remove the log's files, and its folder if it holds nothing else: an operator may have chosen a shared folder."""
     for name in FILE_NAMES:
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -308,7 +308,10 @@ class MappedPages:
         self._madvise = _madvise()
 
     def count_bytes_touched(self, size_bytes: int) -> None:
-        """Count what was read or written; release now and then. The caller keeps the map from moving meanwhile."""
+        """Count bytes read or written, and release memory now and then.
+
+        The caller keeps the map from moving meanwhile.
+        """
         self._touched_bytes += size_bytes
         if self._touched_bytes >= RELEASE_INTERVAL_BYTES:
             self._touched_bytes = 0

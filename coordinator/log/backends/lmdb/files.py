@@ -216,7 +216,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_names(path: Path) -> None:
-    """LMDB syncs its files, but not the folders that name them; some of those may have been made just now."""
+    """Sync the folders that name the log's files, which may be new: LMDB syncs only the files."""
     path = path.absolute()
     device = path.stat().st_dev
     for folder in (path, *path.parents):

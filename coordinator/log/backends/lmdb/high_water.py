@@ -80,7 +80,7 @@ class HighWaterMark:
             return f"{what}: the log in {self.path.parent} ends with record {last}, {self._way_out(mark)}"
         value = view.get("records", SEQUENCE_KEY.pack(mark.sequence_id))
         if value is None or check_of(value) == mark.check or not _is_sound(value, mark.sequence_id):
-            return None  # trimmed away; the same; or damaged, which whoever needs it says
+            return None  # trimmed; equal; or damaged, which reading it reports
         return (
             f"record {mark.sequence_id} is not the one that was committed: the log in {self.path.parent} is another"
             f" copy, {self._way_out(mark)}"

@@ -48,7 +48,7 @@ class JournalReader:
         nonce: Callable[[], int | None] = lambda: None,
         may_repair: Callable[[], bool] = lambda: True,
     ) -> JournalRows:
-        """The rows behind the LMDB transaction ``transaction_id``. Not to be changed.
+        """Rows of entries behind the LMDB transaction ``transaction_id``. Don't change them.
 
         ``nonce``: the journal's nonce as that transaction gives it, None: there is no journal. ``may_repair``: returns
         True if an invalid entry can't be one that is being written now; then a flipped bit is repaired. Raises
@@ -120,7 +120,7 @@ class JournalReader:
             self._rows = {**self._rows, **rows}
 
     def _check_end(self, descriptor: int) -> None:
-        """Entries are written one after the other: behind the last one there is none that counts.
+        """Check that no valid entry follows the last one: entries are written one after the other.
 
         And none names a transaction that is not there, since that was durable before the entry was written; nor another
         life of this log, since each begins a file of its own.

@@ -46,7 +46,7 @@ class FolderLock:
 
 
 def lock_holder(folder: Path) -> str | None:
-    """The process that has the lock, in words; None where the lock's file does not name it yet."""
+    """Describe the process that holds the lock; None where the lock's file does not name it yet."""
     try:
         descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -104,7 +104,7 @@ def clearing(folder: Path) -> Iterator[None]:
 
 
 def clear_dead_readers(folder: Path) -> Counter[int]:
-    """Places of processes that are gone are free; who has the others, and how many each. Raises OSError."""
+    """Free the places of ended processes; returns the number of places of each other process. Raises OSError."""
     with clearing(folder):
         descriptor = _descriptors.get(folder)
         if descriptor is None:

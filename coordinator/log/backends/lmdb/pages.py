@@ -38,7 +38,7 @@ _FREE = "free pages"
 
 
 class PageError(Exception):
-    """A page is not what it must be; the text says which, and why."""
+    """Raised for a damaged page; the text names the page and its damage."""
 
 
 class Table(Struct, frozen=True):
@@ -68,7 +68,7 @@ class Meta(Struct, frozen=True):
 
 
 class UnnamedTransaction(Struct, frozen=True):
-    """A transaction whose pages are all there, synced, and whose meta page says the ID of two transactions before.
+    """Transaction with all pages synced, whose meta page still has the ID of the transaction two before.
 
     So LMDB leaves it when the sync of that meta page fails, and so does one flipped bit in the page of a transaction
     that was durable. Which of them it was can't be told, so the transaction counts.
@@ -101,7 +101,7 @@ def check_pages(path: Path) -> UnnamedTransaction | None:
 
 
 def name_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
-    """Say in its meta page which transaction that is, and make it last. Raises OSError."""
+    """Write a transaction's ID into its meta page and sync it, which makes it the last one. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         named = _META_END.pack(unnamed.last_page, unnamed.transaction_id)
@@ -216,9 +216,9 @@ class _Walk:
             raise PageError(f"the meta page of transaction {newest} belongs to transaction {freed_by}")
 
     def _check_older(self) -> UnnamedTransaction | None:
-        """The other meta page says how the log was a transaction ago, or would be if it were not said to be older.
+        """Check the other meta page: it describes the log a transaction ago, or would if its ID were not older.
 
-        Its own pages may have been overwritten since by a transaction that a crash ended: then it is what it says.
+        Its pages may have been overwritten by a transaction that a crash interrupted.
         """
         self._seen.clear()
         older = self._older.transaction_id
@@ -243,7 +243,7 @@ class _Walk:
         return UnnamedTransaction(freed_by, self._last_of(self._older), freed_by & 1, self._page_size_bytes)
 
     def _last_of(self, meta: Meta) -> int:
-        """The last page that it uses or lists as free. What failed before may have left others behind that.
+        """Last page that is used or listed as free. Pages behind it may be left by failed transactions.
 
         Where a large table is damaged, which its reader will find: the last one that there is.
         """

@@ -64,7 +64,7 @@ class LmdbReader(ReadBackend):
             raise unreadable(self._folder, error, self._environment) from error
 
     def _begin(self, *, buffers: bool) -> tuple[ReadTransaction, JournalRows]:
-        """A transaction, and the rows that are behind it in the journal. Raises lmdb.Error, DamagedLogError."""
+        """Begin a transaction; returns it with the journal's rows behind it. Raises lmdb.Error, DamagedLogError."""
         abandoned_id = None
         while True:
             try:
@@ -83,8 +83,8 @@ class LmdbReader(ReadBackend):
                 transaction.abort()
                 raise
             transaction.abort()
-            # A writer has gone on, and its journal may have begun anew. Or it died before it told LMDB's readers of
-            # its last commit: then they stay where they are, and nobody has touched the journal since.
+            # The writer has gone on, and its journal may have begun anew. Or it died before it told LMDB's readers of
+            # its last commit: then they stay where they are, and the journal is unchanged since.
             abandoned_id = None if self.is_live() else transaction_id
 
     def _journaled(self, transaction_id: int, tables: LmdbView) -> JournalRows | DamagedLogError:

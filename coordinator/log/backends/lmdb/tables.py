@@ -182,7 +182,7 @@ def journal_nonce(view: LmdbView) -> int | None:
 
 
 class TableWriter:
-    """A write transaction and the tables as it sees them: one that is missing is made by the first row that is put."""
+    """Write transaction with the log's tables; a missing table is created by its first row."""
 
     def __init__(self, environment: lmdb.Environment, transaction: WriteTransaction, tables: Tables) -> None:
         self.transaction = transaction

@@ -33,7 +33,7 @@ from immortal.coordinator.log.backends.postgres.writer import PostgresBackend
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.coordinator.objects import StoreError
 
-POLL_INTERVAL_S = 0.1  # between two looks who has the lease, unless it runs out before
+POLL_INTERVAL_S = 0.1  # between two reads of the lease's holder, unless it runs out earlier
 
 
 class PostgresReader(ReadBackend):
@@ -105,7 +105,7 @@ class PostgresPlace(Place):
 
     @contextlib.contextmanager
     def _making(self, options: Options) -> Iterator[Connection[tuple[Any, ...]]]:
-        """A new log, there once all that is put into it meanwhile is. Raises LogFormatError, LogError."""
+        """Create a log, which exists once the body has filled it. Raises LogFormatError, LogError."""
         address, instance = self._address, self._address.named
         with reaching(address), connect(address) as connection:
             if schema.version_of(connection) != schema.VERSION:

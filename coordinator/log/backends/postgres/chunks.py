@@ -109,7 +109,7 @@ class ChunkUploads:
 
     ``url`` "": nothing is uploaded, but old objects are still removed in time.
 
-    ``problem``: what keeps the store from taking chunks, in words; "": nothing.
+    ``problem``: why the store does not accept chunks, as a message; "": it does.
     """
 
     def __init__(self, url: str, instance: str) -> None:
@@ -181,7 +181,7 @@ class ChunkUploads:
             self._pool.submit(remove_objects, pointers)
 
     def collect(self, named: Collection[str], epoch: int) -> Future[int] | None:
-        """Remove what writers of epochs before ``epoch`` have left and is not ``named``, beside what else is done."""
+        """Remove objects of epochs before ``epoch`` that are not ``named``, in the background."""
         return self._pool.submit(self._collect, named, epoch) if self._url else None
 
     def _collect(self, named: Collection[str], epoch: int) -> int:

@@ -96,7 +96,7 @@ def is_broken(connection: psycopg.Connection[Any]) -> bool:
 
 @contextlib.contextmanager
 def reaching(address: Address) -> Iterator[None]:
-    """Failures of the database, in our words: LogUnavailableError for what may pass, LogFullError, LogError."""
+    """Translate failures of the database: LogUnavailableError for temporary ones, LogFullError, LogError."""
     try:
         yield
     except (errors.DiskFull, errors.OutOfMemory) as error:

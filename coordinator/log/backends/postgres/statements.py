@@ -173,7 +173,7 @@ class Sender:
         self._is_unsent = False  # a part of what was sent: the server reads slowly
 
     def send(self, arguments: Sequence[object]) -> None:
-        """An append, behind all before it. It waits for nothing: see :attr:`events`."""
+        """Send an append behind all earlier ones, without waiting: see :attr:`events`."""
         pgconn = self._pgconn
         if not self._unanswered_count:
             pgconn.enter_pipeline_mode()

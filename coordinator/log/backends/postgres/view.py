@@ -238,7 +238,7 @@ class _Pack:
 
 
 def _sequence_id(key: bytes) -> int:
-    """The first that is not before ``key``."""
+    """First sequence ID whose key is not before ``key``."""
     number = int.from_bytes(bytes(key[:8]).ljust(8, b"\0"), "big")
     return number + (len(key) > SEQUENCE_KEY.size)
 

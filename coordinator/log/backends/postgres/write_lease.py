@@ -78,7 +78,7 @@ def is_process_gone(text: str) -> bool:
 class Holder(NamedTuple):
     """Holder of the lease that is valid now."""
 
-    name: str  # in words
+    name: str  # for messages
     endpoint: str  # where peers reach it
     left_s: float  # until the lease runs out
 
@@ -111,7 +111,7 @@ def notify(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> No
 
 
 def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, str]:
-    """The epoch of a log, and who writes it, in words."""
+    """Read the epoch of a log and its writer's name."""
     row = connection.execute(
         "SELECT epoch, holder FROM immortal.heads WHERE instance = %s AND is_there", [instance]
     ).fetchone()
@@ -132,7 +132,7 @@ def head_count(
 class Lease:
     """HeldLog from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
 
-    ``lost_to``: the epoch of who has taken the log since, and who that is. ``standbys``: as of the last renewal.
+    ``lost_to``: epoch and name of a later writer. ``standbys``: as of the last renewal.
     """
 
     def __init__(

@@ -132,11 +132,11 @@ class PostgresBackend(Backend):
             self._sender = self._made_sender()
 
     def _take_notice(self, notice: psycopg.errors.Diagnostic) -> None:
-        """A wait for standbys that somebody has cut off is answered as done, with a warning."""
+        """Note a warning: an append whose wait for standbys was cancelled is answered as done, with a warning."""
         self._is_warned = self._is_warned or notice.severity_nonlocalized == "WARNING"
 
     def _take_over(self, sequence_id_required_min: int) -> int:
-        """The log, from whoever had it: whose lease counts no more. Its epoch. Raises LogLostError."""
+        """Take the log over, once no lease is valid; returns its new epoch. Raises LogLostError."""
         connection = self._connection
         with self._guard.record_data_loss(connection), connection.transaction():
             if (held := leases.holder(connection, self._instance, lock=True)) is not None:
@@ -253,7 +253,7 @@ class PostgresBackend(Backend):
             self._sender.send([*head, *part])
 
     def _head(self, append: Append) -> list[object]:
-        """The first arguments of immortal.append. From here on it counts as begun."""
+        """Build the first arguments of immortal.append. From here on the append counts as in flight."""
         last = append.records[-1][0] if append.records else append.expected_last_sequence_id
         for span in append.deletes:
             if span.table == RECORDS and span.end is None:  # an operator's cut: the log ends before it
