@@ -218,7 +218,7 @@ class _Walk:
     def _check_older(self) -> UnnamedTransaction | None:
         """Check the other meta page: it describes the log a transaction ago, or would if its ID were not older.
 
-        Its pages may have been overwritten by a transaction that a crash interrupted.
+        Its pages may have been overwritten by a transaction that a crash interrupted: then its ID counts as right.
         """
         self._seen.clear()
         older = self._older.transaction_id
