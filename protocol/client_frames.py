@@ -1,12 +1,12 @@
 """Frames between a client, a process that is no instance, and a coordinator: one part each way, over ZeroMQ.
 
-HELLO     client -> coordinator   who is asking, for which instance
+HELLO     client -> coordinator   the client's ID, and the instance
 WELCOME   coordinator -> client   the last number taken of this client; the methods that the instance has
 REQUEST   client -> coordinator   ``count`` calls, with consecutive numbers from ``number`` on
 REPLY     coordinator -> client   what ``count`` of them came to
 PING      client -> coordinator   what has become of these ``count`` numbers?
 PONG      coordinator -> client   the last number taken of this client
-REFUSED   coordinator -> client   why not, in words; with a number, of the QUERY with that number
+REFUSED   coordinator -> client   the reason, as text; with a number, for the QUERY with that number
 QUERY     client -> coordinator   one call of a method that only reads, which is not logged
 ANSWER    coordinator -> client   what the query with that number came to
 

@@ -29,7 +29,7 @@ class FailedError(click.ClickException):
 
 
 class Commands(click.Group):
-    """A group whose commands end in one clear line, whatever of ours goes wrong."""
+    """Command group that reports each of our errors as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -38,7 +38,7 @@ class Commands(click.Group):
             raise FailedError(str(error)) from None
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # click ends quietly: who reads our output has seen enough
+                raise  # click ends quietly: the reader has closed our output
             raise FailedError(str(error)) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

@@ -212,7 +212,7 @@ OWNERS = "@owner"
 NO_ROLES = frozenset({OWNERS, QUERIES, "@rpc", "@impulse"})
 """Names that no role of an app can have: each is a group already, or could be taken for one."""
 ANYBODYS = "@anybody"
-"""The group of the methods that all may call who may call at all, with whichever role."""
+"""Group of methods that any permitted caller may call, with whatever role."""
 INSTANCES = "@instance"
 """The group of the methods that each instance may call besides; clients need it in the settings."""
 

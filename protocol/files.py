@@ -56,7 +56,7 @@ def openness(folder: Path) -> str | None:
     try:
         mode = folder.stat().st_mode & 0o777
     except OSError:
-        return None  # whoever reads in it says so
+        return None  # reading it reports the error
     if not mode & _OTHERS_WRITE:
         return None
     return (
@@ -116,7 +116,7 @@ def acquire_lock(descriptor: int, timeout_s: float) -> None:
 def describe_lock_holder(descriptor: int) -> str:
     """Describe the process that holds the lock: "process 1815", with its user where that is another one.
 
-    The text of a lock file may be old, or of somebody who has not got it: it is not asked.
+    The text in a lock file may be outdated, or of a process that did not get the lock, so it is not used.
     """
     status = os.fstat(descriptor)
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"

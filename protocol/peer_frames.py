@@ -5,7 +5,7 @@ Welcome  receiver -> sender   answers it: the position up to which the receiver 
 Batch    sender -> receiver   count RPC messages, in incoming form, from position on
 TrimTo   receiver -> sender   durable up to position; the window from now on
 Resend   receiver -> sender   there is a gap: send again from behind position
-Refused  receiver -> sender   why not, in words
+Refused  receiver -> sender   the reason, as text
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 
 class Owner(Protocol):
-    """Somebody who has threads or connections."""
+    """Object with threads or connections."""
 
     def forked_in_child(self) -> None:
         """Reset this object in a child after a fork. Takes no lock, sends nothing, closes nothing."""
@@ -48,7 +48,7 @@ def _in_child() -> None:
 
 
 def at_fork(forked: Callable[[], None]) -> None:
-    """Call it in each child, whoever is there."""
+    """Call ``forked`` in each child."""
     os.register_at_fork(after_in_child=forked)
 
 

@@ -36,7 +36,7 @@ class RecordHeader(Struct, frozen=True):
 
 
 def encode_header(committer_id: int, sequence_id: int, chunks: Iterable[Readable]) -> bytes:
-    """The 24-byte header of the record whose content is ``chunks``, one after the other.
+    """Encode the 24-byte header of the record whose content is ``chunks``, one after the other.
 
     Raises LocalProtocolError for a size, committer ID or sequence ID that no record can have.
     """

@@ -45,12 +45,12 @@ CHANNEL = "immortal_registry"
 LOOK_S = 1.0  # without news
 AGAIN_S = 0.5  # before a database that does not answer is tried again
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
-_CHANGES = 0x72656769  # the advisory lock of those who change it
+_CHANGES = 0x72656769  # advisory lock for changes
 _FILE_NAMES = {PUBLIC_KEYS: "public_keys", UPGRADE: "upgrade.json", ENDPOINT: "endpoint"}
 PARTS = {file_name: part for part, file_name in _FILE_NAMES.items()}
 _LOCK_FILE_NAME = ".copy_lock"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # whoever wrote the row: it becomes the name of a file
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # checked, since it becomes the name of a file
 _SEEN = """
 SELECT (SELECT coalesce(max(revision), 0) FROM immortal.registry), (SELECT count(*) FROM immortal.registry),
     (SELECT md5(string_agg(concat_ws(' ', instance, endpoint, holder), chr(10) ORDER BY instance)) FROM immortal.leases)
@@ -213,7 +213,7 @@ class Copy:
                     path = self.path(name, part)
                     wanted[path] = wanted.get(path, "") + content
             names = {name for name, part, _ in rows if part == SETTINGS}
-            # Where an instance is goes last: who sees that it has moved finds the keys in the order that goes with it.
+            # The endpoint goes last: a reader that sees a move finds the keys already in the matching order.
             wanted |= {self.path(name, ENDPOINT): f"{at}\n{holder}\n" for name, at, holder in leases if name in names}
             self._write(wanted, {self.path(name, ENDPOINT) for name in names})
             self._seen = seen
@@ -330,7 +330,7 @@ class Copy:
             ).fetchall()
 
     def forget(self, name: str, machine: str) -> bool:
-        """The keys of ``name`` on that machine let nobody in any more; whether there were some."""
+        """Revoke the keys of ``name`` on that machine; returns True if there were some."""
         with self.changing() as connection:
             gone = connection.execute(
                 "DELETE FROM immortal.registry WHERE instance = %s AND part = %s AND machine = %s",

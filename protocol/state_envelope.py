@@ -1,4 +1,4 @@
-"""The front of a state of an SDK app: whose it is, and what wrote it.
+"""The front of an SDK app's state: its owner, and the serializer that wrote it.
 
     0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack map) · state
 

@@ -16,7 +16,7 @@ from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc
 ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
 CANCEL_CALL_METHOD_ID = 1 << 20
 """A call that cancels an earlier one of the same caller: [number of that, reason]. One above the largest of users, and
-not negative: who does not know it refuses it in words, as any method that there is not."""
+not negative: an app that does not know it refuses it like any unknown method."""
 TIMES_TASK = (1 << 63) - 1
 """A question for this handler, which there can't be, asks how long handlers took: [method, ns] in "times"."""
 OTHER_MESSAGES = "other"  # method name for answers, results of effects and the clock
@@ -107,7 +107,7 @@ ORDERED_METHOD_ID = (1 << 20) + 1  # calls that are to be ordered: [method ID of
 ORDERING_METHOD_ID = (1 << 20) + 2  # everything else that is said about them; it calls no method of the user's
 FENCING_METHOD_ID = (1 << 20) + 5  # expels a member from a group
 FENCING_METHODS = frozenset({"group_change", "group_told"})
-"""Handlers of groups. Who may call one of them may expel, as it changes the group in any case."""
+"""Handlers of groups. A caller of any of them may also expel, since each of them changes the group."""
 EXECUTED_METHOD_ID = -5  # sent behind released calls to oneself
 
 _first_of = decoding.Decoder(list[msgspec.Raw]).decode

@@ -1,7 +1,7 @@
 """Notes of times beside the log: where they are, and how a process writes its own.
 
 A coordinator and its app have segments of their own in one folder. Of each the newest are kept, and never synced: what
-a crash loses is missed by nobody.
+a crash loses is no loss.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SegmentWriter:
 
 
 class Noting(Generic[T]):
-    """A thread that has ``take`` handle what is put here, now and then: whoever puts it never waits for a disk."""
+    """Thread that passes items to ``take`` now and then, so that putting one never waits for a disk."""
 
     def __init__(self, take: Callable[[list[T]], None]) -> None:
         self._take = take
@@ -197,7 +197,7 @@ def decode_segment_header(data: bytes) -> int | None:
 
 
 PlainRow = tuple[int, int, int, int, int, int]
-"""The fields of a :class:`TimingRow`, which is one: who makes many makes these, in a third of the time."""
+"""Fields of a :class:`TimingRow` as a plain tuple, which is made in a third of the time."""
 
 
 def encode_row(row: PlainRow, header_crc: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The trace of whoever calls from outside: what a W3C ``traceparent`` says, https://www.w3.org/TR/trace-context/.
+"""Trace context of callers from outside: the W3C ``traceparent``, https://www.w3.org/TR/trace-context/.
 
 A Request has it in the field of the reason, and the log behind the client's ID, without its version:
 

@@ -71,7 +71,7 @@ class Trailer(Struct):
 
 
 def encode_trailer(trailer: Trailer, record_check: int) -> bytes:
-    """The trailer of the record whose check bytes are ``record_check`` (unsigned).
+    """Encode the trailer of the record whose check bytes are ``record_check`` (unsigned).
 
     Raises LocalProtocolError for a value that the format cannot hold.
     """

@@ -51,7 +51,7 @@ class Cause(IntEnum):
     TRIPPED = 4  # the method has failed so often in a row that it is not called any more
     SENDER = 5  # the answer is not from the instance that was called
     FORBIDDEN = 6  # its caller may not call the method, or has too many calls open, as its coordinator's settings say
-    UNUSABLE = 7  # nested too deeply, or what was waited for and can't be read: who waits for it gets a failure
+    UNUSABLE = 7  # nested too deeply, or an unreadable answer: the waiting handler gets a failure
 
 
 NOT_OF_CODE = (Cause.FORBIDDEN, Cause.UNUSABLE)
