@@ -219,7 +219,7 @@ def test_export(letters: InstanceSettings, tmp_path: Path) -> None:
 
 def test_a_damaged_letter_is_told_and_left_out(letters: InstanceSettings) -> None:
     store = open_log(letters.log, "counter")
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         key = log_format.MESSAGE_KEY.pack(*UNDONE.key)
         transaction.put(key, b"damaged, and long enough", db=store.backend.tables["letters"])
