@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -237,7 +238,8 @@ def test_silent_connections_keep_nobody_out(house: House) -> None:
     path = control.socket_path(process.settings.folder)
     silent = [connect(path) for _ in range(2 * control_server.CONNECTIONS_MAX)]
     for one in silent[::2]:
-        one.sendall(question()[:7])
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the oldest may be closed by now: see below
+            one.sendall(question()[:7])
     assert process.status()["name"] == "alice"
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])  # nor is the app held up
