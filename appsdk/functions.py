@@ -8,12 +8,14 @@ So the names in a class are the user's. :data:`immortal.appsdk.calls.user_code.r
 
 from __future__ import annotations
 
+import gc
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from random import Random
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
 
 from immortal.appsdk.calls.context import Context, datetime_of
@@ -46,10 +48,22 @@ R = TypeVar("R")
 
 
 _RUNNERS = (Context, Task)  # a tuple takes half the time of a union
+_collecting: int | None = None  # thread whose garbage is being collected
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    global _collecting
+    _collecting = get_ident() if phase == "start" else None
+
+
+gc.callbacks.append(_note_collection)
 
 
 def _runner(what: str) -> Any:
     """Return the Task of an ``async def`` handler, or the Context of an instance. Raises UsageError: neither runs."""
+    if _collecting is not None and _collecting == get_ident():
+        # A coroutine that nobody closed cleans up, in the context of whichever handler runs: that one is not its own.
+        raise GeneratorExit
     found = running.get()
     if isinstance(found, _RUNNERS):
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -372,3 +373,56 @@ def test_a_clients_arguments_by_name_travel_by_position(given: tuple[int, ...], 
     assert method.encode(given, names) == b"\x93\1\2\3"
     with pytest.raises(TypeError, match="too many positional"):
         method.encode((1, 2, 3), {})
+
+
+# --- coroutines that the garbage collector closes ---------------------------------------------------------------------
+
+
+class _Never:
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+class Collecting(Immortal):
+    def __init__(self) -> None: ...
+
+    @rpc
+    async def collect(self) -> int:
+        gc.collect()
+        await immortal.sleep(timedelta(seconds=1))
+        return 7
+
+
+CLOSED: list[str] = []
+
+
+async def _cleans_up() -> None:
+    """A handler of another life of the instance, which nobody closed: it waits, and cleans up when it is collected."""
+    try:
+        await _Never()
+    finally:
+        CLOSED.append("closed")
+        await immortal.sleep(timedelta(hours=1))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_the_collector_closes_does_nothing_in_the_handler_that_runs(env: Environment, count: int) -> None:
+    instance = env.start(Collecting, "collecting")
+    gc.disable()
+    try:
+        for _ in range(count):
+            coroutine = _cleans_up()
+            coroutine.send(None)
+            cycle: list[Any] = [coroutine]
+            cycle.append(cycle)
+        del coroutine, cycle
+        CLOSED.clear()
+        answer = instance.begin(Collecting.collect)
+        env.run()
+        assert len(CLOSED) == count
+        instance.checkpoint()
+        instance.crash()
+        instance.recover()
+        assert answer.result() == 7
+    finally:
+        gc.enable()
