@@ -12,7 +12,7 @@ from immortal.appsdk.running.runner import run
 from immortal.appsdk.state.schema import Transient
 from immortal.appsdk.types.handles import Handle
 from immortal.appsdk.types.registry import register_type
-from immortal.appsdk.waiting.waits import Winner
+from immortal.appsdk.waiting.loop import Winner
 
 __all__ = [
     "CallCancelled",

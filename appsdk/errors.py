@@ -17,13 +17,14 @@
       Refused            the coordinator closed the connection and said why
       Disconnected       the coordinator is gone
 
-:class:`Cancelled` is none of them: no error, but the end of a handler, as asyncio.CancelledError is of a task.
+:data:`Cancelled` is none of them: it is asyncio.CancelledError, the end of a task.
 
 The exit status of the app's process is the error's ``exit_status``.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -155,17 +156,12 @@ class CallCancelled(CalleeFailed):
         self.args = (f"{called} was cancelled{where}{f': {reason}' if reason else ''}",)
 
 
-class Cancelled(BaseException):
-    """Raised at the ``await`` where an ``async def`` handler waits, when the handler is cancelled.
+Cancelled = asyncio.CancelledError
+"""Raised at the ``await`` where an ``async def`` handler waits, when the handler is cancelled: asyncio's own class.
 
-    It may clean up, and await what that takes, in ``finally`` or ``except Cancelled``; then it is to end, by letting
-    this pass or with another exception. ``reason``: why; ``who``: whose order it was.
-    """
-
-    def __init__(self, reason: str = "", who: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.who = who
+The handler may clean up, and await what that takes, in ``finally`` or ``except Cancelled``; then it is to end, by
+letting this pass or with another exception. ``str(error)``: the reason.
+"""
 
 
 class EffectFailed(AppError):  # noqa: N818

@@ -8,19 +8,18 @@ So the names in a class are the user's. :data:`immortal.appsdk.calls.user_code.r
 
 from __future__ import annotations
 
-import gc
+import inspect
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from random import Random
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
 
 from immortal.appsdk.calls.context import Context, datetime_of
 from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
-from immortal.appsdk.calls.user_code import running
+from immortal.appsdk.calls.user_code import is_collecting, running
 from immortal.appsdk.effects.effect import EffectOptions, Retry
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.log import HandlerLog
@@ -28,41 +27,29 @@ from immortal.appsdk.handlers.multicast import MulticastCache, destinations_of
 from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.waiting.impulses import Effect
+from immortal.appsdk.waiting.loop import Race, Winner
 from immortal.appsdk.waiting.operations import Event, Timer, encode_signal, event_name
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
-from immortal.appsdk.waiting.waits import Gather, Race, Winner, as_wait
 
 NAMES = (
-    *("at", "continue_as", "create_node", "destroy", "effect", "event", "gather", "holders_of", "logger", "multicast"),
+    *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "logger", "multicast"),
     *("node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep", "uuid4"),
 )
 """The names of the functions, which `immortal` has too."""
 
 A = TypeVar("A")
-B = TypeVar("B")
-C = TypeVar("C")
 N = TypeVar("N", bound=Node)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 _RUNNERS = (Context, Task)  # a tuple takes half the time of a union
-_collecting: int | None = None  # thread whose garbage is being collected
-
-
-def _note_collection(phase: str, info: dict[str, int]) -> None:
-    global _collecting
-    _collecting = get_ident() if phase == "start" else None
-
-
-gc.callbacks.append(_note_collection)
 
 
 def _runner(what: str) -> Any:
     """Return the Task of an ``async def`` handler, or the Context of an instance. Raises UsageError: neither runs."""
-    if _collecting is not None and _collecting == get_ident():
-        # A coroutine that nobody closed cleans up, in the context of whichever handler runs: that one is not its own.
+    if is_collecting():  # a coroutine that nobody closed cleans up, in the context of a handler that is not its own
         raise GeneratorExit
     found = running.get()
     if isinstance(found, _RUNNERS):
@@ -156,35 +143,21 @@ def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
 
 
 @overload
-def gather(first: Awaitable[A], /) -> Awaitable[tuple[A]]: ...
-@overload
-def gather(first: Awaitable[A], second: Awaitable[B], /) -> Awaitable[tuple[A, B]]: ...
-@overload
-def gather(first: Awaitable[A], second: Awaitable[B], third: Awaitable[C], /) -> Awaitable[tuple[A, B, C]]: ...
-@overload
-def gather(*awaitables: Awaitable[A]) -> Awaitable[tuple[A, ...]]: ...
-def gather(*awaitables: Awaitable[Any]) -> Awaitable[tuple[Any, ...]]:
-    """``await immortal.gather(one, two)`` waits for all and returns their values. The first error gives up the others.
-
-    Takes calls, timers, events, steps, other gathers and races, and coroutines of one's own. Raises UsageError.
-    """
-    task = _task("gather")
-    return Gather(task, [as_wait(task, awaitable) for awaitable in awaitables])
-
-
-@overload
 def race(*awaitables: Awaitable[A]) -> Awaitable[Winner[A]]: ...
 @overload
 def race(*awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]: ...
 def race(*awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]:
-    """``await immortal.race(one, two)`` returns the first that is done, with its value, and gives up the others.
+    """``await immortal.race(one, two)`` returns the first that is done, with its value, and cancels the others.
 
-    A call that has lost is executed all the same. Takes what :func:`gather` takes. Raises UsageError.
+    A call that has lost is executed all the same. Takes what asyncio.gather takes. Raises UsageError.
     """
     task = _task("race")
     if not awaitables:
         raise UsageError("immortal.race(): nothing takes part, so nobody could win")
-    return Race(task, [as_wait(task, awaitable) for awaitable in awaitables])
+    for awaitable in awaitables:
+        if not inspect.isawaitable(awaitable):
+            raise UsageError(f"immortal.race({awaitable!r}): awaitables were expected, such as calls and coroutines")
+    return Race(task, awaitables)
 
 
 @overload

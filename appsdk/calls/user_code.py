@@ -8,6 +8,7 @@ for it. docs/reference/errors.md has the table.
 from __future__ import annotations
 
 import contextvars
+import gc
 import os
 import reprlib
 import signal
@@ -173,6 +174,25 @@ def _variable_of_decimal() -> contextvars.ContextVar[Any] | None:
     return _decimal_variable
 
 
+# Python clears away coroutines that nobody has closed at any time, in whatever thread and context runs then.
+
+
+_collecting: int | None = None  # thread whose garbage is being collected
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    global _collecting
+    _collecting = threading.get_ident() if phase == "start" else None
+
+
+gc.callbacks.append(_note_collection)
+
+
+def is_collecting() -> bool:
+    """Tell whether the code that runs cleans up as Python collects garbage in this thread."""
+    return _collecting is not None and _collecting == threading.get_ident()
+
+
 # What is said when the app's own code fails: where, with which arguments, its traceback, and what to do.
 
 
@@ -197,6 +217,14 @@ def describe_arguments(arguments: tuple[Any, ...]) -> str:
         if not is_user_failure(error):
             raise
         return f"(... their repr raises {error!r})"
+
+
+def place_of(frame: FrameType) -> str:
+    """Return "file, line N" of a frame; the file's path is relative where it is below the current directory."""
+    file = frame.f_code.co_filename
+    if file.startswith(os.getcwd() + os.sep):
+        file = os.path.relpath(file)
+    return f"{file}, line {frame.f_lineno}"
 
 
 def user_traceback(error: BaseException) -> str:

@@ -33,9 +33,9 @@ from immortal.appsdk.determinism.values import (
     state_names,
     values_of,
 )
-from immortal.appsdk.functions import Effects, at, event, gather, race, sleep
+from immortal.appsdk.functions import Effects, at, event, race, sleep
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.waiting.waits import Wait
+from immortal.appsdk.waiting.loop import LazyFuture
 
 _OPTED_OUT = re.compile(r"#\s*immortal:\s*deterministic\b")
 _ORDER_FREE = frozenset({sorted, min, max, sum, len, any, all, set, frozenset, bool})
@@ -44,7 +44,7 @@ _ORDERED = frozenset(  # built-in functions and classes
     {"list", "tuple", "iter", "map", "filter", "enumerate", "zip", "dict", "deque", "chain", "islice", "reduce"}
 )
 _ORDERED_METHODS = frozenset({"join", "extend", "extendleft", "fromkeys", "writelines"})
-_WAITING = (sleep, at, event, gather, race)
+_WAITING = (sleep, at, event, race)
 _SET_METHODS = frozenset({"copy", "union", "difference", "intersection", "symmetric_difference"})
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -473,7 +473,7 @@ def _has(body: list[ast.stmt], kind: type[ast.stmt]) -> bool:
 # Where an awaitable is of no use: what is not awaited there never begins.
 
 
-_OF_AWAITABLES = frozenset({"__await__", *dir(Wait)})
+_OF_AWAITABLES = frozenset({"__await__", *dir(LazyFuture)})
 
 
 def nodes_of_function(function: ast.AST) -> Iterator[ast.AST]:

@@ -22,7 +22,6 @@ _UUID = "use immortal.uuid4()"
 _SEND = "take it in an @on_primary hook and send it as an impulse"
 _HOOK = "start it in an @on_primary hook, and send what the app is to know as an impulse"
 _EFFECT = "do it in an effect: await immortal.effect(<function>, ...) in an 'async def' handler"
-_OF_ASYNCIO = "await immortal.event(...), and what handlers share is in the state, changed by 'def' handlers"
 NOT_BEGUN = "which so never begins"
 AWAIT = "write 'await' in front of it"
 AWAIT_OR_FORK = f"{AWAIT}, or .fork(...) if nobody is to wait for it"
@@ -72,12 +71,9 @@ _ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead
     "httpx": [("request get options head post put patch delete stream", NOT_REPEATED, _EFFECT)],
     "_thread": [("start_new_thread start_new", NOT_REPEATED, _HOOK)],
     "asyncio": [
-        ("run new_event_loop get_event_loop run_coroutine_threadsafe", NOT_REPEATED, _HOOK),
-        ("sleep", NOT_REPEATED, "await immortal.sleep(...)"),
-        ("gather wait as_completed", NOT_REPEATED, "await immortal.gather(...) or immortal.race(...)"),
-        ("wait_for timeout timeout_at", NOT_REPEATED, "await immortal.race(..., immortal.sleep(...))"),
-        ("create_task ensure_future to_thread get_running_loop open_connection start_server", NOT_REPEATED, _HOOK),
-        ("create_subprocess_exec create_subprocess_shell", NOT_REPEATED, _HOOK),
+        ("run new_event_loop run_coroutine_threadsafe", NOT_REPEATED, _HOOK),
+        ("to_thread open_connection start_server open_unix_connection start_unix_server", NOT_REPEATED, _EFFECT),
+        ("create_subprocess_exec create_subprocess_shell", NOT_REPEATED, _EFFECT),
     ],
 }
 _UNLESS_GIVEN = {"time": [("localtime gmtime ctime asctime", 1), ("strftime", 2)]}  # the time is an argument, or now
@@ -87,8 +83,6 @@ _CLASSES = {  # module: (base class, what people import it from, instead)
     "multiprocessing.process": ("BaseProcess", "multiprocessing", _HOOK),
     "multiprocessing.pool": ("Pool", "multiprocessing.pool", _HOOK),
     "asyncio": ("Runner", "asyncio", _HOOK),
-    "asyncio.mixins": ("_LoopBoundMixin", "asyncio", _OF_ASYNCIO),  # its locks, events and queues
-    "asyncio.taskgroups": ("TaskGroup", "asyncio", "await immortal.gather(...) or immortal.race(...)"),
     "subprocess": ("Popen", "subprocess", _EFFECT),
     "socket": ("socket", "socket", _EFFECT),
     "http.client": ("HTTPConnection", "http.client", _EFFECT),

@@ -5,12 +5,12 @@
     class Support(Immortal):
         @rpc
         async def ask(self, question: str) -> str:
-            result = await run_agent(self, agent.run(question))
+            result = await agent.run(question)
             return result.output
 
 The run goes on after a crash where it was: what has a result in the log is not requested and not called again. The
 agent's own code (its graph, output functions, history processors, dynamic instructions) runs in the handler, on its
-:mod:`loop <immortal.appsdk.integrations.handler_loop>`, and is repeated by replays: it has to do the same again.
+asyncio loop, and is repeated by replays: it has to do the same again.
 `docs/how-to/integrations.md`.
 """
 
@@ -19,8 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -51,12 +50,12 @@ from immortal.appsdk.calls.codec import encode_value
 from immortal.appsdk.effects.effect import EffectFunction, Retry, current_context
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.functions import effect, now, uuid4
-from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.integrations.handler_loop import HandlerLoop
 from immortal.appsdk.waiting.impulses import Effect
+from immortal.appsdk.waiting.loop import InlineExecutor
+from immortal.appsdk.waiting.task import Task
 from immortal.protocol import decoding
 
-__all__ = ["ImmortalDurability", "in_handler", "run_agent", "run_step"]
+__all__ = ["ImmortalDurability", "run_step"]
 
 T = TypeVar("T")
 
@@ -65,42 +64,6 @@ Config = dict[str, Any]
 """Keywords of ``immortal.effect.options``: ``retry`` and ``timeout``."""
 
 TOOL_KEY = "immortal"  # in the metadata of a tool
-
-
-async def run_agent(handler_self: Immortal, run: Coroutine[Any, Any, T]) -> T:
-    """Run an agent in an ``async def`` handler and return the run's result: ``await run_agent(self,
-    agent.run(question))``.
-
-    Any coroutine of asyncio can be run so, as long as it reaches the outside world by nothing but agents with
-    :class:`ImmortalDurability`. Raises what it raises, EffectFailed where a model request or a tool has failed, and
-    UsageError.
-    """
-    if not isinstance(run, Coroutine):
-        raise UsageError(f"run_agent(self, {run!r}): a coroutine was expected, such as agent.run(question)")
-    try:
-        loop = HandlerLoop(handler_self)  # type: ignore[abstract]  # of asyncio's methods it has what there can be
-    except UsageError as error:
-        run.close()
-        raise UsageError(f"run_agent(self, agent.run(...)): {error}") from None
-    return await loop.run(_without_threads(run))
-
-
-async def in_handler(awaitable: Awaitable[T]) -> T:
-    """Await in the handler, from a tool that runs there, what a handler can await: ``await
-    in_handler(bank.balance(account))``.
-
-    Such a tool has the metadata ``{"immortal": False}``, and gets the handler's ``self``, or a peer, as its deps. Its
-    calls are made exactly once. Raises what the call raises, and UsageError elsewhere.
-    """
-    loop = _loop()
-    if loop is None:
-        if isinstance(awaitable, Coroutine):
-            awaitable.close()
-        raise UsageError(
-            "in_handler(...): only code that runs in an async handler can await what a handler awaits: give the tool "
-            f"the metadata {{{TOOL_KEY!r}: False}}"
-        )
-    return await loop.future_of(awaitable)
 
 
 async def run_step(body: Body) -> object:
@@ -161,7 +124,7 @@ class _Backend(JournalCallableOperationBackend[Config]):
             return await asyncio.create_task(_with_threads(body), context=own)
 
         options = effect.options(**config)._options
-        payload = await loop.future_of(Effect(loop.handler_task, _Step(name, perform), (), options))
+        payload = await Effect(loop, _Step(name, perform), (), options)
         record_durable_unit(executed=is_run_here)
         return payload
 
@@ -172,7 +135,8 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
 
     ``model_retry``, ``model_timeout``: of each model request, as in ``immortal.effect.options``; ``tool_retry``,
     ``tool_timeout``: of each tool call. For one tool, the metadata ``{"immortal": {"retry": ..., "timeout": ...}}``;
-    ``{"immortal": False}`` lets it run in the handler, and be repeated by replays: see :func:`in_handler`.
+    ``{"immortal": False}`` lets it run in the handler, and be repeated by replays: it may await what a handler awaits,
+    and gets the handler's ``self``, or a peer, as its deps.
     ``models``: those besides the agent's own that runs name. ``event_stream_handler``: gets a request's events while it
     streams, beside the handlers; for an attempt that a crash has ended, again. ``name``: in the journal, by default the
     agent's. Raises UsageError.
@@ -235,45 +199,47 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
         return replace(super()._durable_run_context(ctx), usage=copy.deepcopy(ctx.usage))
 
     def get_default_run_id(self) -> str | None:
-        loop = _loop()
-        return None if loop is None else str(uuid4())
+        return str(uuid4()) if self.in_durable_context else None
 
     def get_default_conversation_id(self, run_id: str) -> str | None:
         return conversation_id_from_run_id(run_id) if self.in_durable_context else None
 
     async def get_run_start_time(self, run_id: str) -> datetime | None:
-        loop = _loop()
-        return None if loop is None else now()
+        return now() if self.in_durable_context else None
 
     async def wrap_run(self, ctx: RunContext[AgentDepsT], *, handler: WrapRunHandler) -> AgentRunResult[Any]:
-        loop = _loop()
-        if loop is None:
+        if not self.in_durable_context:
             return await handler()
         if ctx.deadline is not None:
             raise UsageError(
-                "agent.run(..., timeout=...) goes by the machine's clock, which differs at each replay: race the run "
-                "against a timer: await immortal.race(run_agent(self, agent.run(...)), immortal.sleep(...))"
+                "agent.run(..., timeout=...) goes by the machine's clock, which differs at each replay: use a "
+                "timer of the handler: async with asyncio.timeout(300): await agent.run(...)"
             )
-        with replay_scope():
+        token = _stamped.set({})
+        with replay_scope(), Agent.using_thread_executor(InlineExecutor()):
             result = await super().wrap_run(ctx, handler=handler)
-        _stamp(result.new_messages(), loop)
+        _stamp(result.new_messages())
+        _stamped.reset(token)
         return result
 
     async def before_model_request(
         self, ctx: RunContext[AgentDepsT], request_context: ModelRequestContext
     ) -> ModelRequestContext:
-        if (loop := _loop()) is not None:
-            _stamp(request_context.messages[-1:], loop)
+        if self.in_durable_context:
+            _stamp(request_context.messages[-1:])
         return await super().before_model_request(ctx, request_context)
 
 
-def _loop() -> HandlerLoop | None:
-    """Return the loop of the handler whose code runs; None elsewhere, as in an effect."""
+_stamped: contextvars.ContextVar[dict[int, object]] = contextvars.ContextVar("messages that have the handler's time")
+
+
+def _loop() -> Task | None:
+    """Return the handler whose code runs; None elsewhere, as in an effect."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return None
-    return loop if isinstance(loop, HandlerLoop) else None
+    return loop if isinstance(loop, Task) else None
 
 
 def _checked(config: Mapping[str, Any]) -> Config:
@@ -286,28 +252,16 @@ def _checked(config: Mapping[str, Any]) -> Config:
     return given
 
 
-def _stamp(messages: list[ModelMessage], loop: HandlerLoop) -> None:
+def _stamp(messages: list[ModelMessage]) -> None:
     """Set the times that the agent's own code took from the machine's clock to the handler's, equal at each replay."""
-    moment = now()
+    moment, stamped = now(), _stamped.get()
     for message in messages:
-        if isinstance(message, ModelRequest) and id(message) not in loop.stamped:
-            loop.stamped[id(message)] = message
+        if isinstance(message, ModelRequest) and id(message) not in stamped:
+            stamped[id(message)] = message
             message.timestamp = moment
             for part in message.parts:
                 if hasattr(part, "timestamp"):
                     part.timestamp = moment
-
-
-class _Here(Executor):
-    """Executor that runs sync functions of the agent at once, where its loop runs them."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        raise UsageError("the executor of an async handler runs on its loop alone")
-
-
-async def _without_threads(run: Awaitable[T]) -> T:
-    with Agent.using_thread_executor(_Here()):
-        return await run
 
 
 async def _with_threads(body: Body) -> object:

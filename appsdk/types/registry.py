@@ -296,7 +296,9 @@ _MOVED = {
     "appsdk.patterns.harmony.errors": "immortal.appsdk.patterns.harmony.runs",
     "appsdk.patterns.pirate.errors": "immortal.appsdk.patterns.pirate.frames",
     "appsdk.patterns.queue.errors": "immortal.appsdk.patterns.queue.model",
-    "appsdk.waits": "immortal.appsdk.waiting.waits",
+    "appsdk.waits": "immortal.appsdk.waiting.loop",
+    "appsdk.waiting.waits": "immortal.appsdk.waiting.loop",
+    "immortal.appsdk.waiting.waits": "immortal.appsdk.waiting.loop",
 }
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import astuple
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, refused, verdict_on
-from immortal.appsdk.errors import Cancelled, HandlerError, UsageError
+from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.state.journal import declared_name, described, encode_raised
@@ -40,9 +40,9 @@ class Endings:
     def tell(self, task: Task) -> None:
         """Answer the caller of a handler that is done."""
         value, error = task.result()
-        if isinstance(error, Cancelled):  # as it was told to: no failure of its own, and no dead letter
-            task.drop_pending()
-            self.tell_cancelled(task.handler, task.caller, task.call_number, error.reason)
+        task.clear_up()
+        if (reason := task.cancelled_with) is not None:  # as it was told to: no failure of its own, and no dead letter
+            self.tell_cancelled(task.handler, task.caller, task.call_number, reason)
             return
         declared = None if error is None else declared_name(task.handler.raises, error)
         if error is not None and declared is None:
@@ -75,7 +75,6 @@ class Endings:
         failure = error.failure
         if failure is None:
             raise error
-        task.drop_pending()
         failed = replace(failure, policy="keep", task=task.number)
         verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
         verdict = self._handler_runs.verdicts.get(verdict.key, verdict)

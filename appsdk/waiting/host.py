@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from asyncio import events
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +36,6 @@ from immortal.appsdk.waiting.operations import (
     Timer,
     event_decoder,
 )
-from immortal.appsdk.waiting.waits import Fiber
 from immortal.protocol import decoding
 from immortal.protocol.client_frames import CLIENTS, Caller
 from immortal.protocol.messages import RpcKind, RpcType
@@ -50,7 +51,7 @@ class Host:
         self.context = context
         self.instance: Any = None
         self.running: Any = None  # the task whose coroutines run now
-        self.ready: deque[Fiber[Any]] = deque()
+        self.ready: deque[asyncio.Handle] = deque()  # of all handlers, of which one runs at a time: a deque is large
         self.calls: dict[int, Call] = {}
         self.clock = Clock()
         self.effects = WaitingEffects(context)
@@ -122,7 +123,12 @@ class Host:
             # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
             target = operation.target
             arguments = target.codec.decode(operation.encoded)
-            return self.handler_runs.run_step(operation.task.number, operation.step, target.called, arguments)
+            loop = events._get_running_loop()
+            events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
+            try:
+                return self.handler_runs.run_step(operation.task.number, operation.step, target.called, arguments)
+            finally:
+                events._set_running_loop(loop)
         elif isinstance(operation, Event):
             self.events.offer(operation.name)
         return None

@@ -26,7 +26,7 @@ from immortal.appsdk.state.journal import (
     described,
 )
 from immortal.appsdk.types.registry import unsupported_type
-from immortal.appsdk.waiting.waits import Fibers, Wait
+from immortal.appsdk.waiting.loop import HandlerLoop, LazyFuture
 from immortal.protocol.checksum import crc64
 from immortal.protocol.decoding import DecodeError
 from immortal.protocol.messages import RpcKind
@@ -36,20 +36,16 @@ from immortal.protocol.system_methods import NODE_METHOD_ID
 NOTHING = encoder.encode(None)
 
 
-class Owner(Fibers):
-    """An ``async def`` handler that runs, as what it waits for knows it: an :class:`immortal.appsdk.waiting.task.Task`.
+class Owner(HandlerLoop):
+    """Interface of a run of an ``async def`` handler to what it waits for: an
+    :class:`immortal.appsdk.waiting.task.Task`.
 
     ``number``: its own in the life of the instance. ``generation``: how often it has gone on with continue_as.
     """
 
-    __slots__ = ("generation", "number")
+    __slots__ = ("generation",)
 
-    number: int
     generation: int
-
-    @property
-    def name(self) -> str:
-        raise NotImplementedError
 
     @property
     def is_silent(self) -> bool:
@@ -69,7 +65,7 @@ class Owner(Fibers):
         raise NotImplementedError
 
 
-class Operation(Wait[Any]):
+class Operation(LazyFuture[Any]):
     """``number`` is its own in the life of the instance; 0 while it has none: it is done at once, or is in the journal.
 
     ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`. ``since_ns``: when it began, where it is waited

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Iterator
 from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from immortal.appsdk.types.handles import read_extension
 from immortal.appsdk.waiting.impulses import Effect
 from immortal.appsdk.waiting.operations import Call, Event, Operation, Timer
 from immortal.appsdk.waiting.tasks import Tasks
-from immortal.appsdk.waiting.waits import Fiber, Wait
 from immortal.protocol import decoding
 from immortal.protocol.system_methods import HANDLERS_COUNT_MAX
 
@@ -76,7 +74,7 @@ def _queued(tasks: Tasks, call: SavedTask) -> Values:
 def _described(tasks: Tasks, task: Task) -> Values:
     return _call(task, task.name, task.decoded_arguments(), task.began_at) | {
         "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
-        "at": list(_places(task.main)),
+        "at": [[_place(frame) for frame in frames] for frames in task.frames()],
         "cancelled": [_cancellation(task, entry) for entry in task.cancelled],
     }
 
@@ -135,24 +133,6 @@ def _step(task: Task, entry: Entry) -> Values:
 
 
 # --- where it stands in the code --------------------------------------------------------------------------------------
-
-
-def _places(fiber: Fiber[Any]) -> Iterator[list[Values]]:
-    """Yield for each waiting coroutine of the handler its frames, the innermost last."""
-    inner = [one for one in _parts(fiber.waits_for) if isinstance(one, Fiber) and not one.is_over]
-    frames = [_place(frame) for frame in fiber.frames()]
-    if not inner:
-        yield frames
-    for one in inner:
-        for below in _places(one):
-            yield [*frames, *below]
-
-
-def _parts(wait: Wait[Any] | None) -> Iterator[Wait[Any]]:
-    if wait is not None:
-        yield wait
-        for part in wait.parts:
-            yield from _parts(part)
 
 
 def _place(frame: FrameType) -> Values:

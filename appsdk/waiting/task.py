@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
-from collections.abc import Callable
-from types import FrameType
+from asyncio import events
+from collections.abc import Callable, Iterator
+from types import CoroutineType, FrameType
 from typing import Any, NoReturn
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.failures import encode_failed, text_of
-from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure, running
-from immortal.appsdk.errors import AppError, Cancelled, HandlerError, UsageError
+from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure, place_of, running
+from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
-from immortal.appsdk.waiting import waits
 from immortal.appsdk.waiting.host import Host
-from immortal.appsdk.waiting.operations import MISFITS, Operation, Owner, Rebuild
-from immortal.appsdk.waiting.waits import Fiber
+from immortal.appsdk.waiting.loop import raise_signal
+from immortal.appsdk.waiting.operations import MISFITS, Operation, Owner, Rebuild, Timer
 from immortal.protocol import decoding
 
 
@@ -45,15 +48,35 @@ class ContinueAs(ControlFlowSignal):
         self.arguments = arguments
 
 
-class Task(Owner):
-    """``call`` began it. ``number`` is its own in the life of the instance. ``time_ns``: what ``immortal.now()`` says.
+class _Alarm(Timer):
+    """A timer that makes a callback of the loop ready."""
 
-    ``main``: the coroutine of the handler itself.
+    __slots__ = ("_handle",)
+
+    def __init__(self, task: Task, due_ns: int, handle: asyncio.TimerHandle) -> None:
+        super().__init__(task, due_ns, task.now_ns())
+        self._handle = handle
+
+    def complete(self, value: Any, error: BaseException | None = None) -> None:
+        super().complete(value, error)
+        self.task.ready.append(self._handle)
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in ("asyncio", "immortal")
+
+
+class Task(Owner):
+    """One run of an ``async def`` handler: the asyncio loop of its coroutines, and the journal of what they had.
+
+    ``call`` began it. ``number`` is its own in the life of the instance. ``time_ns``: what ``immortal.now()`` says.
+    ``main``: the asyncio task of the handler itself.
     """
 
     __slots__ = (
         "_abandoned",
         "_continuation",
+        "_error",
         "_is_cleared_away",
         "_is_running",
         "_rebuild",
@@ -61,13 +84,13 @@ class Task(Owner):
         "_steps_count",
         "_stopped",
         "_streams",
+        "_variables",
         "arguments",
         "began_at",
         "call_number",
         "caller",
         "entries",
         "handler",
-        "main",
         "pending",
         "started_ns",
         "tasks",
@@ -97,11 +120,25 @@ class Task(Owner):
         self._steps_count = 0
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
+        self._error: BaseException | None = None  # with which the handler ends, whatever its coroutines do
+        self.left, self.must_end = None, False
+        self._futures_count = self._tasks_count = 0
         coroutine = self.handler.call(self.tasks.make_self(self), *self.decoded_arguments())
-        variables = self.tasks.context.run_contexts.new()
-        variables.run(running.set, self)
-        self.main: Fiber[Any] = Fiber(self, coroutine, variables)
-        self.main.begin()
+        self._variables = self.tasks.context.run_contexts.new()
+        self._variables.run(running.set, self)
+        outer = events._get_running_loop()
+        events._set_running_loop(self)
+        self.main = self.make_task(coroutine, self.name, self._variables)
+        events._set_running_loop(outer)
+
+    @contextlib.contextmanager
+    def _as_running_loop(self) -> Iterator[None]:
+        outer = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            yield
+        finally:
+            events._set_running_loop(outer)
 
     @property
     def name(self) -> str:
@@ -113,7 +150,7 @@ class Task(Owner):
 
     @property
     def is_done(self) -> bool:
-        return self.main.is_done
+        return self._error is not None or (self.left is not None and all(task.done() for task in self.left))
 
     @property
     def cancelled(self) -> list[Entry]:
@@ -136,7 +173,7 @@ class Task(Owner):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def advance(self, wake: Callable[..., None] | None = None, arguments: tuple[Any, ...] = ()) -> None:
+    def advance(self, wake: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()) -> None:
         """Let ``wake(*arguments)`` wake somebody; until all of it waits, or it is done.
 
         Raises HandlerError (of a step), JournalError.
@@ -145,16 +182,15 @@ class Task(Owner):
             self._is_running = True
             before, self.tasks.running = self.tasks.running, self
             try:
-                if wake is not None:
-                    wake(*arguments)
-                self.run()
+                self.run_ready(wake, arguments)
+                raise_signal(self.main)
             except ContinueAs:
                 pass
             except Stopped as stopped:
-                self._stopped = self._stopped or stopped
+                self.stop_app(stopped.error)
             except Abandoned as abandoned:
-                self._abandoned = self._abandoned or abandoned
-            except BaseException as error:  # a coroutine's that was cancelled and did not let go
+                self.abandon(abandoned.error)
+            except BaseException as error:
                 if not is_user_failure(error):
                     raise
                 self.abandon(error)
@@ -166,23 +202,36 @@ class Task(Owner):
             if self._abandoned is not None:
                 self._end_with(self._abandoned.error)
                 return
-            if self._continuation is None:
+            if self._continuation is not None:
+                wake, arguments = self._start_over, (self._continuation,)
+            elif self.main.done() and self.left is None:
+                wake, arguments = self.end_subtasks, ()
+            else:
                 break
-            wake, arguments = self._start_over, (self._continuation,)
         if not self.pending and not self.is_done and self._rebuild is None:
-            self._end_with(UsageError("its coroutines wait for each other, and for nothing that could come"))
+            users = [[one for one in frames if _is_of_user(one)] or frames for frames in self.frames()]
+            where = ", ".join(f"{one[-1].f_code.co_qualname} ({place_of(one[-1])})" for one in users)
+            self._end_with(UsageError(f"its coroutines wait for each other, and for nothing that could come: {where}"))
 
     def _end_with(self, error: BaseException) -> None:
         """None of its coroutines goes on."""
-        self.ready.clear()
-        self.unbegun.clear()
-        self.main.give_up(error)
+        self._error = error
+        self._close()
+
+    def _close(self) -> None:
+        """End all coroutines where they wait."""
+        with self._as_running_loop():
+            for task, variables in {self.main: self._variables, **self.subtasks}.items():
+                if not task.done():
+                    coroutine: Any = task.get_coro()
+                    with contextlib.suppress(BaseException):  # what it does about that is of no interest any more
+                        variables.run(coroutine.close)
+        self.drop_pending()
+        self.subtasks = {}
+        self.unbegun = {}
 
     def _start_over(self, continuation: ContinueAs) -> None:
-        self.main.cancel()
-        self.ready.clear()
-        self.drop_pending()
-        self.unbegun.clear()
+        self._close()
         self.arguments = continuation.arguments
         self.generation += 1
         self._begin()
@@ -200,37 +249,67 @@ class Task(Owner):
         self.advance(operation.complete, outcome)
 
     def cancel(self, reason: str, who: str, time_ns: int) -> None:
-        """Raise Cancelled where the handler waits: go on with that. Raises HandlerError."""
+        """Raise CancelledError where the handler waits: go on with that. Raises HandlerError."""
         self._cancel(Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, who)), time_ns))
 
     def _cancel(self, entry: Entry) -> None:
         """Cancel the handler. The entry stands in the journal among the results, at its place."""
-        reason, who = self.cancellation(entry)
+        reason, _ = self.cancellation(entry)
         self.time_ns = entry.time_ns
         self._resumed_count += 1
         self.entries.append(entry)
-        self.advance(self.main.throw, (Cancelled(reason, who),))
+        self.advance(self._cancel_tasks, (reason,))
+
+    def _cancel_tasks(self, reason: str) -> None:
+        if not self.main.cancel(reason):  # it has ended, and what it left behind has not
+            for task in list(self.subtasks):
+                task.cancel(reason)
 
     @staticmethod
     def cancellation(entry: Entry) -> tuple[str, str]:
         """Return (the reason, who ordered it) of a cancellation entry."""
         return decoding.decode(entry.value, type=tuple[str, str])
 
+    def clear_up(self) -> None:
+        """End what the handler, which has ended, has left behind: tasks of its last moment, and pending operations."""
+        if self.subtasks or self.pending:
+            self._close()
+
     def drop_pending(self) -> None:
-        """Cancel all pending operations: the handler has ended."""
-        for operation in list(self.pending.values()):
-            operation.cancel()
+        """Forget all that the handler waits for: none of its code goes on."""
+        with self._as_running_loop():
+            for operation in list(self.pending.values()):
+                operation.cancel()
+        self.ready.clear()
 
     def result(self) -> tuple[Any, BaseException | None]:
         """Return (value, None) or (None, error); something that was never awaited is an error too."""
-        if (error := self.main.error) is not None:
+        if self._error is not None:
+            return None, self._error
+        try:
+            value = self.main.result()
+        except BaseException as error:
             return None, error
-        for wait in self.unbegun.values():
+        for future in self.unbegun.values():
             return None, UsageError(
-                f"{wait} was made and never awaited, so it never began: write 'await' in front of it (or "
+                f"{future} was made and never awaited, so it never began: write 'await' in front of it (or "
                 f".fork(...), if nobody is to wait for it)"
             )
-        return self.main.value, None
+        return value, None
+
+    @property
+    def cancelled_with(self) -> str | None:
+        """The reason of the cancellation by which the handler has ended; None: it has not, or of its own accord."""
+        if self._error is not None or not self.main.cancelled() or not self.cancelled:
+            return None
+        return self.cancellation(self.cancelled[-1])[0]
+
+    def start_timer(self, due_ns: int, handle: asyncio.TimerHandle) -> _Alarm:
+        if due_ns > TIME_NS_MAX:
+            raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
+        alarm = _Alarm(self, due_ns, handle)
+        alarm.begin()
+        return alarm
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +330,7 @@ class Task(Owner):
         try:
             outcome = self.tasks.perform(operation)
         except HandlerError as error:
-            raise self.stop(error) from error
+            raise self.stop_app(error) from error
         except BaseException as error:
             if not is_user_failure(error):
                 raise
@@ -279,7 +358,7 @@ class Task(Owner):
             self.entries.append(entry)
             outcome = rebuild.outcome(operation, entry)
         except JournalError as error:
-            raise self.stop(error) from None
+            raise self.stop_app(error) from None
         operation.complete(*outcome)
 
     def _wait_for(self, operation: Operation) -> None:
@@ -293,7 +372,7 @@ class Task(Owner):
         nothing."""
         self._is_cleared_away = True
         if closes:
-            self.main.clear_away()
+            self._close()
 
     def forget(self, operation: Operation) -> None:
         if self._is_cleared_away:
@@ -304,17 +383,20 @@ class Task(Owner):
 
     def continue_as(self, arguments: bytes) -> NoReturn:
         if self._rebuild is not None:
-            raise self.stop(self._rebuild.mismatch(self._steps_count + 1, self._rebuild.next_entry, "continue_as"))
+            raise self.stop_app(self._rebuild.mismatch(self._steps_count + 1, self._rebuild.next_entry, "continue_as"))
         self._continuation = ContinueAs(arguments)
+        self.must_end = True
         raise self._continuation
 
     def abandon(self, error: BaseException) -> Abandoned:
         """Whatever the coroutines do about what is to be raised: the handler ends with ``error``."""
+        self.must_end = True
         self._abandoned = self._abandoned or Abandoned(error)
         return self._abandoned
 
-    def stop(self, error: AppError) -> Stopped:
+    def stop_app(self, error: AppError) -> Stopped:
         """Whatever the coroutines do about what is to be raised: the app stops with ``error``."""
+        self.must_end = True
         self._stopped = self._stopped or Stopped(error)
         return self._stopped
 
@@ -381,17 +463,27 @@ class Task(Owner):
         task._rebuild = None
         return task
 
+    def frames(self) -> Iterator[list[FrameType]]:
+        """Yield the frames of each coroutine that waits, the handler's own first, the innermost frame last."""
+        for task in (self.main, *self.subtasks):
+            if not task.done():
+                frames: list[FrameType] = []
+                coroutine: Any = task.get_coro()
+                while isinstance(coroutine, CoroutineType) and coroutine.cr_frame is not None:
+                    frames.append(coroutine.cr_frame)
+                    coroutine = coroutine.cr_await
+                yield frames
+
     # --- in words -----------------------------------------------------------------------------------------------------
 
     def _where_it_is(self) -> str:
-        if self.main.is_done:
-            error = self.main.error
+        if self.is_done:
+            _, error = self.result()
             return "its end" if error is None else f"{type(error).__name__}: {error}"
         return ", ".join(map(described, self.pending.values())) or "nothing that it waits for"
 
     def failure(self, error: BaseException) -> HandlerError:
         """Make the HandlerError for ``error``: this handler fails alone, or the app stops."""
-        error = waits.asyncio_refusal(error) or error
         return self.tasks.handler_runs.failed(self.handler, self.decoded_arguments(), error, self.number)
 
     def _title(self) -> str:

@@ -8,21 +8,21 @@ that attributes are refused: while a handler waits, others change them, and a re
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
+from immortal.appsdk.calls.user_code import place_of
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Peer
 from immortal.appsdk.handlers.multicast import Destination, NodeHandles, make_multicast_fork, shared_handler
 from immortal.appsdk.handlers.proxy import find_handler
 from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.waiting.loop import Together
 from immortal.appsdk.waiting.operations import Call, MulticastCall, NodeTarget, Step, Target
 from immortal.appsdk.waiting.task import Task
-from immortal.appsdk.waiting.waits import Gather
 
 _MISSING = object()
 
@@ -82,11 +82,8 @@ class TaskSelf:
 
 
 def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
-    file = frame.f_code.co_filename
-    if file.startswith(os.getcwd() + os.sep):
-        file = os.path.relpath(file)
     return UsageError(
-        f"{file}, line {frame.f_lineno}: {frame.f_code.co_qualname} {verb} self.{name}: an async handler does not "
+        f"{place_of(frame)}: {frame.f_code.co_qualname} {verb} self.{name}: an async handler does not "
         f"touch attributes, as others change them while it waits: move this line into a 'def' handler (@rpc) and await "
         f"that: await self.<handler>(...)"
     )
@@ -191,7 +188,7 @@ class TaskMulticastMethod:
             bound = target.codec.bind(arguments, keywords)
             _ = target.codec.decode_result  # raises here, where the call is made
             MulticastCall(task, target, to, bound, calls, self._scope)
-        return Gather(task, list(calls))
+        return Together(task, list(calls))
 
     all = __call__
 

@@ -173,7 +173,7 @@ class Tasks(Host):
         """Raises HandlerError."""
         if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
             return
-        task = Task(self, handler, call, self.context.record_time_ns or 0)
+        task = Task(self, handler, call, self.context.record_time_ns or 0)  # type: ignore[abstract]  # see HandlerLoop
         self._add(task)
         task.advance()
         if task.is_done:
@@ -243,7 +243,7 @@ class Tasks(Host):
                 del self._by_call[task.caller, task.call_number]
 
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
-        if not operation.is_over:
+        if not operation.done():
             task = operation.task
             if self.one_by_one and self._is_to_be_said(task, partial(self.resolve, operation, raised, value)):
                 return

@@ -21,7 +21,7 @@ from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCall
 from pydantic_ai.models.function import AgentInfo, FunctionModel
 
 from immortal import Immortal, effect_context, peer, query, rpc
-from immortal.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent
+from immortal.integrations.pydantic_ai import ImmortalDurability
 
 STEP_S = 0.1  # a model takes its time
 
@@ -87,7 +87,7 @@ def hotel(city: str) -> str:
 @agent.tool(metadata={"immortal": False})
 async def book(ctx: RunContext[Any], city: str, euros: int) -> int:
     """In the handler: the airline is called exactly once."""
-    return await in_handler(ctx.deps.airline.book(city, euros))
+    return await ctx.deps.airline.book(city, euros)
 
 
 class Travel(Immortal):
@@ -99,7 +99,7 @@ class Travel(Immortal):
 
     @rpc
     async def plan(self, city: str) -> str:
-        result = await run_agent(self, agent.run(city, deps=self))
+        result = await agent.run(city, deps=self)
         await self.keep.step(city, result.all_messages_json())
         return result.output
 

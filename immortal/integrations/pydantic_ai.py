@@ -1,5 +1,5 @@
 """Pydantic AI agents whose runs survive crashes. `docs/how-to/integrations.md`."""
 
-from immortal.appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
+from immortal.appsdk.integrations.pydantic_ai import ImmortalDurability, run_step
 
-__all__ = ["ImmortalDurability", "in_handler", "run_agent", "run_step"]
+__all__ = ["ImmortalDurability", "run_step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from statistics import median
@@ -202,7 +203,7 @@ class Fan(Immortal):
             if ordered:
                 await immortal.multicast(sinks).note.all(number)
             else:
-                await immortal.gather(*(sink.note(number) for sink in sinks))
+                await asyncio.gather(*(sink.note(number) for sink in sinks))
             note(clock_ns() - begun_ns)
 
     @rpc

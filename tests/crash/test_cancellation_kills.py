@@ -39,7 +39,7 @@ class Orders(Immortal):
         try:
             await immortal.event("approved")
         except Cancelled as cancelled:
-            await self.note(f"cancelled: {cancelled.reason}")
+            await self.note(f"cancelled: {cancelled}")
             await immortal.event("stock is back")
             await self.note("cleaned up")
             raise

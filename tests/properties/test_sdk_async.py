@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import tempfile
 from datetime import timedelta
@@ -106,7 +107,7 @@ class Worker(Immortal):
                 await immortal.sleep(timedelta(milliseconds=arguments[0]))
             elif operation == "gather":
                 parts = [self.play(f"{here}.{part}", sub) for part, sub in enumerate(arguments[0])]
-                value = list(await immortal.gather(*parts))
+                value = list(await asyncio.gather(*parts))
             elif operation == "race":
                 lost = self.lose(here)
                 value = (await immortal.race(self.play(f"{here}.won", arguments[0]), lost)).index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +40,7 @@ class Worker(Immortal):
                 if kind == 0:
                     await immortal.event(key)
                 elif kind == 1:
-                    await immortal.gather(immortal.event(key), self.nap(key))
+                    await asyncio.gather(immortal.event(key), self.nap(key))
                 elif kind == 2:
                     await self.other.wait(key)
                 else:
@@ -47,8 +48,8 @@ class Worker(Immortal):
                 await self.note(key, "ended")
                 return
             except Cancelled as cancelled:
-                await self.note(key, f"cancelled {cancelled.reason}")
-                if kind == 3 and cancelled.reason < "2":
+                await self.note(key, f"cancelled {cancelled}")
+                if kind == 3 and str(cancelled) < "2":
                     continue
                 await immortal.sleep(timedelta(milliseconds=5))
                 await self.other.note(key, "left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
 from collections import defaultdict, deque
@@ -74,7 +75,7 @@ class Orders(Immortal):
     async def place(self, order: int, stages: Stages) -> None:
         said: list[Any] = []
         for stage in changed.get(order, stages):
-            said += await immortal.gather(*(self._begin(what, value) for what, value in stage))
+            said += await asyncio.gather(*(self._begin(what, value) for what, value in stage))
         await self.finish(order, [*said, immortal.random.random() if order not in changed else 0])
 
     def _begin(self, what: str, value: int) -> Any:

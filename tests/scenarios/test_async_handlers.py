@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.helpers.cli import Run, immortal
 
 APP = """
+import asyncio
 import os
 import threading
 from datetime import timedelta
@@ -67,7 +68,7 @@ class Teller(Immortal):
         await self.note(f"sent {await immortal.event('go', int)}")
         await immortal.sleep(timedelta(milliseconds=200))
         try:
-            await immortal.gather(self.bank.credit(5), self.bank.credit(5))
+            await asyncio.gather(self.bank.credit(5), self.bank.credit(5))
         except Full as error:
             await self.note(f"full at {error.args[0]}")
         await self.note("finished")

@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.helpers.cli import DEADLINE_S, Run, immortal
 
 BANK = """
+import asyncio
 import os
 from datetime import datetime, timedelta, timezone
 
@@ -76,7 +77,7 @@ class Teller(Immortal):
     @rpc
     async def work(self) -> None:
         good, bad = self.bank.credit(5), self.ask_too_much()
-        await self.note(f"{await immortal.gather(good, bad)}")
+        await self.note(f"{await asyncio.gather(good, bad)}")
 
     async def ask_too_much(self) -> str:
         try:
@@ -128,10 +129,10 @@ def test_caller_and_callee_crash_alone_and_together_and_a_timer_is_due_while_dow
         (tmp_path / "open").touch()
         bank, teller = Run(tmp_path, "bank", "app:Bank"), Run(tmp_path, "teller", "app:Teller")
         teller.line("noted rested") if not rested_before else None  # before the bank's answers, or behind them
-        teller.line("noted (1, 'refused 11')")
+        teller.line("noted [1, 'refused 11']")
         assert (bank.stop(), teller.stop()) == (0, 0)
         shown = json.loads(immortal(tmp_path, "replay", "teller", "--state", "--json"))["state"]["state"]
-        assert sorted(shown["notes"]) == ["(1, 'refused 11')", "rested"]
+        assert sorted(shown["notes"]) == ["[1, 'refused 11']", "rested"]
         assert json.loads(immortal(tmp_path, "replay", "bank", "--state", "--json"))["state"]["state"]["asked"] == 2
     finally:
         bank.kill()

@@ -14,6 +14,7 @@ from tests.helpers.waiting import EffectsByHand, WaitingInstances
 from tests.scenarios.test_what_if_cli import what_if
 
 SHOP = """
+import asyncio
 from datetime import timedelta
 
 import immortal
@@ -177,13 +178,13 @@ def test_calls_that_are_made_in_another_order_get_their_own_answers(shop: Shop) 
     values = shop.values(
         (
             "said = [await self.stock.reserve(order)]",
-            "released, said = await immortal.gather(self.stock.release(order), self.rest(order, amount))",
+            "released, said = await asyncio.gather(self.stock.release(order), self.rest(order, amount))",
         ),
         (
             "        said += [await self.pay",
             "        self.stock.packed.fork(order, 0)\n        await self.note(order, [*said, released])\n\n"
             "    async def rest(self, order: str, amount: int) -> list[str]:\n"
-            "        paid, reserved = await immortal.gather(\n"
+            "        paid, reserved = await asyncio.gather(\n"
             "            self.pay.charge(order, amount), self.stock.reserve(order)\n"
             "        )\n"
             "        said = [reserved, paid, str(await immortal.effect(rate, order))]\n"

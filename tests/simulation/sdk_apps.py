@@ -7,6 +7,7 @@ they arrive. Behind each record the whole state, with all that waits, is compare
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ class Worker(Failing):
         elif kind == 0:
             result = await self.ask(first, number)
         elif kind == 1:
-            result, more = await immortal.gather(self.ask(first, number), self.ask(second, number))
+            result, more = await asyncio.gather(self.ask(first, number), self.ask(second, number))
             result += more
         elif kind == 2:
             winner = await immortal.race(self.ask_later(first, number), immortal.sleep(timedelta(milliseconds=1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from datetime import timedelta
 from functools import cache
@@ -178,7 +179,7 @@ class Failing(Immortal):
             return await expect_failed(to.lethal(number), KILLED_TYPE)
         if kind == 5:
             await expect_failed(to.remains(number), Broken.__name__, f"kept {number}")
-            return await expect_failed(immortal.gather(self.think(number), to.undone(number)), Broken.__name__)  # type: ignore[attr-defined]
+            return await expect_failed(asyncio.gather(self.think(number), to.undone(number)), Broken.__name__)  # type: ignore[attr-defined]
         await self.fork_doomed(number)
         return number
 

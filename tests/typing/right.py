@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import assert_type
@@ -35,7 +36,7 @@ from immortal.appsdk.integrations.asgi import progress
 from immortal.client import connect, with_key, with_timeout
 from immortal.embedded import run, start
 from immortal.integrations.asgi import ImmortalMiddleware, Service
-from immortal.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
+from immortal.integrations.pydantic_ai import ImmortalDurability, run_step
 from immortal.patterns.groups import Grouped, group
 from immortal.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
 
@@ -119,7 +120,7 @@ class Teller(Immortal):
         assert_type(await self.other(account), str)
         assert_type(await self.bank.balance(account), int)
         assert_type(await self.bank.total(above=3), int)
-        assert_type(await immortal.gather(self.bank.debit(account), self.bank.quote(account)), tuple[int, float])
+        assert_type(await asyncio.gather(self.bank.debit(account), self.bank.quote(account)), tuple[int, float])
         assert_type(await immortal.race(self.bank.debit(account), self.bank.debit(account, 2)), Winner[int])
         assert_type((await immortal.race(self.bank.debit(account), immortal.sleep(timedelta(hours=1)))).index, int)
         assert_type(await immortal.event("approved", bool), bool)
@@ -129,7 +130,7 @@ class Teller(Immortal):
         careful = immortal.effect.options(
             retry=Retry(attempts=3), timeout=timedelta(seconds=5), raises=[KeyError], key="x"
         )
-        assert_type(await immortal.gather(careful(ping, 5), careful(fetch, url="x")), tuple[float, bytes])
+        assert_type(await asyncio.gather(careful(ping, 5), careful(fetch, url="x")), tuple[float, bytes])
         self.bank.debit.fork(account, amount)
         both = immortal.multicast([self.bank, self.late])
         both.debit.fork(account, amount=2)
@@ -224,17 +225,15 @@ assistant = Agent("test", deps_type=str, output_type=int, capabilities=[Immortal
 
 @assistant.tool(metadata={"immortal": False})
 async def wait_for(ctx: RunContext[str], number: int) -> float:
-    return await in_handler(ping(number))
+    return await ping(number)
 
 
 class Assistant(Immortal):
     @rpc
     async def ask(self, question: str) -> int:
-        result = await run_agent(self, assistant.run(question, deps="x"))
+        result = await assistant.run(question, deps="x")
         assert_type(result.output, int)
-        first = await immortal.race(
-            run_agent(self, assistant.run(question, deps="x")), immortal.sleep(timedelta(minutes=1))
-        )
+        first = await immortal.race(assistant.run(question, deps="x"), immortal.sleep(timedelta(minutes=1)))
         assert_type(first.index, int)
         return result.output
 

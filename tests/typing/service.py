@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import assert_type
@@ -119,7 +120,7 @@ class Shop(Immortal):
             assert_type(await self.cancel.step(order.number), Order | None)
             self.stock.give_back.fork(item)
             raise
-        await immortal.gather(self.pay.step(order.number), immortal.effect(mail, customer, receipt))
+        await asyncio.gather(self.pay.step(order.number), immortal.effect(mail, customer, receipt))
         await self.note.step("sold", level=1)
         return receipt
 
@@ -129,7 +130,7 @@ class Shop(Immortal):
         assert_type(cents, int)
         first = await immortal.race(self.totals.step(), self.totals.step())
         assert_type(first.value, tuple[int, int])
-        both = await immortal.gather(self.totals.step(), self.buy("ann", "book", 5))
+        both = await asyncio.gather(self.totals.step(), self.buy("ann", "book", 5))
         assert_type(both, tuple[tuple[int, int], str])
         assert_type(await self.buy("ann", "book", 5), str)
         return orders

@@ -5,6 +5,7 @@ So with ``.all``, of multicasts.
 
 from __future__ import annotations
 
+import asyncio
 from typing import assert_type
 
 import immortal
@@ -34,10 +35,10 @@ class Counter(Immortal):
         await self.clear()  # pyright: "None" is not awaitable
         assert_type(await self.look(), int)  # pyright: "int" is not awaitable
         assert_type(await self.look.step(), int)
-        both = await immortal.gather(self.count(1), self.count(2))  # pyright: "int" is not assignable to "Awaitable[A@gather]"
+        both = await asyncio.gather(self.count(1), self.count(2))  # pyright: "int" is not assignable to "Awaitable[A@gather]"
         assert_type(await self.count.step(number), int)
         assert_type(await self.clear.step(), None)
-        assert_type(await immortal.gather(self.count.step(1), self.count.step(2)), tuple[int, int])
+        assert_type(await asyncio.gather(self.count.step(1), self.count.step(2)), tuple[int, int])
         wrong: str = await self.count.step(4)  # mypy: the result is an int  # pyright: "int" is not assignable to "str"
         await self.count.step("5")  # mypy: a str for an int  # pyright: "Literal['5']" cannot be assigned
         await self.twice.step(5)  # mypy: it is none of a def handler  # pyright: Cannot access attribute "step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 from pydantic_ai import Agent
@@ -13,7 +14,7 @@ from immortal.appsdk.integrations.asgi import progress
 from immortal.client import connect
 from immortal.embedded import run, start
 from immortal.integrations.asgi import Service
-from immortal.integrations.pydantic_ai import ImmortalDurability, run_agent
+from immortal.integrations.pydantic_ai import ImmortalDurability
 from immortal.patterns import clone, harmony, pirate, queue
 from immortal.patterns.groups import Grouped, group
 from immortal.testing import Environment, assert_replays, crash_everywhere
@@ -76,7 +77,7 @@ class Teller(Immortal):
         await self.bank.balance(5)  # wrong: an int for a str
         half: int = await self.bank.quote(account)  # wrong: the result is a float
         also: int = await self.other(account)  # wrong: the result is a str
-        pair: tuple[int, int] = await immortal.gather(  # wrong: a float
+        pair: tuple[int, int] = await asyncio.gather(  # wrong: a float
             self.bank.debit(account), self.bank.quote(account)
         )
         first: str = (await immortal.race(self.bank.debit(account), self.bank.debit(account))).value  # wrong: an int
@@ -219,9 +220,7 @@ ImmortalDurability(tool_timeout=5)  # wrong: no timedelta
 class Assistant(Immortal):
     @rpc
     async def ask(self, question: str) -> str:
-        result = await run_agent(self, assistant.run(question))
-        await run_agent(assistant.run(question))  # wrong: no self
-        await run_agent(self, assistant)  # wrong: no run
+        result = await assistant.run(question)
         return result.output  # wrong: an int
 
 

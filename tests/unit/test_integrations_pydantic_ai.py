@@ -28,10 +28,10 @@ from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 
 import immortal
 from immortal import EffectFailed, Immortal, Retry, effect_context, peer, rpc
-from immortal.appsdk.integrations.handler_loop import HandlerLoop
 from immortal.appsdk.state.journal import JournalError
+from immortal.appsdk.waiting.loop import HandlerLoop
 from immortal.errors import UsageError
-from immortal.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
+from immortal.integrations.pydantic_ai import ImmortalDurability, run_step
 from immortal.testing import Environment, crash_everywhere
 
 RUNS = {run_step: run_step}
@@ -85,7 +85,7 @@ def weather(city: str) -> str:
 
 @agent.tool(metadata={"immortal": False})
 async def balance(ctx: RunContext[Any]) -> int:
-    return await in_handler(ctx.deps.bank.balance())
+    return await ctx.deps.bank.balance()
 
 
 @agent.tool_plain(metadata={"immortal": False})
@@ -111,7 +111,7 @@ class Helper(Immortal):
     @rpc
     async def ask(self, question: str) -> str:
         before = ModelMessagesTypeAdapter.validate_json(await self.messages() or "[]")
-        result = await run_agent(self, agent.run(question, deps=self, message_history=before))
+        result = await agent.run(question, deps=self, message_history=before)
         await self.keep(result.all_messages_json())
         return result.output
 
@@ -227,7 +227,7 @@ def broken(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
 
 def test_a_request_that_fails_is_an_effect_that_has_failed(immortal_env: Environment) -> None:
     async def program(self: Any) -> str:
-        return (await run_agent(self, agent_of(broken).run("hello"))).output
+        return (await agent_of(broken).run("hello")).output
 
     text = said(immortal_env, program)
     assert text == "EffectFailed: the effect one__model.request failed: ConnectionError: no route"
@@ -238,7 +238,7 @@ def test_a_request_is_tried_as_often_as_is_said(immortal_env: Environment) -> No
     made = agent_of(broken, model_retry=Retry(attempts=3), model_timeout=timedelta(seconds=10))
 
     async def program(self: Any) -> str:
-        return (await run_agent(self, made.run("hello"))).output
+        return (await made.run("hello")).output
 
     assert "after 3 attempts: ConnectionError" in said(immortal_env, program)
     assert MADE == {"request": 3}
@@ -258,7 +258,7 @@ def test_a_run_that_has_lost_a_race_is_given_up(immortal_env: Environment) -> No
     made.tool(metadata={"immortal": False})(slow)
 
     async def program(self: Any) -> str:
-        winner = await immortal.race(run_agent(self, made.run("hello")), immortal.sleep(timedelta(minutes=1)))
+        winner = await immortal.race(made.run("hello"), immortal.sleep(timedelta(minutes=1)))
         return f"won: {winner.index}"
 
     assert said(immortal_env, program) == "won: 1"
@@ -270,10 +270,10 @@ def test_a_tool_that_is_given_up_takes_no_event_from_others(immortal_env: Enviro
 
     @made.tool(metadata={"immortal": False})
     async def approved(ctx: RunContext[Any]) -> str:
-        return await in_handler(immortal.event("approved", str))
+        return await immortal.event("approved", str)
 
     async def program(self: Any) -> str:
-        await immortal.race(run_agent(self, made.run("hello", deps=self)), immortal.sleep(timedelta(minutes=1)))
+        await immortal.race(made.run("hello", deps=self), immortal.sleep(timedelta(minutes=1)))
         immortal.signal("approved", "yes")
         return str(await immortal.event("approved", str))
 
@@ -282,7 +282,7 @@ def test_a_tool_that_is_given_up_takes_no_event_from_others(immortal_env: Enviro
 
 def test_a_delay_that_is_cancelled_is_no_timer_any_more(immortal_env: Environment) -> None:
     async def program(self: Any) -> str:
-        await run_agent(self, asyncio.wait_for(asyncio.sleep(1), 3600))
+        await asyncio.wait_for(asyncio.sleep(1), 3600)
         await immortal.event("never")
         return ""
 
@@ -304,7 +304,7 @@ def test_a_tool_knows_its_effect(immortal_env: Environment) -> None:
         return "paid"
 
     async def program(self: Any) -> str:
-        return (await run_agent(self, made.run("hello"))).output
+        return (await made.run("hello")).output
 
     assert said(immortal_env, program) == '{"pay":"paid"}'
     assert [len(key) for key in MADE] == [36]
@@ -313,9 +313,9 @@ def test_a_tool_knows_its_effect(immortal_env: Environment) -> None:
 def test_a_runs_timeout_is_refused_with_the_way_out(immortal_env: Environment) -> None:
     async def program(self: Any) -> str:
         made = Agent(TestModel(), name="one", capabilities=[ImmortalDurability()])
-        return (await run_agent(self, made.run("hello", timeout=5))).output
+        return (await made.run("hello", timeout=5)).output
 
-    assert "race the run against a timer: await immortal.race(" in said(immortal_env, program)
+    assert "async with asyncio.timeout(300)" in said(immortal_env, program)
 
 
 def test_sync_functions_of_the_agent_run_in_the_handlers_thread(immortal_env: Environment) -> None:
@@ -327,23 +327,26 @@ def test_sync_functions_of_the_agent_run_in_the_handlers_thread(immortal_env: En
         return "be nice"
 
     async def program(self: Any) -> str:
-        return str((await run_agent(self, made.run("hello"))).all_messages()[0].instructions)  # type: ignore[union-attr]
+        return str((await made.run("hello")).all_messages()[0].instructions)  # type: ignore[union-attr]
 
     assert said(immortal_env, program) == "be nice"
     assert MADE["instructions"] > 0
 
 
 def test_a_tool_of_an_effect_that_asks_for_the_handler_is_told_how(immortal_env: Environment) -> None:
-    made = Agent(TestModel(), name="one", capabilities=[ImmortalDurability()])
+    made = Agent(TestModel(), name="one", deps_type=Any, capabilities=[ImmortalDurability()])
 
-    @made.tool_plain
-    async def ask() -> int:
-        return await in_handler(asyncio.sleep(0, 5))
+    @made.tool
+    async def ask(ctx: RunContext[Any]) -> int:
+        return int(await ctx.deps.say("x"))
 
     async def program(self: Any) -> str:
-        return (await run_agent(self, made.run("hello"))).output
+        try:
+            return (await made.run("hello", deps=self)).output
+        except EffectFailed as error:
+            return error.message
 
-    assert "give the tool the metadata {'immortal': False}" in said(immortal_env, program)
+    assert "step say is awaited outside of Runner.go" in said(immortal_env, program)
 
 
 def test_what_is_in_the_metadata_of_a_tool_is_checked(immortal_env: Environment) -> None:
@@ -354,7 +357,7 @@ def test_what_is_in_the_metadata_of_a_tool_is_checked(immortal_env: Environment)
         return 5
 
     async def program(self: Any) -> str:
-        return (await run_agent(self, made.run("hello"))).output
+        return (await made.run("hello")).output
 
     expected = "UsageError: 'retries' of an agent's steps: only 'retry' and 'timeout' can be given"
     assert said(immortal_env, program) == expected
@@ -372,7 +375,7 @@ def test_events_go_to_a_handler_beside_the_app(immortal_env: Environment) -> Non
     made = Agent(TestModel(custom_output_text="one two three"), name="one", capabilities=[capability])
 
     async def program(self: Any) -> str:
-        return (await run_agent(self, made.run("hello"))).output
+        return (await made.run("hello")).output
 
     assert said(immortal_env, program) == "one two three"
     assert "".join(texts).endswith("three")
@@ -387,7 +390,7 @@ def test_a_stream_in_a_handler_gives_what_the_log_has(immortal_env: Environment)
             async with made.run_stream("hello") as result:
                 return "|".join([text async for text in result.stream_text(debounce_by=None)])
 
-        return await run_agent(self, stream())
+        return await stream()
 
     assert said(immortal_env, program).endswith("one two three")
 
@@ -405,7 +408,7 @@ def test_a_dynamic_toolset_is_resolved_in_effects(immortal_env: Environment) -> 
     )
 
     async def program(self: Any) -> str:
-        return (await run_agent(self, made.run("hello"))).output
+        return (await made.run("hello")).output
 
     assert said(immortal_env, program) == '{"add":1}'
     assert MADE == {"add": 1}
@@ -420,7 +423,7 @@ def test_what_a_tool_adds_to_the_usage_does_not_count(immortal_env: Environment)
         return (await Agent(TestModel(custom_output_text="x")).run("hello", usage=ctx.usage)).output
 
     async def program(self: Any) -> str:
-        return str((await run_agent(self, made.run("hello"))).usage.requests)
+        return str((await made.run("hello")).usage.requests)
 
     assert said(immortal_env, program) == "2"
 
@@ -443,7 +446,7 @@ def test_a_prompt_may_change_while_a_run_waits(immortal_env: Environment) -> Non
         await asyncio.sleep(60)
 
     async def program(self: Any) -> str:
-        return (await run_agent(self, made.run("hello"))).output
+        return (await made.run("hello")).output
 
     programs.append(program)
     runner = immortal_env.start(Runner, "runner", effects=RUNS)
@@ -470,7 +473,7 @@ def test_a_run_that_would_make_other_steps_does_not_come_back(immortal_env: Envi
         async def wait() -> None:
             await asyncio.sleep(60)
 
-        return (await run_agent(self, waits.run("hello"))).output
+        return (await waits.run("hello")).output
 
     programs.append(program)
     runner = immortal_env.start(Runner, "runner", effects=RUNS)
@@ -492,28 +495,14 @@ def test_outside_handlers_the_agent_is_one_as_ever() -> None:
     assert asyncio.run(made.run("hello")).output == "hello"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (lambda: agent.run("hello"), "is the self of an 'async def' handler, not 5"),
-        (lambda: "hello", "run_agent(self, 'hello'): a coroutine was expected, such as agent.run(question)"),
-    ],
-)
-def test_what_is_no_handler_or_no_run_is_told_so(given: Any, expected: str) -> None:
-    wrong: Any = 5
-    with pytest.raises(UsageError) as raised:
-        run_agent(wrong, given()).send(None)
-    assert expected in str(raised.value)
-
-
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("asks", "expected"),
     [
-        (lambda: asyncio.open_connection("127.0.0.1", 9), "asks for create_connection, and handlers do not reach the"),
-        (lambda: asyncio.to_thread(len, "abc"), "3"),
+        (lambda: asyncio.open_connection("127.0.0.1", 9), "asks for create_connection, and a handler does not reach"),
+        (lambda: asyncio.to_thread(len, "abc"), "asks for run_in_executor"),
         (lambda: asyncio.wait_for(asyncio.sleep(3600, "late"), 60), "TimeoutError"),
         (lambda: asyncio.gather(asyncio.sleep(60, "a"), asyncio.sleep(30, "b")), "['a', 'b']"),
     ],
@@ -526,14 +515,14 @@ def test_asyncio_in_a_handler(asks: Callable[[], Any], expected: str, immortal_e
             except (UsageError, TimeoutError) as error:
                 return f"{type(error).__name__} {error}"
 
-        return await run_agent(self, ask())
+        return await ask()
 
     assert expected in said(immortal_env, program)
 
 
 def test_what_no_log_would_wake_ends_the_handler(immortal_env: Environment) -> None:
     async def program(self: Any) -> str:
-        return str(await run_agent(self, asyncio.Event().wait()))
+        return str(await asyncio.Event().wait())
 
     programs.append(program)
     runner = immortal_env.start(Runner, "runner")
@@ -552,6 +541,6 @@ def test_no_other_thread_reaches_the_loop(immortal_env: Environment) -> None:
                 return str(error)
             return "none"
 
-        return await run_agent(self, ask())
+        return await ask()
 
-    assert "woken by the log alone" in said(immortal_env, program)
+    assert "the log alone wakes a handler" in said(immortal_env, program)

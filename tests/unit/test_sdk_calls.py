@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -89,7 +90,7 @@ class Teller(Immortal):
 
     @impulse(id=13)
     async def many(self, count: int) -> None:
-        await immortal.gather(*(self.bank.large(number) for number in range(count)))
+        await asyncio.gather(*(self.bank.large(number) for number in range(count)))
 
 
 def started(cls: type, name: str = "teller") -> Life:

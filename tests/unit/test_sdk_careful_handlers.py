@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -78,7 +79,7 @@ class Desk(Immortal):
 
     @rpc
     async def dies_at_the_second(self, seconds: int) -> None:
-        await immortal.gather(self._tells(seconds), self.remind_beside("poison", seconds))
+        await asyncio.gather(self._tells(seconds), self.remind_beside("poison", seconds))
 
     async def _tells(self, seconds: int) -> None:
         await immortal.sleep(timedelta(seconds=seconds))

@@ -102,8 +102,7 @@ def handler(body: str, head: str = "", attributes: str = "tags: set[str]") -> st
         ("import multiprocessing", "multiprocessing.Process()", "multiprocessing.Process()", "on_primary hook"),
         ("import multiprocessing", "multiprocessing.Pool(2)", "multiprocessing.Pool()", "on_primary hook"),
         ("import asyncio\nasync def main() -> None: ...", "asyncio.run(main())", "asyncio.run()", "on_primary hook"),
-        ("import asyncio", "asyncio.sleep(1)", "asyncio.sleep()", "await immortal.sleep(...)"),
-        ("from asyncio import gather", "gather()", "asyncio.gather()", "await immortal.gather(...)"),
+        ("import asyncio", "asyncio.to_thread(len, 'x')", "asyncio.to_thread()", "await immortal.effect(<function>"),
     ],
 )
 def test_calls_that_differ(program: Program, head: str, expression: str, name: str, instead: str) -> None:

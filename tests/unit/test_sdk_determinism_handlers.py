@@ -15,6 +15,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 WAITING = """
+import asyncio
 from immortal import every
 from datetime import timedelta
 from contextlib import suppress
@@ -69,7 +70,8 @@ class Counter(Immortal):
         self.other.price("x")  #: self.other.price(...)
         other = self.other
         other.quote("x")  #: other.quote(...)
-        immortal.gather(self.add(1), self.other.quote("x"))  #: immortal.gather(...)
+        asyncio.sleep(1)  #: asyncio.sleep(...)
+        asyncio.gather(self.add(1), self.other.quote("x"))
         immortal.race(self.add(1), immortal.sleep(timedelta(1)))  #: immortal.race(...)
         immortal.effect(fetch, "x")  #: immortal.effect(...)
         careful = immortal.effect.options(key="x")
@@ -104,10 +106,10 @@ class Counter(Immortal):
         await elsewhere()
         await immortal.sleep(timedelta(1))
         pending = self.add(1)
-        pair = immortal.gather(pending, self.other.price("x"))
+        pair = asyncio.gather(pending, self.other.price("x"))
         waits = [self.add(number) for number in range(5)]
         waits.append(self.late())
-        await immortal.gather(*waits, both(self, "x"), *(immortal.effect(fetch, "x") for _ in range(2)))
+        await asyncio.gather(*waits, both(self, "x"), *(immortal.effect(fetch, "x") for _ in range(2)))
         self.add.fork(1), self.late.fork(), self.other.price.fork("x"), immortal.signal("x", 5)
         if await self.is_open() and (await self.add.step(1)) > 5:
             return await self.plain() + await (self.add(1) if pair else self.add(2))
@@ -165,7 +167,7 @@ class Counter(Base):
         def inner() -> int:
             return self.total  #: reads self.total
         await self.other.price(self.LIMIT)
-        await immortal.gather(self.add(1), super().of_base())
+        await asyncio.gather(self.add(1), super().of_base())
         return self.of_both() + self.count + counter.total + immortal.now_ns()
 
     @every("5s")

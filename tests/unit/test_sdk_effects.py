@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import time
@@ -120,7 +121,7 @@ class Shop(Immortal):
                 items = ["a"]
                 found = (await immortal.effect(change, items), items)
             elif kind == "two":
-                found = await immortal.gather(immortal.effect(price, "apple"), immortal.effect(ask, "why"))
+                found = tuple(await asyncio.gather(immortal.effect(price, "apple"), immortal.effect(ask, "why")))
             elif kind == "race":
                 found = await immortal.race(immortal.effect(price, "apple"), immortal.event("enough"))
             elif kind == "declared":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import uuid
@@ -135,7 +136,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "sleep": lambda: immortal.sleep(timedelta(1)),
     "at": lambda: immortal.at(immortal.now()),
     "event": lambda: immortal.event("x"),
-    "gather": immortal.gather,
     "race": immortal.race,
     "effect": lambda: immortal.effect(outside),
     "continue_as": immortal.continue_as,
@@ -195,7 +195,7 @@ class Effecting(Immortal):
 
     @rpc
     async def draw_in_a_branch(self) -> bool:
-        first, _ = await immortal.gather(self.branch(), self.branch())
+        first, _ = await asyncio.gather(self.branch(), self.branch())
         return first == immortal.now_ns()
 
     async def branch(self) -> int:
@@ -246,7 +246,7 @@ class Dice(Immortal):
 
     @rpc
     async def both(self) -> list[uuid.UUID]:
-        one, two = await immortal.gather(self.other.draw(), self.draw.step())
+        one, two = await asyncio.gather(self.other.draw(), self.draw.step())
         await immortal.sleep(timedelta(seconds=1))
         return [one, two, immortal.uuid4()]
 

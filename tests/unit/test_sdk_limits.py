@@ -38,7 +38,7 @@ class Shop(Log, concurrent_handlers=4):
             await immortal.sleep(minutes * MINUTE)
         except Cancelled as cancelled:
             await immortal.sleep(MINUTE)
-            await self.note.step(f"{item}: {cancelled.who}: {cancelled.reason}")
+            await self.note.step(f"{item}: {cancelled}")
             raise
         await self.note.step(item)
         return item
@@ -84,7 +84,7 @@ def test_what_takes_longer_than_its_timeout_is_cancelled_and_its_caller_told() -
         buyer.call(Buyer.buy, "tea", 60)
         assert env.now - began == 11 * MINUTE
         reason = "it has not ended within 0:10:00"
-        assert shop.state.lines == [f"tea: its timeout: {reason}"]
+        assert shop.state.lines == [f"tea: {reason}"]
         assert buyer.state.lines == [reason]
         buyer.call(Buyer.buy, "nuts", 9)
         assert shop.state.lines[1:] == ["nuts"]
@@ -175,7 +175,7 @@ def test_a_timeout_and_its_clean_up_survive_a_crash_anywhere() -> None:
         with env:
             shop, buyer = env.start(Shop, "shop"), env.start(Buyer, "buyer")
             buyer.call(Buyer.buy, "tea", 60)
-            assert shop.state.lines == ["tea: its timeout: it has not ended within 0:10:00"]
+            assert shop.state.lines == ["tea: it has not ended within 0:10:00"]
             assert buyer.state.lines == ["it has not ended within 0:10:00"]
 
 

@@ -141,7 +141,7 @@ class Desk(Immortal):
     @rpc
     async def branches(self) -> list[Any]:
         decimal.getcontext().prec = 3
-        both = await immortal.gather(self._branch(4), self._branch(5))
+        both = await asyncio.gather(self._branch(4), self._branch(5))
         return [*both, third()]
 
     @rpc

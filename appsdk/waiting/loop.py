@@ -1,0 +1,555 @@
+"""The asyncio event loop of one run of an ``async def`` handler.
+
+A replay repeats its turns: ready callbacks run first in, first out, the clock is that of the log's records, and a delay
+is a timer in the handler's journal, which outlives crashes. There is no selector and no thread. All that comes from
+outside is a :class:`LazyFuture`: a call, an effect, an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import sys
+import weakref
+from asyncio import events
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
+
+from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, is_collecting, is_user_failure
+from immortal.appsdk.errors import UsageError
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+# What a loop has none of most of the time. A dict that was used takes 300 bytes, in each handler that waits.
+_NO_FUTURES: dict[int, LazyFuture[Any]] = {}
+_NO_SUBTASKS: dict[asyncio.Task[Any], contextvars.Context] = {}
+_NO_GENERATORS: Sequence[weakref.ref[AsyncGenerator[Any, Any]]] = ()
+
+
+class HandlerLoop(asyncio.AbstractEventLoop):
+    """An asyncio loop for the coroutines of one run. ``ready``: callbacks that can run, of all loops of an instance.
+
+    One loop of an instance runs at a time, until nothing of it is ready. ``number``: its own in the life of the
+    instance. ``main``: the task of the handler itself. ``must_end``: no more callbacks are to run, as the handler is
+    over, whatever its coroutines do about it. ``subtasks``: those that the handler has made and that have not ended,
+    with their contexts. ``left``: of those, the ones that were cancelled as the handler ended; None before.
+    ``unbegun``: futures that were made and never awaited, by identity, oldest first.
+    """
+
+    __slots__ = (
+        "_asyncgens",
+        "_futures_count",
+        "_tasks_count",
+        "left",
+        "main",
+        "must_end",
+        "number",
+        "ready",
+        "subtasks",
+        "unbegun",
+    )
+
+    number: int
+    main: asyncio.Task[Any]
+
+    def __init__(self, ready: deque[asyncio.Handle]) -> None:
+        self.ready = ready
+        self.unbegun = _NO_FUTURES
+        self.subtasks = _NO_SUBTASKS
+        self.left: list[asyncio.Task[Any]] | None = None
+        self._asyncgens = _NO_GENERATORS
+        self._futures_count = self._tasks_count = 0
+        self.must_end = False
+
+    @property
+    def name(self) -> str:
+        """Name of the handler."""
+        raise NotImplementedError
+
+    def now_ns(self) -> int:
+        """Return the time of the record that is handled, in ns since the Unix epoch."""
+        raise NotImplementedError
+
+    def start_timer(self, due_ns: int, handle: asyncio.TimerHandle) -> LazyFuture[None]:
+        """Set a timer of the journal, which makes ``handle`` ready at ``due_ns`` (ns since the Unix epoch)."""
+        raise NotImplementedError
+
+    def run_ready(self, wake: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
+        """Call ``wake(*arguments)``, then run all callbacks until none is ready, or the handler's own task has ended.
+
+        Raises what ``wake`` raises, and what no user code may catch (ControlFlowSignal, an interrupt).
+        """
+        outer, hooks = events._get_running_loop(), sys.get_asyncgen_hooks()
+        events._set_running_loop(self)
+        sys.set_asyncgen_hooks(self._generator_begins, self._generator_is_dropped)
+        try:
+            if wake is not None:
+                wake(*arguments)
+            is_last_turn = False
+            while self.ready and not self.must_end:
+                for _ in range(len(self.ready)):
+                    if self.must_end:
+                        break
+                    self._run(self.ready.popleft())
+                if is_last_turn:
+                    break
+                is_last_turn = self.left is None and self.main.done()  # asyncio.run stops one turn behind the end
+        finally:
+            events._set_running_loop(outer)
+            sys.set_asyncgen_hooks(*hooks)
+            if not self.unbegun:
+                self.unbegun = _NO_FUTURES
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        if handle._cancelled:
+            return
+        try:
+            handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+        except BaseException as error:  # a task raises SystemExit and KeyboardInterrupt, and keeps them too
+            if isinstance(error, ControlFlowSignal) or not is_user_failure(error):
+                raise
+            if isinstance(error, Exception):
+                context = {"message": f"Exception in callback {handle}", "exception": error}
+                self.call_exception_handler(context)
+
+    # --- callbacks and time -------------------------------------------------------------------------------------------
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        if events._get_running_loop() is not self:
+            if is_collecting():
+                return handle
+            raise UsageError(
+                f"{self.name}: other code has touched a future or task of this handler: only its own run may, as the "
+                f"log wakes it; to tell it something use immortal.signal(...)"
+            )
+        self.ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> NoReturn:
+        # NotImplementedError is what libraries expect of a loop that no other thread may disturb.
+        raise NotImplementedError(
+            f"{self.name}: the log alone wakes a handler: another thread can't give it anything, as no replay would"
+        )
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Set a timer of the handler, ``delay`` seconds from now: it outlives crashes."""
+        return self._set_timer(self.now_ns() + round(delay * 1e9), callback, args, context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Set a timer of the handler, for ``when`` by :meth:`time`: it outlives crashes."""
+        return self._set_timer(round(when * 1e9), callback, args, context)
+
+    def _set_timer(
+        self,
+        due_ns: int,
+        callback: Callable[[*Ts], object],
+        args: tuple[*Ts],
+        context: contextvars.Context | None,
+    ) -> asyncio.TimerHandle:
+        handle = _TimerHandle(due_ns / 1e9, callback, args, self, context)
+        if due_ns <= self.now_ns():
+            self.ready.append(handle)
+        else:
+            handle.timer = self.start_timer(due_ns, handle)
+            handle._scheduled = True  # type: ignore[attr-defined]  # asyncio's mark: cancel() then tells the loop
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        if isinstance(handle, _TimerHandle) and handle.timer is not None:
+            handle.timer.cancel()
+
+    def time(self) -> float:
+        """Return the time of the record that is handled, in seconds since the Unix epoch."""
+        return self.now_ns() / 1e9
+
+    # --- futures and tasks --------------------------------------------------------------------------------------------
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(self)
+
+    def create_task(self, coro: Any, *, name: object = None, **options: Any) -> asyncio.Task[Any]:
+        """Make a task of a coroutine, or of anything else that a handler awaits, such as a call."""
+        if isinstance(coro, asyncio.Future):
+            coro = _await(coro)
+        elif sys._getframe(1).f_code in _OF_ENSURE_FUTURE and _is_of_a_set(sys._getframe(2)):
+            coro.close()
+            raise UsageError(
+                f"{self.name}: asyncio.as_completed of coroutines begins them in the order of a set, which differs at "
+                f"each replay: give it tasks: [asyncio.create_task(coroutine), ...]"
+            )
+        context = options.get("context") or inherited_context()
+        task = self.make_task(coro, None if name is None else str(name), context)
+        if self.subtasks is _NO_SUBTASKS:
+            self.subtasks = {}
+        self.subtasks[task] = context
+        task.add_done_callback(self._subtask_ended)
+        return task
+
+    def next_future_number(self) -> int:
+        """Return a number for a future of this loop: the same at each replay."""
+        self._futures_count += 1
+        return self._futures_count
+
+    def next_task_number(self) -> int:
+        """Return a number for a task of this loop: the same at each replay."""
+        self._tasks_count += 1
+        return self._tasks_count
+
+    def make_task(self, coro: Any, name: str | None, context: contextvars.Context) -> asyncio.Task[Any]:
+        task = _Task(self, coro, name, context)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # a crash or checkpoint drops waiting handlers
+        return task
+
+    def _subtask_ended(self, task: asyncio.Task[Any]) -> None:
+        self.subtasks.pop(task, None)
+        raise_signal(task)
+
+    def get_task_factory(self) -> None:
+        return None
+
+    def _generator_begins(self, generator: AsyncGenerator[Any, Any]) -> None:
+        self._asyncgens = [*self._asyncgens, weakref.ref(generator)]
+
+    def _generator_is_dropped(self, generator: AsyncGenerator[Any, Any]) -> None:
+        if events._get_running_loop() is self and not self.must_end:
+            self.create_task(generator.aclose())
+
+    def end_subtasks(self) -> None:
+        """Cancel what the handler has left running, as asyncio.run does: the handler ends when those have ended."""
+        self.left = [task for task in self.subtasks if not task.done()]
+        alive: list[Any] = [found for one in self._asyncgens if (found := one()) is not None]
+        self._asyncgens = _NO_GENERATORS
+        for task in self.left:
+            task.cancel()
+        self.left += [self.create_task(found.aclose()) for found in alive if found.ag_frame is not None]
+
+    # --- what asyncio and libraries ask a loop ------------------------------------------------------------------------
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        if not isinstance(executor, InlineExecutor):
+            raise self._refusal("run_in_executor (which asyncio.to_thread uses)")
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return events._get_running_loop() is self
+
+    def is_closed(self) -> bool:
+        return False
+
+    async def shutdown_asyncgens(self) -> None:
+        pass
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not self.must_end and not isinstance(error, ControlFlowSignal):
+            logging.getLogger("asyncio").error("%s: %s", self.name, context.get("message"), exc_info=error)
+
+    def _refusal(self, name: str) -> UsageError:
+        return UsageError(
+            f"{self.name}: its asyncio code asks for {name}, and a handler does not reach outside, as a replay "
+            f"would do it again: do it in an effect: await immortal.effect(<function>, ...)"
+        )
+
+
+def _outside(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: HandlerLoop, *args: Any, **options: Any) -> NoReturn:
+        raise self._refusal(name)
+
+    return refuse
+
+
+for _name in vars(asyncio.AbstractEventLoop).keys() - vars(HandlerLoop).keys():
+    if not _name.startswith("_"):  # sockets, processes, signals, threads: the log does not have what they bring
+        setattr(HandlerLoop, _name, _outside(_name))
+HandlerLoop.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]  # those are all of them
+
+
+def raise_signal(task: asyncio.Task[Any]) -> None:
+    """Raise on what ended ``task`` and is for no user code: asyncio has kept it as the task's error."""
+    if isinstance(error := task._exception, ControlFlowSignal):  # exception() marks it as seen
+        raise error
+
+
+HASH_FACTOR = 1_000_003
+
+
+class _Numbered:
+    """A future or task whose place in a set is the same at each replay: asyncio makes sets of them."""
+
+    __slots__ = ()
+
+    _number: int
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class _Future(_Numbered, asyncio.Future[Any]):
+    __slots__ = ("_number",)
+
+    def __init__(self, loop: HandlerLoop) -> None:
+        super().__init__(loop=loop)
+        self._number = loop.next_future_number()
+
+
+class _Task(_Numbered, asyncio.Task[Any]):
+    __slots__ = ("_number",)
+
+    def __init__(self, loop: HandlerLoop, coro: Any, name: str | None, context: contextvars.Context) -> None:
+        number = loop.next_task_number()
+        self._number = loop.number * HASH_FACTOR + number  # asyncio has all tasks of the process in one set
+        super().__init__(coro, loop=loop, name=name or f"Task-{number}", context=context)
+
+
+_OF_ENSURE_FUTURE = (asyncio.ensure_future.__code__, getattr(asyncio.tasks, "_ensure_future", asyncio.run).__code__)
+
+
+def _is_of_a_set(frame: FrameType | None) -> bool:
+    """Tell whether asyncio.as_completed is among the three callers from ``frame`` up."""
+    for _ in range(3):
+        if frame is None:
+            return False
+        if frame.f_code.co_qualname in ("as_completed", "_AsCompletedIterator.__init__"):
+            return str(frame.f_globals.get("__name__")) == "asyncio.tasks"
+        frame = frame.f_back
+    return False
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    """A callback with the timer of the journal that it waits for."""
+
+    __slots__ = ("timer",)
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: HandlerLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        super().__init__(when, callback, args, loop, context)
+        self.timer: LazyFuture[None] | None = None
+
+
+class InlineExecutor(Executor):
+    """Tells a handler's loop to run functions at once, in the handler's thread: for libraries that want an executor."""
+
+
+async def _await(future: asyncio.Future[T]) -> T:
+    return await future
+
+
+class LazyFuture(_Numbered, asyncio.Future[T]):
+    """A future that begins when it is first awaited, or first given to asyncio.gather, wait, create_task, ..."""
+
+    __slots__ = ("_is_begun", "_number", "_of")
+
+    def __init__(self, loop: HandlerLoop) -> None:
+        super().__init__(loop=loop)
+        self._number = loop.next_future_number()
+        self._of = loop
+        self._is_begun = False
+        if loop.unbegun is _NO_FUTURES:
+            loop.unbegun = {}
+        loop.unbegun[id(self)] = self
+
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._is_begun:
+            self.begin()
+        return super().__await__()
+
+    __iter__ = __await__
+
+    def add_done_callback(self, *args: Any, **options: Any) -> None:
+        if not self._is_begun:
+            self.begin()
+        super().add_done_callback(*args, **options)
+
+    def begin(self) -> None:
+        """Begin, once. What can't begin is done with the error."""
+        if self._is_begun or self.done():
+            return
+        self._of.unbegun.pop(id(self), None)
+        if events._get_running_loop() not in (self._of, None):  # None: Python clears the coroutine away
+            raise UsageError(
+                f"{self} is awaited outside of {self._of.name}: only that handler's own run can await it, and no "
+                f"effect, thread or other handler"
+            )
+        self._is_begun = True
+        try:
+            self._start()
+        except Exception as error:  # arguments that can't be sent
+            self.complete(None, error)
+            self._drop()
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        """Release what a cancelled future waits for."""
+
+    def complete(self, value: Any, error: BaseException | None = None) -> None:
+        """End with ``value``, or with ``error``, unless it has ended."""
+        if not self.done():
+            if isinstance(error, StopIteration):  # which no future can have
+                replacement = RuntimeError("generator raised StopIteration")  # as Python has it
+                replacement.__cause__ = error
+                error = replacement
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if self.done():
+            return False
+        self._of.unbegun.pop(id(self), None)
+        is_cancelled = super().cancel(msg)
+        if self._is_begun:
+            self._drop()
+        return is_cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Winner(Generic[T]):
+    """Result of a race: ``index`` (from 0) of the awaitable that was first, and its ``value``."""
+
+    index: int
+    value: T
+
+
+class Together(LazyFuture[list[Any]]):
+    """A gather that begins when it is awaited: an ordered multicast is sent when its last call begins."""
+
+    __slots__ = ("_inner", "_parts")
+
+    def __init__(self, loop: HandlerLoop, parts: Sequence[Awaitable[Any]]) -> None:
+        super().__init__(loop)
+        self._parts = parts
+        self._inner: asyncio.Future[list[Any]] | None = None
+
+    def __str__(self) -> str:
+        return f"all of {', '.join(map(str, self._parts))}"
+
+    def _start(self) -> None:
+        self._inner = asyncio.gather(*self._parts)
+        self._inner.add_done_callback(self._ended)
+
+    def _ended(self, inner: asyncio.Future[list[Any]]) -> None:
+        if inner.cancelled():
+            super().cancel()
+        else:
+            self.complete(*((None, error) if (error := inner.exception()) else (inner.result(), None)))
+
+    def _drop(self) -> None:
+        if self._inner is not None:
+            self._inner.cancel()
+
+
+class Race(LazyFuture[Winner[Any]]):
+    """Done when the first of its parts is; the others are cancelled, and have ended when the race is done.
+
+    What one of those raises as it is cancelled, the race raises.
+    """
+
+    __slots__ = ("_error", "_first", "_open", "_parts", "_reason")
+
+    def __init__(self, loop: HandlerLoop, parts: Sequence[Awaitable[Any]]) -> None:
+        super().__init__(loop)
+        self._parts: list[Any] = list(parts)
+        self._open: dict[asyncio.Future[Any], int] = {}  # that have begun and not ended, with their index
+        self._first: tuple[int, asyncio.Future[Any]] | None = None
+        self._error: BaseException | None = None  # of one that lost
+        self._reason: tuple[Any] | None = None  # it was cancelled with this message
+
+    def __str__(self) -> str:
+        return f"race({', '.join(map(str, self._parts))})"
+
+    def _start(self) -> None:
+        parts, self._parts = self._parts, []
+        for index, part in enumerate(parts):
+            future: asyncio.Future[Any] = asyncio.ensure_future(part, loop=self._of)
+            if self._first is not None:  # one that was done at once has decided it
+                future.cancel()
+                continue
+            self._open[future] = index
+            future.add_done_callback(self._one_ended)
+            if future.done():
+                self._decide(future)
+        self._finish()
+
+    def _one_ended(self, future: asyncio.Future[Any]) -> None:
+        if future in self._open:
+            self._decide(future)
+            self._finish()
+
+    def _decide(self, future: asyncio.Future[Any]) -> None:
+        index = self._open.pop(future)
+        if self._first is None:
+            self._first = index, future
+            self._cancel_open(None)
+        elif not future.cancelled():
+            self._error = self._error or future.exception()
+
+    def _cancel_open(self, msg: Any | None) -> None:
+        for future in list(self._open):
+            future.cancel(msg)
+            if isinstance(future, LazyFuture) and future.done():
+                del self._open[future]
+
+    def _finish(self) -> None:
+        if self._open or self.done():
+            return
+        if self._error is not None:
+            self.complete(None, self._error)
+        elif self._reason is not None:
+            super().cancel(*self._reason)
+        elif self._first is not None:
+            index, future = self._first
+            if future.cancelled():
+                super().cancel()
+            elif (error := future.exception()) is not None:
+                self.complete(None, error)
+            else:
+                self.complete(Winner(index, future.result()))
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if self.done():
+            return False
+        if not self._is_begun:
+            return super().cancel(msg)
+        self._reason = (msg,)
+        self._cancel_open(msg)
+        self._finish()
+        return True
