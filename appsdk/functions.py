@@ -28,13 +28,13 @@ from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.waiting.impulses import Effect
 from immortal.appsdk.waiting.loop import Race, Winner
-from immortal.appsdk.waiting.operations import Event, Timer, encode_signal, event_name
+from immortal.appsdk.waiting.operations import Event, LocalFunction, LocalStep, Timer, encode_signal, event_name
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
 
 NAMES = (
     *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "logger", "multicast"),
-    *("node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep", "uuid4"),
+    *("node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep", "step", "uuid4"),
 )
 """The names of the functions, which `immortal` has too."""
 
@@ -171,6 +171,22 @@ def event(name: str, kind: Any = Any) -> Awaitable[Any]:
     """
     task = _task("event")
     return Event(task, event_name("immortal.event", name), task.tasks.event_decoder(kind))
+
+
+def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+    """``await immortal.step(lambda: self.count)`` runs a local function at once, which owns the state.
+
+    It reads and sets attributes as a ``def`` handler does, and its result, a copy, is in the journal: a recovery does
+    not run it again. ``function`` does not wait and does not reach outside. Raises UsageError; what it raises itself
+    fails this step as it would a ``def`` handler: CalleeFailed.
+    """
+    task = _task("step")
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise UsageError(
+            f"immortal.step({function!r}): a function or lambda was expected that does not wait; an 'async def' is "
+            f"awaited as it is: await function(...)"
+        )
+    return LocalStep(task, LocalFunction(function, kwargs), args)
 
 
 def continue_as(*arguments: Any, **keywords: Any) -> NoReturn:

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         revoke,
         signal,
         sleep,
+        step,
         uuid4,
     )
 else:
@@ -127,6 +128,7 @@ __all__ = [
     "run",
     "signal",
     "sleep",
+    "step",
     "upgrades",
     "uuid4",
 ]

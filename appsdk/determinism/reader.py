@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-from immortal.appsdk.determinism.rules import AWAIT, AWAIT_OR_FORK, IN_A_STEP, NOT_BEGUN, REFUSED, Rule, Rules
+from immortal.appsdk.determinism.rules import (
+    AWAIT,
+    AWAIT_OR_FORK,
+    IN_A_STEP,
+    NOT_BEGUN,
+    OF_A_COPY,
+    REFUSED,
+    Rule,
+    Rules,
+)
 from immortal.appsdk.determinism.values import (
     Bound,
     Instance,
@@ -33,7 +42,7 @@ from immortal.appsdk.determinism.values import (
     state_names,
     values_of,
 )
-from immortal.appsdk.functions import Effects, at, event, race, sleep
+from immortal.appsdk.functions import Effects, at, event, race, sleep, step
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.waiting.loop import LazyFuture
 
@@ -44,7 +53,7 @@ _ORDERED = frozenset(  # built-in functions and classes
     {"list", "tuple", "iter", "map", "filter", "enumerate", "zip", "dict", "deque", "chain", "islice", "reduce"}
 )
 _ORDERED_METHODS = frozenset({"join", "extend", "extendleft", "fromkeys", "writelines"})
-_WAITING = (sleep, at, event, race)
+_WAITING = (sleep, at, event, race, step)
 _SET_METHODS = frozenset({"copy", "union", "difference", "intersection", "symmetric_difference"})
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -121,6 +130,8 @@ class Reader(ast.NodeVisitor):
         self._bound: Counter[str] = Counter()
         self._bindings: dict[str, Callable[[], Value]] = {}  # of names that are bound once
         self._collect_names(receiver)
+        self._step_depth = 0
+        self._steps = self._find_steps()
 
     def read(self) -> None:
         body = self._node.body
@@ -269,13 +280,41 @@ class Reader(ast.NodeVisitor):
         return AWAIT if inspect.iscoroutinefunction(called) else ""
 
     def _check_attribute(self, node: ast.Attribute) -> None:
-        """The state is not for async handlers."""
+        """An async handler sets no state, but for the functions of its steps; what it reads is a copy."""
         receiver = self._value(node.value)
-        if isinstance(receiver, Instance) and receiver.waits:
-            is_read = isinstance(node.ctx, ast.Load)
-            if not is_read or node.attr in state_names(shape(receiver.hint)[0]):
-                verb = "reads" if is_read else "sets" if isinstance(node.ctx, ast.Store) else "deletes"
-                self._report(node, f"{verb} {ast.unparse(node)} in an async handler, {REFUSED}", IN_A_STEP)
+        if self._step_depth or not (isinstance(receiver, Instance) and receiver.waits):
+            return
+        if not isinstance(node.ctx, ast.Load):
+            verb = "sets" if isinstance(node.ctx, ast.Store) else "deletes"
+            self._report(node, f"{verb} {ast.unparse(node)} in an async handler, {REFUSED}", IN_A_STEP)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        of = node.value
+        if not isinstance(node.ctx, ast.Load) and not self._step_depth and isinstance(of, ast.Attribute):
+            receiver = self._value(of.value)
+            if isinstance(receiver, Instance) and receiver.waits and of.attr in state_names(shape(receiver.hint)[0]):
+                self._report(node, f"changes a copy of {ast.unparse(of)} in an async handler, {OF_A_COPY}", IN_A_STEP)
+        self.generic_visit(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._visit_function(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._visit_function(node)
+
+    def _visit_function(self, node: ast.AST) -> None:
+        is_step = node in self._steps
+        self._step_depth += is_step
+        self.generic_visit(node)
+        self._step_depth -= is_step
+
+    def _find_steps(self) -> set[ast.AST]:
+        """Return the functions that are given to `immortal.step` by name or as a lambda."""
+        calls = [one for one in ast.walk(self._node) if isinstance(one, ast.Call) and one.args]
+        given = [one.args[0] for one in calls if is_object(self._value(one.func), step)]
+        names = {one.id for one in given if isinstance(one, ast.Name)}
+        functions = [one for one in ast.walk(self._node) if isinstance(one, ast.FunctionDef) and one.name in names]
+        return {*functions, *(one for one in given if isinstance(one, ast.Lambda))}
 
     # --- what is found ------------------------------------------------------------------------------------------------
 

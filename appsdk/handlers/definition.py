@@ -127,9 +127,12 @@ class Definition(Struct):
         """There are ``async def`` handlers."""
         return any(handler.is_async for handler in self.handlers.values())
 
-    def policy(self, handler: Handler[Any, Any]) -> OnError:
-        """Return what happens to the state when ``handler`` raises an undeclared exception. A query keeps nothing."""
-        policy = handler.on_error or self.on_error
+    def policy(self, handler: Any) -> OnError:
+        """Return what happens to the state when ``handler`` raises an undeclared exception. A query keeps nothing.
+
+        ``handler``: a Handler, or the local function of a step.
+        """
+        policy: OnError = handler.on_error or self.on_error
         return "undo" if handler.is_query and policy == "keep" else policy
 
     @property

@@ -290,7 +290,7 @@ class StateSchema:
 
     def _require_restored(self, name: str, value: Any, data: bytes) -> None:
         """Raise StateError if ``data`` does not come back as ``value``: a codec or constructor may change it."""
-        restored = self._decode_field(name, data)
+        restored = self.decode_attribute(name, data)
         form = self._forms[name]
         if form.is_sure or MARK in data:  # a handle is what it is by its bytes
             return
@@ -357,7 +357,7 @@ class StateSchema:
         except decoding.DecodeError as error:
             raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
         self._require_names(raws)
-        return {name: self._decode_field(name, raw) for name, raw in raws.items()}
+        return {name: self.decode_attribute(name, raw) for name, raw in raws.items()}
 
     def _require_names(self, saved: Iterable[str]) -> None:
         saved = set(saved)
@@ -376,7 +376,8 @@ class StateSchema:
                 f"a default in the class ({missing[0]}: <type> = <value>)"
             )
 
-    def _decode_field(self, name: str, raw: msgspec.Raw | bytes) -> Any:
+    def decode_attribute(self, name: str, raw: msgspec.Raw | bytes) -> Any:
+        """Decode what :meth:`encode_attribute` made. Raises StateError."""
         try:
             return self._decoders[name].decode(raw)
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises

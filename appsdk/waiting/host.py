@@ -29,8 +29,11 @@ from immortal.appsdk.waiting.operations import (
     NOTHING,
     Call,
     Event,
+    LocalFunction,
+    LocalStep,
     MulticastCall,
     Operation,
+    Read,
     Step,
     Target,
     Timer,
@@ -123,15 +126,26 @@ class Host:
             # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
             target = operation.target
             arguments = target.codec.decode(operation.encoded)
-            loop = events._get_running_loop()
-            events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
+            return self._run_step(operation, target.called, arguments)
+        elif isinstance(operation, LocalStep):
+            operation.task.runs_local_step = True
             try:
-                return self.handler_runs.run_step(operation.task.number, operation.step, target.called, arguments)
+                return self._run_step(operation, operation.local, operation.arguments)
             finally:
-                events._set_running_loop(loop)
+                operation.task.runs_local_step = False
+        elif isinstance(operation, Read):
+            return False, operation.encoded(getattr(self.instance, operation.name))
         elif isinstance(operation, Event):
             self.events.offer(operation.name)
         return None
+
+    def _run_step(self, operation: Operation, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
+        loop = events._get_running_loop()
+        events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
+        try:
+            return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
+        finally:
+            events._set_running_loop(loop)
 
     def register(self, operation: Operation) -> None:
         """Register an operation, so that the result for its number finds it."""
@@ -266,6 +280,9 @@ class Answers:
 # Runs of ``def`` handlers for somebody who waits: for callers, and as steps of ``async def`` handlers.
 
 
+AnyHandler: TypeAlias = Handler[Any, Any] | LocalFunction
+
+
 class HandlerRuns:
     """``definition`` and ``instance`` are of the class that runs; ``verdicts`` are those that are known.
 
@@ -289,13 +306,13 @@ class HandlerRuns:
         self.queries.use(definition.state())
 
     def run_handler(
-        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True, node: Any = None
+        self, handler: AnyHandler, arguments: tuple[Any, ...], *, waits: bool = True, node: Any = None
     ) -> tuple[bool, bytes]:
         """Run a ``def`` handler, the instance's or of ``node``, for somebody who ``waits``: (whether it raised, what
         for them). Raises HandlerError."""
         try:
             if handler.is_query:
-                value = self.queries.run(handler, self.instance, *arguments)
+                value = self.queries.run(handler, self.instance, *arguments)  # type: ignore[arg-type]  # a local function is none
             else:
                 value = handler.call(self.instance if node is None else node, *arguments)
         except BaseException as error:
@@ -315,12 +332,12 @@ class HandlerRuns:
             return False, NOTHING
         return False, self.encoded(handler, arguments, partial(self.result, handler, value))
 
-    def _require_savable(self, handler: Handler[Any, Any]) -> None:
+    def _require_savable(self, handler: AnyHandler) -> None:
         """Raises HandlerError."""
         if self.check is not None and not handler.is_query and (problem := self.check()) is not None:
             raise self.unsavable(handler, problem, max(self.context.message_index, 0))
 
-    def unsavable(self, handler: Handler[Any, Any] | None, problem: StateError, message_index: int) -> HandlerError:
+    def unsavable(self, handler: AnyHandler | None, problem: StateError, message_index: int) -> HandlerError:
         """``handler`` (None: one that is not known) has left a state that can't be saved: its call is undone."""
         context, definition = self.context, self.definition
         policy = "undo" if handler is None else definition.policy(handler)
@@ -336,15 +353,15 @@ class HandlerRuns:
         made.__cause__ = problem
         return made
 
-    def result(self, handler: Handler[Any, Any], value: Any) -> bytes:
+    def result(self, handler: AnyHandler, value: Any) -> bytes:
         """Encode a result for the caller; checked here, so that a misfit is this handler's failure."""
-        codec = self.definition.codec(handler)
+        codec = handler if isinstance(handler, LocalFunction) else self.definition.codec(handler)
         data = codec.encode_result(value)
         if value is not None or not codec.returns_nothing:
             codec.decode_result(data)
         return data
 
-    def encoded(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
+    def encoded(self, handler: AnyHandler, arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
         """Encode what ``handler`` returned or raised. Raises HandlerError if it can't be sent."""
         try:
             return encode()
@@ -356,7 +373,7 @@ class HandlerRuns:
             raise self.failed(handler, arguments, problem) from error
 
     def failed(
-        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException, task: int = 0
+        self, handler: AnyHandler, arguments: tuple[Any, ...], error: BaseException, task: int = 0
     ) -> HandlerError:
         """Make the HandlerError of a handler that raised ``error``. ``task``: number of one that waits."""
         context, definition = self.context, self.definition
@@ -368,9 +385,7 @@ class HandlerRuns:
         made.__cause__ = error
         return made
 
-    def run_step(
-        self, task: int, step: int, handler: Handler[Any, Any], arguments: tuple[Any, ...]
-    ) -> tuple[bool, bytes]:
+    def run_step(self, task: int, step: int, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
         """A ``def`` handler that the ``async def`` handler with the number ``task`` awaits: as :meth:`run_handler`.
 
         One that has failed is not called again.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from immortal.appsdk.calls.codec import ArgumentCodec, ValueDecoder, encode_value, encoder
+from immortal.appsdk.calls.codec import ArgumentCodec, ValueDecoder, encode_value, encoder, resolve_hints
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.nodes.node import node_definition
@@ -25,7 +25,9 @@ from immortal.appsdk.state.journal import (
     decode_raised,
     described,
 )
-from immortal.appsdk.types.registry import unsupported_type
+from immortal.appsdk.state.schema import StateSchema
+from immortal.appsdk.types.encoding import form_of
+from immortal.appsdk.types.registry import may_hold_untyped, unsupported_type
 from immortal.appsdk.waiting.loop import HandlerLoop, LazyFuture
 from immortal.protocol.checksum import crc64
 from immortal.protocol.decoding import DecodeError
@@ -34,6 +36,7 @@ from immortal.protocol.safe_output import is_encodable
 from immortal.protocol.system_methods import NODE_METHOD_ID
 
 NOTHING = encoder.encode(None)
+READ_SIZE_BYTES_MAX = 64 << 10  # of an attribute that an async handler reads: its journal keeps a copy
 
 
 class Owner(HandlerLoop):
@@ -46,6 +49,7 @@ class Owner(HandlerLoop):
     __slots__ = ("generation",)
 
     generation: int
+    runs_local_step: bool  # its self is the app itself meanwhile
 
     @property
     def is_silent(self) -> bool:
@@ -181,6 +185,90 @@ class Step(_HandlerOperation):
     @property
     def is_immediate(self) -> bool:
         return True
+
+
+class LocalFunction:
+    """A local function or lambda that `immortal.step` runs, with what a ``def`` handler has for whoever runs it."""
+
+    __slots__ = ("_form", "decode_result", "function", "keywords", "name")
+
+    is_query = False
+    method_id = None
+    on_error = None
+    raises: Mapping[str, type[Exception]] = {}
+    returns_nothing = False
+
+    def __init__(self, function: Callable[..., Any], keywords: dict[str, Any]) -> None:
+        self.function = function
+        self.keywords = keywords
+        self.name = getattr(function, "__qualname__", type(function).__qualname__)
+        try:
+            annotation = resolve_hints(function).get("return", Any)
+        except (NameError, TypeError):  # of names that are local, or of no function
+            annotation = Any
+        self._form = form_of(annotation) if may_hold_untyped(annotation) else None
+        self.decode_result = ValueDecoder(annotation).decode
+
+    def call(self, instance: object, *arguments: Any) -> Any:
+        return self.function(*arguments, **self.keywords)
+
+    def encode_result(self, value: Any) -> bytes:
+        """Raises what the encoder raises."""
+        return encode_value(value) if self._form is None else self._form.encode(value)
+
+
+class LocalStep(Operation):
+    """A local function or lambda that runs at once and owns the state."""
+
+    __slots__ = ("arguments", "local")
+
+    def __init__(self, task: Owner, local: LocalFunction, arguments: tuple[Any, ...]) -> None:
+        super().__init__(task, f"step {local.name}")
+        self.local = local
+        self.arguments = arguments
+
+    def _start(self) -> None:
+        if self.arguments or self.local.keywords:
+            self.detail = crc64(encode_value((self.arguments, self.local.keywords)))
+        super()._start()
+
+    @property
+    def is_immediate(self) -> bool:
+        return True
+
+    def decode(self, value: bytes) -> Any:
+        return self.local.decode_result(value)
+
+    def decode_error(self, value: bytes) -> Exception:
+        return decode_raised({}, self.local.name, value)
+
+
+class Read(Operation):
+    """An attribute of the state, read by an async handler: it gets a copy, the same when it is run again."""
+
+    __slots__ = ("name", "schema")
+
+    def __init__(self, task: Owner, schema: StateSchema, name: str) -> None:
+        super().__init__(task, f"read self.{name}")
+        self.schema = schema
+        self.name = name
+
+    @property
+    def is_immediate(self) -> bool:
+        return True
+
+    def decode(self, value: bytes) -> Any:
+        return self.schema.decode_attribute(self.name, value)
+
+    def encoded(self, value: Any) -> bytes:
+        """Raises StateError for what can't be saved, UsageError for what is too large."""
+        data = self.schema.encode_attribute(self.name, self.schema.kept(self.name, value))
+        if len(data) > READ_SIZE_BYTES_MAX:
+            raise UsageError(
+                f"self.{self.name} has {len(data):,} bytes: an async handler reads at most {READ_SIZE_BYTES_MAX:,}, as "
+                f"its journal keeps a copy: take the part that it needs with await immortal.step(lambda: ...)"
+            )
+        return data
 
 
 class Call(_HandlerOperation):

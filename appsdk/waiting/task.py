@@ -7,8 +7,11 @@ import contextlib
 import random
 from asyncio import events
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from decimal import Decimal
 from types import CoroutineType, FrameType
 from typing import Any, NoReturn
+from uuid import UUID
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import datetime_of
@@ -18,9 +21,10 @@ from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
+from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.waiting.host import Host
 from immortal.appsdk.waiting.loop import raise_signal
-from immortal.appsdk.waiting.operations import MISFITS, Operation, Owner, Rebuild, Timer
+from immortal.appsdk.waiting.operations import MISFITS, Operation, Owner, Read, Rebuild, Timer
 from immortal.protocol import decoding
 
 
@@ -46,6 +50,9 @@ class ContinueAs(ControlFlowSignal):
     def __init__(self, arguments: bytes) -> None:
         super().__init__("continue_as")
         self.arguments = arguments
+
+
+_IMMUTABLE = (int, float, complex, str, bytes, type(None), datetime, timedelta, Decimal, UUID)
 
 
 class _Alarm(Timer):
@@ -76,6 +83,7 @@ class Task(Owner):
     __slots__ = (
         "_abandoned",
         "_continuation",
+        "_copies",
         "_error",
         "_is_cleared_away",
         "_is_running",
@@ -92,6 +100,7 @@ class Task(Owner):
         "entries",
         "handler",
         "pending",
+        "runs_local_step",
         "started_ns",
         "tasks",
         "time_ns",
@@ -120,6 +129,8 @@ class Task(Owner):
         self._steps_count = 0
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
+        self._copies: list[tuple[Read, Any, bytes]] = []  # of the state, as they were read in this turn
+        self.runs_local_step = False
         self._error: BaseException | None = None  # with which the handler ends, whatever its coroutines do
         self.left, self.must_end = None, False
         self._futures_count = self._tasks_count = 0
@@ -184,6 +195,8 @@ class Task(Owner):
             try:
                 self.run_ready(wake, arguments)
                 raise_signal(self.main)
+                if self._copies:
+                    self._check_copies()
             except ContinueAs:
                 pass
             except Stopped as stopped:
@@ -399,6 +412,28 @@ class Task(Owner):
         self.must_end = True
         self._stopped = self._stopped or Stopped(error)
         return self._stopped
+
+    def read(self, schema: StateSchema, name: str) -> Any:
+        """Return a copy of an attribute, which the journal keeps. Raises UsageError, StateError."""
+        operation = Read(self, schema, name)
+        operation.begin()
+        value = operation.result()
+        if not isinstance(value, _IMMUTABLE):
+            self._copies.append((operation, value, schema.encode_attribute(name, value)))
+        return value
+
+    def _check_copies(self) -> None:
+        """Let the handler fail that has changed a copy of the state since it was read."""
+        copies, self._copies = self._copies, []
+        for operation, value, data in copies:
+            name = operation.name
+            if operation.schema.encode_attribute(name, value) != data:
+                self.abandon(
+                    UsageError(
+                        f"{self.name} has changed what it read as self.{name}: that is a copy, so the state would not "
+                        f"have it: change it in a step, await immortal.step(<function>), or in a 'def' handler"
+                    )
+                )
 
     # --- what differs from run to run -------------------------------------------------------------------------------
 

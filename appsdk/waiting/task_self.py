@@ -1,8 +1,9 @@
 """The ``self`` of an ``async def`` handler: calls to wait for in place of attributes.
 
 It looks like the app: its class is that of the app, so that ``super()`` and ``isinstance`` work, and its methods are
-those of the class, with this ``self``. What is different is that its handlers and peers give something to await, and
-that attributes are refused: while a handler waits, others change them, and a recovery runs it again later.
+those of the class, with this ``self``. What is different is that its handlers and peers give something to await, that
+attributes are copies, which the journal keeps, and that setting them is refused: others change them while a handler
+waits, and a recovery runs it again later. In the function of an `immortal.step` it is the app itself.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class TaskSelf:
 
     def __getattr__(self, name: str) -> Any:
         task = self._immortal_task
+        if task.runs_local_step:
+            return getattr(task.tasks.instance, name)
         member = task.tasks.members.get(name)
         if member is not None:
             return TaskHandler(task, member) if isinstance(member, Target) else TaskPeer(task, member)
@@ -72,20 +75,28 @@ class TaskSelf:
                 return found.__get__(None, definition.cls) if hasattr(found, "__get__") else found
             if name.startswith("__") or not hasattr(task.tasks.instance, name):
                 raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
+        if name in schema.fields and schema.serializer == "msgspec":
+            return task.read(schema, name)
         raise _refused(task, "reads", name, sys._getframe(1))
 
     def __setattr__(self, name: str, value: object) -> None:
+        if self._immortal_task.runs_local_step:
+            setattr(self._immortal_task.tasks.instance, name, value)
+            return
         raise _refused(self._immortal_task, "sets", name, sys._getframe(1))
 
     def __delattr__(self, name: str) -> None:
+        if self._immortal_task.runs_local_step:
+            delattr(self._immortal_task.tasks.instance, name)
+            return
         raise _refused(self._immortal_task, "deletes", name, sys._getframe(1))
 
 
 def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
     return UsageError(
-        f"{place_of(frame)}: {frame.f_code.co_qualname} {verb} self.{name}: an async handler does not "
-        f"touch attributes, as others change them while it waits: move this line into a 'def' handler (@rpc) and await "
-        f"that: await self.<handler>(...)"
+        f"{place_of(frame)}: {frame.f_code.co_qualname} {verb} self.{name}: others change it while an "
+        f"async handler waits: move this line into a function and await immortal.step(<function>), or into a 'def' "
+        f"handler (@rpc) and await that: await self.<handler>(...)"
     )
 
 

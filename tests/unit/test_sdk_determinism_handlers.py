@@ -137,7 +137,7 @@ class Counter(Base):
 
     @property
     def count(self) -> int:
-        return self.total  #: Counter.count reads self.total in an async handler, which is refused there, as others
+        return self.total
 
     @rpc
     def add(self, number: int) -> int:
@@ -149,7 +149,8 @@ class Counter(Base):
         return self.total
 
     def of_both(self) -> int:
-        return self.total  #: Counter.of_both reads self.total
+        self.total = 5  #: Counter.of_both sets self.total
+        return self.total
 
     @rpc
     def uses(self) -> int:
@@ -157,22 +158,29 @@ class Counter(Base):
 
     @rpc
     async def late(self, counter: Counter) -> int:
-        print(self.total)  #: move this line into a 'def' handler (@rpc), and await that: await self.<handler>(...)
-        self.total += 1  #: Counter.late sets self.total
+        print(self.total)
+        self.total += 1  #: Counter.late sets self.total in an async handler, which is refused there, as others
         self.total: int = 5  #: sets self.total
-        self.words["x"] = 5  #: reads self.words
-        if "x" in self.cache: pass  #: reads self.cache
-        del self.total  #: deletes self.total
+        self.words["x"] = 5  #: changes a copy of self.words in an async handler, so the state stays as it is
+        del self.words["x"]  #: changes a copy of self.words
+        del self.total  #: move this line into a function, and await immortal.step(<function>)
         self.unheard_of = 5  #: sets self.unheard_of
         def inner() -> int:
-            return self.total  #: reads self.total
+            self.total = 5  #: sets self.total
+            return self.total
+        def changes() -> None:
+            self.total += 1
+            self.words["x"] = self.total
+        await immortal.step(changes)
+        await immortal.step(lambda: self.words.update(x=1))
+        immortal.step(fetch, "x")  #: Counter.late does not await immortal.step(...)
         await self.other.price(self.LIMIT)
         await asyncio.gather(self.add(1), super().of_base())
         return self.of_both() + self.count + counter.total + immortal.now_ns()
 
     @every("5s")
     async def tick(self) -> None:
-        print(self.total)  # immortal: deterministic
+        self.total = 5  # immortal: deterministic
         await self.add(immortal.random.randint(1, self.LIMIT))
 """
     )

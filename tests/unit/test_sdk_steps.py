@@ -1,0 +1,136 @@
+"""``async def`` handlers and the state: attributes that they read, and local functions that they run as steps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import immortal
+from immortal import CalleeFailed, Immortal, Transient, peer, rpc
+from immortal.testing import Environment, crash_everywhere
+
+
+class Bank(Immortal):
+    def __init__(self) -> None:
+        self.total = 0
+
+    total: int
+
+    @rpc
+    def add(self, amount: int) -> int:
+        self.total += amount
+        return self.total
+
+
+class Shop(Immortal):
+    bank = peer(Bank, "bank")
+    sold: int
+    items: dict[str, list[int]]
+    large: str
+    cache: Transient[list[int]]
+
+    def __init__(self) -> None:
+        self.sold = 0
+        self.items = {}
+        self.large = ""
+
+    def prepare(self) -> None:
+        self.cache = [1]
+
+    @rpc
+    def fill(self) -> None:
+        self.large = "x" * 100_000
+
+    @rpc
+    async def sell(self, name: str, count: int) -> list[Any]:
+        before = self.sold
+
+        def note(first: int, second: int = 0) -> tuple[int, ...]:
+            self.sold += count
+            self.items.setdefault(name, []).append(count)
+            self.bank.add.fork(first + second)
+            return self.sold, len(self.items)
+
+        noted = await immortal.step(note, 1, second=2)
+        await asyncio.sleep(10)
+        read = self.items
+        total = await self.bank.add(100)
+        size = await immortal.step(lambda: len(self.items[name]))
+        both = await asyncio.gather(immortal.step(lambda: {self.sold}), immortal.step(lambda: (self.sold,)))
+        return [before, noted, read[name], total, size, self.sold, both]
+
+    @rpc
+    async def wrong(self, kind: str) -> None:
+        if kind == "changes a copy":
+            self.items["x"] = [1]
+            await asyncio.sleep(1)
+        elif kind == "sets":
+            self.sold = 5
+        elif kind == "transient":
+            self.cache.append(5)
+        elif kind == "too large":
+            await self.fill.step()
+            print(self.large)
+        elif kind == "waits":
+            await immortal.step(asyncio.sleep, 1)  # type: ignore[unused-coroutine]
+        elif kind == "no function":
+            await immortal.step(5)  # type: ignore[arg-type]
+        elif kind == "asks for the loop":
+            await immortal.step(asyncio.get_running_loop)
+        elif kind == "not awaited":
+            immortal.step(lambda: 5)
+
+    @rpc
+    async def fails(self) -> str:
+        def fail() -> None:
+            self.sold += 1000
+            raise ValueError("a bug")
+
+        try:
+            await immortal.step(fail)
+        except CalleeFailed as error:
+            return f"{error.type_name}: {error.message}, {self.sold}"
+        return "never"
+
+
+def test_local_steps_and_reads_are_the_same_after_a_crash_anywhere() -> None:
+    for env in crash_everywhere(runs_max=40):
+        with env:
+            bank, shop = env.start(Bank, "bank"), env.start(Shop, "shop")
+            assert shop.call(Shop.sell, "hat", 2) == [0, (2, 1), [2], 103, 1, 2, [{2}, (2,)]]
+            assert shop.call(Shop.sell, "hat", 3) == [2, (5, 1), [2, 3], 206, 2, 5, [{5}, (5,)]]
+            assert (shop.state.sold, shop.state.items, bank.state.total) == (5, {"hat": [2, 3]}, 206)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("changes a copy", ["Shop.wrong has changed what it read as self.items", "immortal.step"]),
+        ("sets", ["test_sdk_steps.py, line ", "Shop.wrong sets self.sold", "immortal.step"]),
+        ("transient", ["Shop.wrong reads self.cache", "immortal.step"]),
+        ("too large", ["self.large has 100,005 bytes", "at most 65,536", "immortal.step"]),
+        ("waits", ["immortal.step(<function sleep", "a function or lambda was expected that does not wait"]),
+        ("no function", ["immortal.step(5): a function or lambda was expected"]),
+        ("asks for the loop", ["no running event loop"]),
+        ("not awaited", ["step Shop.wrong.<locals>.<lambda> was made and never awaited"]),
+    ],
+)
+def test_what_is_wrong_is_said(kind: str, words: list[str]) -> None:
+    with Environment(fail_alone=True) as env:
+        env.start(Bank, "bank")
+        shop = env.start(Shop, "shop")
+        with pytest.raises(CalleeFailed) as caught:
+            shop.call(Shop.wrong, kind)
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_a_step_that_fails_leaves_the_state_as_it_was() -> None:
+    for env in crash_everywhere(runs_max=8, fail_alone=True):
+        with env:
+            env.start(Bank, "bank")
+            shop = env.start(Shop, "shop")
+            assert shop.call(Shop.fails) == "ValueError: a bug, 0"
+            assert shop.state.sold == 0
