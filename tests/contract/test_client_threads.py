@@ -18,6 +18,7 @@ import zmq
 
 from immortal import Immortal, rpc
 from immortal.appsdk.client.methods import NamedMethod
+from immortal.appsdk.client.clients import _Waiting
 from immortal.appsdk.client.proxies import client_of
 from immortal.appsdk.client.session import Call
 from immortal.appsdk.client.transport import Transport
@@ -173,11 +174,10 @@ def test_who_gave_up_waiting_asks_for_the_same_reply_as_often_as_it_likes(coordi
 
 def test_a_reply_that_comes_as_its_call_is_given_up_counts(coordinator: Coordinator) -> None:
     with connect("shop", endpoints=[coordinator.endpoint]) as shop:
-        call, replied = Call("echo", b"", lambda call: None), threading.Lock()
+        call = Call("echo", b"", lambda call: None)
         call.finish(Reply(1, ReplyKind.VALUE, msgspec.msgpack.encode("asked")))
-        replied.acquire()
         client: Any = client_of(shop)
-        assert client._wait(NamedMethod("echo"), call, replied, 0.0) == "asked"
+        assert client._shell.ask(_Waiting(NamedMethod("echo"), call, 0.0, lambda connection: None)) == "asked"
 
 
 def test_a_client_with_the_class_fills_in_what_is_not_given(coordinator: Coordinator) -> None:
