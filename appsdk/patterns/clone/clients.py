@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.patterns.clone import limits
@@ -79,43 +79,28 @@ class CloneConnector(Generic[V]):
         await asyncio.to_thread(self.__exit__, kind, error, traceback)
 
 
+class CloneOptions(TypedDict, total=False):
+    """Options of :func:`connect`."""
+
+    subtrees: Sequence[str]
+    policy: Policy
+    window_bytes: int
+    mark_bytes: int
+    label: str
+    writes: str
+    timeout: float
+    publishers: Sequence[str]
+    endpoints: Sequence[str]
+    home: str | os.PathLike[str] | None
+    identity: str | None
+    server_keys: Sequence[str]
+    insecure: bool
+
+
 @overload
-def connect(
-    table: str,
-    of: type[V],
-    *,
-    subtrees: Sequence[str] = ...,
-    policy: Policy = ...,
-    window_bytes: int = ...,
-    mark_bytes: int = ...,
-    label: str = ...,
-    writes: str = ...,
-    timeout: float = ...,
-    publishers: Sequence[str] = ...,
-    endpoints: Sequence[str] = ...,
-    home: str | os.PathLike[str] | None = ...,
-    identity: str | None = ...,
-    server_keys: Sequence[str] = ...,
-    insecure: bool = ...,
-) -> CloneConnector[V]: ...
+def connect(table: str, of: type[V], **options: Unpack[CloneOptions]) -> CloneConnector[V]: ...
 @overload
-def connect(
-    table: str,
-    *,
-    subtrees: Sequence[str] = ...,
-    policy: Policy = ...,
-    window_bytes: int = ...,
-    mark_bytes: int = ...,
-    label: str = ...,
-    writes: str = ...,
-    timeout: float = ...,
-    publishers: Sequence[str] = ...,
-    endpoints: Sequence[str] = ...,
-    home: str | os.PathLike[str] | None = ...,
-    identity: str | None = ...,
-    server_keys: Sequence[str] = ...,
-    insecure: bool = ...,
-) -> CloneConnector[Any]: ...
+def connect(table: str, **options: Unpack[CloneOptions]) -> CloneConnector[Any]: ...
 def connect(
     table: str,
     of: Any = Any,

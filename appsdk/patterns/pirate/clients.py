@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import zmq
 
@@ -281,32 +281,25 @@ class InstancesConnector(_Connector, Generic[S, A]):
         return Proxy(calls, self._definition, self._what, self._timeout_s, None)
 
 
+class InstancesOptions(TypedDict, total=False):
+    """Options of :func:`connect_instances`."""
+
+    idempotent: bool
+    client_id: str | None
+    timeout: float | None
+    policy: Policy | None
+    identity: str | None
+    home: str | os.PathLike[str] | None
+    insecure: bool
+
+
 @overload
 def connect_instances(
-    target: str | Sequence[str],
-    /,
-    *,
-    idempotent: bool = ...,
-    client_id: str | None = ...,
-    timeout: float | None = ...,
-    policy: Policy | None = ...,
-    identity: str | None = ...,
-    home: str | os.PathLike[str] | None = ...,
-    insecure: bool = ...,
+    target: str | Sequence[str], /, **options: Unpack[InstancesOptions]
 ) -> InstancesConnector[Any, Any]: ...
 @overload
 def connect_instances(
-    target: type[T],
-    names: str | Sequence[str],
-    /,
-    *,
-    idempotent: bool = ...,
-    client_id: str | None = ...,
-    timeout: float | None = ...,
-    policy: Policy | None = ...,
-    identity: str | None = ...,
-    home: str | os.PathLike[str] | None = ...,
-    insecure: bool = ...,
+    target: type[T], names: str | Sequence[str], /, **options: Unpack[InstancesOptions]
 ) -> InstancesConnector[T, type[T]]: ...
 def connect_instances(
     target: Any,

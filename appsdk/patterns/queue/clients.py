@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.client import CallTimeout, Connector, with_timeout
@@ -25,17 +25,30 @@ Seconds = float | timedelta
 _GRACE_S = 1.0  # for the queue's own reply, behind the time that it was to wait
 
 
+class SubmitOptions(TypedDict, total=False):
+    """Options of :meth:`Jobs.submit`."""
+
+    key: str
+    priority: int
+    delay: Seconds
+    dedup: str
+    tries: int
+    timeout: Seconds
+    retry_delay: Seconds
+    again: bool
+
+
 def submission(
     name: str,
     arguments: Sequence[Any],
-    key: str,
-    priority: int,
-    delay: Seconds,
-    dedup: str,
-    tries: int,
-    timeout: Seconds,
-    retry_delay: Seconds,
-    again: bool,
+    key: str = "",
+    priority: int = 0,
+    delay: Seconds = 0.0,
+    dedup: str = "",
+    tries: int = limits.TRIES_DEFAULT,
+    timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
+    retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
+    again: bool = False,
 ) -> Submission:
     """Make a submission of the arguments of ``submit``. Raises ValueError, TypeError."""
     if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
@@ -154,35 +167,10 @@ class Jobs:
 
     @overload
     def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        returns: type[T],
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
+        self, name: str, arguments: Sequence[Any] = ..., *, returns: type[T], **options: Unpack[SubmitOptions]
     ) -> Job[T]: ...
     @overload
-    def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
-    ) -> Job[Any]: ...
+    def submit(self, name: str, arguments: Sequence[Any] = ..., **options: Unpack[SubmitOptions]) -> Job[Any]: ...
     def submit(
         self,
         name: str,
@@ -235,34 +223,11 @@ class AsyncJobs:
 
     @overload
     async def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        returns: type[T],
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
+        self, name: str, arguments: Sequence[Any] = ..., *, returns: type[T], **options: Unpack[SubmitOptions]
     ) -> AsyncJob[T]: ...
     @overload
     async def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
+        self, name: str, arguments: Sequence[Any] = ..., **options: Unpack[SubmitOptions]
     ) -> AsyncJob[Any]: ...
     async def submit(
         self,
@@ -270,17 +235,10 @@ class AsyncJobs:
         arguments: Sequence[Any] = (),
         *,
         returns: Any = Any,
-        key: str = "",
-        priority: int = 0,
-        delay: Seconds = 0.0,
-        dedup: str = "",
-        tries: int = limits.TRIES_DEFAULT,
-        timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
-        retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
-        again: bool = False,
+        **options: Unpack[SubmitOptions],
     ) -> AsyncJob[Any]:
         """Submit a task; see :meth:`Jobs.submit`."""
-        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay, again)
+        made = submission(name, arguments, **options)
         return AsyncJob(self._queue, await self._queue.submit(made), returns)
 
     @overload
