@@ -116,18 +116,14 @@ class _Follower:
 _NEWS_MAX = 100  # of one turn
 
 
-class Clone(Mapping[str, V]):
-    """Copy of a table; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
+class _Copy(Mapping[str, V]):
+    """Copy of a table, as far as it is only read. ``timeout_s``: for the first copy to come."""
 
-    Reading takes no message: it is what has come. ``number``: of the last update that is in it.
-    """
-
-    def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
-        self._table = table  # connects to it, the first time
+    def __init__(self, shell: ThreadShell[_Follower], kind: Any, timeout_s: float) -> None:
+        self._shell = shell
+        self._kind = kind
         self._decode = ValueDecoder(kind).decode
-        self._options = options
         self._timeout_s = timeout_s
-        self._shell = ThreadShell(lambda: _Follower(options, places), "the clone")
 
     @property
     def _follower(self) -> _Follower:
@@ -147,7 +143,31 @@ class Clone(Mapping[str, V]):
     def _subscriber(self) -> Subscriber:
         return self._follower.subscriber
 
-    # --- reading -----------------------------------------------------------------------------------------------------
+    def _wait_until_whole(self, follower: _Follower | None = None) -> None:
+        """Wait for the first whole copy. Raises CloneError."""
+        follower = follower or self._shell.machine
+        turned = self._shell.turned
+        with turned:
+            turned.wait_for(lambda: follower.replica.is_whole or self._is_over, self._timeout_s)
+            if self._is_over:
+                self._raise()
+            if not follower.replica.is_whole:
+                raise CloneError(f"there is no copy after {self._timeout_s:g} s: {follower.subscriber.problem}")
+            follower.was_whole = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._shell.closing or bool(self._shell.machine.replica.ended)
+
+    def _raise(self) -> None:
+        """Raise the error because of which nothing more comes."""
+        error, ended = self._shell.error, self._shell.machine.replica.ended
+        if error is not None:
+            raise CloneError(f"the copy can't be followed: {type(error).__name__}: {error}") from error
+        if ended:
+            is_right = "may see nothing" in ended or "no forwarder" in ended
+            raise (NotEntitled if is_right else Ended)(ended)
+        raise ClientClosed("the clone is closed")
 
     def __getitem__(self, key: str) -> V:
         value: V = self._decode(self._replica.values[key])
@@ -197,6 +217,18 @@ class Clone(Mapping[str, V]):
         with self._shell.lock:
             number, values = replica.number, dict(replica.values)
         return number, {key: self._decode(value) for key, value in values.items()}
+
+
+class Clone(_Copy[V]):
+    """Copy of a table; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
+
+    Reading takes no message: it is what has come. ``number``: of the last update that is in it.
+    """
+
+    def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
+        super().__init__(ThreadShell(lambda: _Follower(options, places), "the clone"), kind, timeout_s)
+        self._table = table  # connects to it, the first time
+        self._options = options
 
     def wait(self, number: int, timeout: float | None = None) -> None:
         """Wait until update ``number`` is in the copy. Raises TimeoutError, Ended."""
@@ -290,35 +322,10 @@ class Clone(Mapping[str, V]):
             follower.listeners = [other for other in follower.listeners if other is not waiting]
             follower.rousers = [other for other in follower.rousers if other is not rouse]
 
-        self._shell.post(forget)
-
-    @property
-    def _is_over(self) -> bool:
-        return self._shell.closing or bool(self._shell.machine.replica.ended)
-
-    def _raise(self) -> None:
-        """Raise the error because of which nothing more comes."""
-        error, ended = self._shell.error, self._shell.machine.replica.ended
-        if error is not None:
-            raise CloneError(f"the copy can't be followed: {type(error).__name__}: {error}") from error
-        if ended:
-            is_right = "may see nothing" in ended or "no forwarder" in ended
-            raise (NotEntitled if is_right else Ended)(ended)
-        raise ClientClosed("the clone is closed")
+        if self._shell.is_open:  # a child that has not used it has none
+            self._shell.post(forget)
 
     # --- its life ----------------------------------------------------------------------------------------------------
-
-    def _wait_until_whole(self, follower: _Follower | None = None) -> None:
-        """Wait for the first whole copy. Raises CloneError."""
-        follower = follower or self._shell.machine
-        turned = self._shell.turned
-        with turned:
-            turned.wait_for(lambda: follower.replica.is_whole or self._is_over, self._timeout_s)
-            if self._is_over:
-                self._raise()
-            if not follower.replica.is_whole:
-                raise CloneError(f"there is no copy after {self._timeout_s:g} s: {follower.subscriber.problem}")
-            follower.was_whole = True
 
     def _close(self) -> None:
         """End the stream, and wait some time for the publisher's acknowledgement."""
@@ -401,56 +408,14 @@ class AsyncChanges(Generic[V]):
         self._clone._forget(self._waiting, self._rouse)
 
 
-class AsyncClone(Mapping[str, V]):
+class AsyncClone(_Copy[V]):
     """Copy of a table for asyncio, as :class:`~immortal.appsdk.patterns.clone.copies.Clone`. Reads are local, so they
     are not awaited.
     """
 
     def __init__(self, clone: Clone[V]) -> None:
+        super().__init__(clone._shell, clone._kind, clone._timeout_s)
         self._clone = clone
-
-    def __getitem__(self, key: str) -> V:
-        return self._clone[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._clone)
-
-    def __len__(self) -> int:
-        return len(self._clone)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._clone
-
-    def __repr__(self) -> str:
-        return repr(self._clone)
-
-    @property
-    def number(self) -> int:
-        return self._clone.number
-
-    @property
-    def subtrees(self) -> tuple[str, ...]:
-        """Subtrees of the copy; see Clone."""
-        return self._clone.subtrees
-
-    @property
-    def counts(self) -> Counts:
-        """Counters; see Clone."""
-        return self._clone.counts
-
-    @property
-    def problem(self) -> str:
-        """Reason why nothing comes; see Clone."""
-        return self._clone.problem
-
-    @property
-    def endpoint(self) -> str:
-        """Endpoint of the publisher; see Clone."""
-        return self._clone.endpoint
-
-    def snapshot(self) -> tuple[int, dict[str, V]]:
-        """Return a number and the copy at that number; see Clone."""
-        return self._clone.snapshot()
 
     def changes(self, timeout: float | None = None) -> AsyncChanges[V]:
         """Return the changes from now on; see Clone."""

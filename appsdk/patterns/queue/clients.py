@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,9 +11,8 @@ from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
-from immortal.appsdk.client import CallTimeout, Connector, with_timeout
+from immortal.appsdk.client import CallTimeout, ConnectOptions, Connector, with_timeout
 from immortal.appsdk.client import connect as connect_client
-from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
 from immortal.appsdk.patterns.queue import limits
 from immortal.appsdk.patterns.queue.model import NotDone, Outcome, State, Submission, TaskFailed
 from immortal.appsdk.patterns.queue.service import Queue
@@ -277,31 +275,8 @@ class JobsConnector:
         await self._connector.__aexit__(kind, error, trace)
 
 
-def connect(
-    queue: str,
-    /,
-    *,
-    client_id: str | None = None,
-    timeout: float | None = TIMEOUT_DEFAULT_S,
-    endpoints: Sequence[str] = (),
-    home: str | os.PathLike[str] | None = None,
-    identity: str | None = None,
-    server_keys: Sequence[str] = (),
-    insecure: bool = False,
-) -> JobsConnector:
+def connect(queue: str, /, **options: Unpack[ConnectOptions]) -> JobsConnector:
     """Connect to the queue that runs as the instance ``queue``. The options are those of
     :func:`appsdk.client.connect`.
     """
-    return JobsConnector(
-        connect_client(
-            Queue,
-            queue,
-            client_id=client_id,
-            timeout=timeout,
-            endpoints=endpoints,
-            home=home,
-            identity=identity,
-            server_keys=server_keys,
-            insecure=insecure,
-        )
-    )
+    return JobsConnector(connect_client(Queue, queue, **options))
