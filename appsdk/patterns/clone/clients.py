@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.client import connect as connect_client
@@ -59,24 +58,20 @@ class CloneConnector(Generic[V]):
             raise
         return self._clone
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._clone is not None:
             self._clone._close()
             self._clone = None
         if self._table is not None:
             self._table = None
-            self._connector.__exit__(kind, error, traceback)
+            self._connector.__exit__(*error)
 
     async def __aenter__(self) -> AsyncClone[V]:
         """Return the clone, as ``with`` does."""
         return AsyncClone(await asyncio.to_thread(self.__enter__))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, error, traceback)
+    async def __aexit__(self, *error: Any) -> None:
+        await asyncio.to_thread(self.__exit__, *error)
 
 
 class CloneOptions(TypedDict, total=False):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
-from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import zmq
@@ -47,9 +46,9 @@ class _Timeout(Enum):
 
 
 class _Pool:
-    """Pool in its shell."""
+    """Pool in its shell. ``timeout_s``: of a request that says none."""
 
-    def __init__(self, shell: Shell, timeout_s: float | None) -> None:
+    def __init__(self, shell: Shell, timeout_s: float | None = None) -> None:
         self._shell = shell
         self._timeout_s = timeout_s
 
@@ -59,8 +58,10 @@ class _Pool:
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """State of each server, by endpoint: "live", "dead" or "removed"."""
-        return _states(self._shell)
+        """State of each server, by endpoint or name: "live", "dead" or "removed"."""
+        driver = self._shell.machine
+        with self._shell.lock:
+            return {name: state.value for name, state in driver.servers.items()}
 
     def _ask(self, body: bytes, timeout: float | _Timeout | None) -> Any:
         timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
@@ -89,13 +90,6 @@ class AsyncRequests(_Pool):
         return reply
 
 
-def _states(shell: Shell) -> dict[str, str]:
-    """Return the state of each server, by name."""
-    driver = shell.machine
-    with shell.lock:
-        return {name: state.value for name, state in driver.servers.items()}
-
-
 def _checked(body: bytes) -> bytes:
     if not isinstance(body, bytes) or len(body) > BODY_SIZE_BYTES_MAX:
         what = f"{len(body)} bytes" if isinstance(body, bytes) else type(body).__name__
@@ -120,15 +114,11 @@ class _Connector:
         self._async_shell = LoopShell(self._make_driver, "the pool")
         return self._async_shell
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._shell is not None:
             self._shell.close()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         if self._async_shell is not None:
             await self._async_shell.close()
 
@@ -222,20 +212,12 @@ def _check_client_id(client_id: str | None, size_bytes_max: int = CLIENT_ID_SIZE
 _INSTANCE_CLIENT_ID_MAX = KEY_SIZE_BYTES_MAX - len(REQUEST_KEY.format(client_id="", number=NUMBER_MAX))
 
 
-class InstanceCalls:
+class InstanceCalls(_Pool):
     """Client behind a proxy whose calls each go to one of the instances."""
 
     def __init__(self, shell: Shell, *, idempotent: bool) -> None:
-        self._shell = shell
+        super().__init__(shell)
         self._idempotent = idempotent
-
-    @property
-    def client_id(self) -> str:
-        return self._shell.machine.client_id
-
-    @property
-    def servers(self) -> Mapping[str, str]:
-        return _states(self._shell)
 
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""

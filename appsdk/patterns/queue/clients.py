@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
@@ -261,18 +260,14 @@ class JobsConnector:
     def __enter__(self) -> Jobs:
         return Jobs(self._connector.__enter__())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connector.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._connector.__exit__(*error)
 
     async def __aenter__(self) -> AsyncJobs:
         return AsyncJobs(await self._connector.__aenter__())
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._connector.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._connector.__aexit__(*error)
 
 
 def connect(queue: str, /, **options: Unpack[ConnectOptions]) -> JobsConnector:
