@@ -77,13 +77,10 @@ class _Patience:
         left_s = min(limits.WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
         return left_s, left_s + _GRACE_S
 
-    def check(self, task: int, outcome: Outcome) -> None:
-        """Raise NotDone where the time is over."""
+    def check(self, task: int, why: str) -> None:
+        """Raise NotDone where the time is over. ``why``: there is no result."""
         if self._until_s is not None and time.monotonic() >= self._until_s:
-            raise NotDone(f"task {task} has no result after {self._timeout_s:g} s: it is {outcome.state}, and goes on")
-
-    def none_came(self, task: int, error: CallTimeout) -> NotDone:
-        return NotDone(f"task {task} has no result after {self._timeout_s:g} s: {error.reason}")
+            raise NotDone(f"task {task} has no result after {self._timeout_s:g} s: {why}") from None
 
 
 class _Result(Generic[T]):
@@ -122,11 +119,12 @@ class Job(_Result[T]):
             seconds, reply_s = patience.next()
             try:
                 outcome: Outcome = with_timeout(self._jobs, reply_s).wait(self.id, seconds)
-            except CallTimeout as error:
-                raise patience.none_came(self.id, error) from None
+            except CallTimeout as error:  # the queue was away meanwhile
+                patience.check(self.id, error.reason)
+                continue
             if outcome.state in ("done", "dead", "dropped"):
                 return self._value(outcome)
-            patience.check(self.id, outcome)
+            patience.check(self.id, f"it is {outcome.state}, and goes on")
 
     def state(self) -> State:
         """Return the task's state: waiting, delayed, running, done, dead or dropped. Raises UnknownTask,
@@ -145,11 +143,12 @@ class AsyncJob(_Result[T]):
             seconds, reply_s = patience.next()
             try:
                 outcome: Outcome = await with_timeout(self._jobs, reply_s).wait(self.id, seconds)
-            except CallTimeout as error:
-                raise patience.none_came(self.id, error) from None
+            except CallTimeout as error:  # the queue was away meanwhile
+                patience.check(self.id, error.reason)
+                continue
             if outcome.state in ("done", "dead", "dropped"):
                 return self._value(outcome)
-            patience.check(self.id, outcome)
+            patience.check(self.id, f"it is {outcome.state}, and goes on")
 
     async def state(self) -> State:
         """Return the task's state; see :meth:`Job.state`."""
