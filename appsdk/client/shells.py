@@ -142,8 +142,8 @@ class ThreadShell(Generic[M]):
 
     def rouse(self) -> None:
         """Let the machine process what is new."""
-        if not self.closing:
-            os.eventfd_write(self._wake, 1)
+        if (wake := self._wake) >= 0:
+            os.eventfd_write(wake, 1)
 
     def post(self, act: Callable[[M], None]) -> None:
         """Let ``act`` use the machine, which then does what follows. Raises what that raises."""
