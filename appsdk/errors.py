@@ -44,6 +44,41 @@ EXIT_RECOVER = 75  # a call failed, and the app is to be recovered without it: s
 EXIT_INTERRUPTED = 130  # SIGINT
 EXIT_TERMINATED = 143  # SIGTERM
 
+__all__ = [
+    "AS_RPC",
+    "EXIT_DONE",
+    "EXIT_FAILED",
+    "EXIT_HANDLER_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_NOT_RUNNABLE",
+    "EXIT_RECOVER",
+    "EXIT_TERMINATED",
+    "EXIT_UPGRADE_FAILED",
+    "AppError",
+    "CallCancelled",
+    "CallRefused",
+    "CalleeFailed",
+    "Cancelled",
+    "ConnectError",
+    "DefinitionError",
+    "Disconnected",
+    "EffectFailed",
+    "Failure",
+    "HandlerError",
+    "HookError",
+    "ImmortalError",
+    "LoadError",
+    "OnError",
+    "QueryError",
+    "QueryTooLong",
+    "RecoveryNeeded",
+    "Refused",
+    "StartError",
+    "StateError",
+    "UpgradeError",
+    "UsageError",
+]
+
 
 class AppError(ImmortalError):
     """The root of the SDK's errors."""

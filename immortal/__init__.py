@@ -16,39 +16,13 @@ This module and the public modules below are what programs import; all else is i
 Names are loaded when they are first used: a coordinator imports this package and needs none of them.
 """
 
+# ruff: noqa: F403, F405 (the SDK lists its names)
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from immortal.appsdk import (
-        CallCancelled,
-        CalleeFailed,
-        CallRefused,
-        Cancelled,
-        EffectContext,
-        EffectFailed,
-        Handle,
-        Immortal,
-        Impulses,
-        Node,
-        Retry,
-        Transient,
-        Winner,
-        cron,
-        effect_context,
-        errors,
-        every,
-        impulse,
-        initial,
-        on_primary,
-        peer,
-        query,
-        register_type,
-        rpc,
-        run,
-        upgrades,
-    )
+    from immortal.appsdk import *
     from immortal.appsdk.functions import (
         at,
         continue_as,

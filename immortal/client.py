@@ -1,45 +1,4 @@
 """Callers from outside: a client calls an instance exactly once, through every crash. `docs/how-to/clients.md`."""
 
-from immortal.appsdk.client import (
-    CallCancelled,
-    CallConflict,
-    CalleeFailed,
-    CallRaised,
-    CallRefused,
-    CallTimeout,
-    ClientClosed,
-    ClientError,
-    Connector,
-    Handle,
-    NotConnectable,
-    OutcomeUnknown,
-    ReplyGone,
-    connect,
-    handle,
-    start,
-    with_key,
-    with_timeout,
-    with_traceparent,
-)
-
-__all__ = [
-    "CallCancelled",
-    "CallConflict",
-    "CallRaised",
-    "CallRefused",
-    "CallTimeout",
-    "CalleeFailed",
-    "ClientClosed",
-    "ClientError",
-    "Connector",
-    "Handle",
-    "NotConnectable",
-    "OutcomeUnknown",
-    "ReplyGone",
-    "connect",
-    "handle",
-    "start",
-    "with_key",
-    "with_timeout",
-    "with_traceparent",
-]
+from immortal.appsdk.client import *  # noqa: F403
+from immortal.appsdk.client import __all__ as __all__

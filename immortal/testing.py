@@ -1,23 +1,4 @@
 """A test environment for services: real coordinators in memory, crashes and replays. `docs/how-to/testing.md`."""
 
-from immortal.appsdk.testing import (
-    Environment,
-    Instance,
-    NoAnswerError,
-    Pending,
-    ProcessDies,
-    ReplayDiffers,
-    assert_replays,
-    crash_everywhere,
-)
-
-__all__ = [
-    "Environment",
-    "Instance",
-    "NoAnswerError",
-    "Pending",
-    "ProcessDies",
-    "ReplayDiffers",
-    "assert_replays",
-    "crash_everywhere",
-]
+from immortal.appsdk.testing import *  # noqa: F403
+from immortal.appsdk.testing import __all__ as __all__

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.client.clients import AsyncClient, Client
 from immortal.appsdk.client.discovery import Finder
@@ -119,35 +119,23 @@ class Connector(Generic[S, A]):
         return Proxy(client, self._definition, name, self._timeout_s, None, trace_context=self._trace_context)
 
 
+class ConnectOptions(TypedDict, total=False):
+    """Options of :func:`connect`."""
+
+    client_id: str | None
+    timeout: float | None
+    endpoints: Sequence[str]
+    home: str | os.PathLike[str] | None
+    identity: str | None
+    server_keys: Sequence[str]
+    insecure: bool
+    traceparent: str | None
+
+
 @overload
-def connect(
-    target: str,
-    /,
-    *,
-    client_id: str | None = ...,
-    timeout: float | None = ...,
-    endpoints: Sequence[str] = ...,
-    home: str | os.PathLike[str] | None = ...,
-    identity: str | None = ...,
-    server_keys: Sequence[str] = ...,
-    insecure: bool = ...,
-    traceparent: str | None = ...,
-) -> Connector[Any, Any]: ...
+def connect(target: str, /, **options: Unpack[ConnectOptions]) -> Connector[Any, Any]: ...
 @overload
-def connect(
-    target: type[T],
-    name: str,
-    /,
-    *,
-    client_id: str | None = ...,
-    timeout: float | None = ...,
-    endpoints: Sequence[str] = ...,
-    home: str | os.PathLike[str] | None = ...,
-    identity: str | None = ...,
-    server_keys: Sequence[str] = ...,
-    insecure: bool = ...,
-    traceparent: str | None = ...,
-) -> Connector[T, type[T]]: ...
+def connect(target: type[T], name: str, /, **options: Unpack[ConnectOptions]) -> Connector[T, type[T]]: ...
 def connect(
     target: str | type,
     name: str | None = None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Mapping
 
 import zmq
 
@@ -26,7 +27,15 @@ from immortal.appsdk.client.limits import (
 from immortal.appsdk.client.session import Call
 
 _NOBLOCK = int(zmq.NOBLOCK)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 GOODBYE_LINGER_MS = 100
+_OPTIONS = {
+    zmq.SNDHWM: QUEUED_MAX,
+    zmq.MAXMSGSIZE: MESSAGE_SIZE_BYTES_MAX,
+    zmq.RECONNECT_IVL: RECONNECT_MS_MIN,
+    zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
+}
 
 
 class Transport:
@@ -37,7 +46,8 @@ class Transport:
         self._finder = finder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._turn = 0
-        self._watch = SocketMonitor(self._context)
+        self._dealer = Dealer(self._context, _OPTIONS)
+        self._watch = self._dealer.watch
         self._refused_s: float | None = None  # when the key was turned away first
         self._stopped_s: float | None = None  # when the instance was found stopped first
         self._look_due_s: float | None = None
@@ -47,7 +57,7 @@ class Transport:
             self._open()
             self._following = finder.follow()
         except BaseException:
-            self._watch.close()
+            self._dealer.close()
             self._context.term()
             raise
 
@@ -58,43 +68,18 @@ class Transport:
 
     def _open(self) -> None:
         places = self._places
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
-        # What comes is bounded by what is outstanding. With a limit of ZeroMQ's, or its heartbeats, it ends the process
-        # where a connection breaks that is not read to its end; that there is nobody, the pings tell.
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_SIZE_BYTES_MAX)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-        if "[" in self.endpoint:
-            socket.setsockopt(zmq.IPV6, 1)
-        if places.pair is not None:
-            server_key = places.server_keys[self._turn // len(places.endpoints) % len(places.server_keys)]
-            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, places.pair.public.encode())
-            socket.setsockopt(zmq.CURVE_SECRETKEY, places.pair.secret.encode())
-        self._watch.watch(socket, has_keys=places.pair is not None)
-        try:
-            socket.connect(self.endpoint)
-        except zmq.ZMQError as error:
-            self._watch.close()
-            socket.close()
-            raise NotConnectable(f"{self.endpoint!r} can't be connected to: {error.strerror}") from None
-        self._socket = socket
+        key = self._turn // len(places.endpoints)
+        self._dealer.open(self.endpoint, places, key)
         self._opened_s = time.monotonic()
         self.connection.endpoints_count = len(places.endpoints)
 
-    def fileno(self) -> int:
-        """File descriptor to wait for; another one after :meth:`process` has made a new socket."""
-        descriptor = self._socket.getsockopt(zmq.FD)
-        assert isinstance(descriptor, int)
-        return descriptor
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Return the socket to wait for; another one after :meth:`process` has reopened it."""
+        return [self._dealer.socket]
 
-    def process(self) -> bool:
-        """Receive what has come and send what is due. True: :meth:`fileno` has changed."""
+    def process(self) -> None:
+        """Receive what has come and send what is due."""
         connection = self.connection
-        reopened = False
         now_s = time.monotonic()
         if not connection.is_talking:
             self._look(now_s)
@@ -109,13 +94,12 @@ class Transport:
             data = connection.data_to_send(now_s)
             if connection.needs_reconnect:
                 self._reopen(now_s)
-                reopened = True
                 continue
             for one in data:
-                self._send(one)
+                self._dealer.send(one)  # what is not taken is sent again once somebody takes it
             # Sending may have taken in the news that something has come, of which the descriptor tells only once.
-            if not data and not self._has_unread():
-                return reopened
+            if not data and not self._dealer.has_unread():
+                return
 
     def _look(self, now_s: float) -> None:
         """Check whether the instance can be reached; end the calls that were not sent where it can't."""
@@ -198,28 +182,16 @@ class Transport:
         return f"{seen} ({key}, of {caller!r}): {whose}"
 
     def _receive(self) -> None:
-        receive, connection = self._socket.recv, self.connection
+        receive, connection = self._dealer.socket.recv, self.connection
         try:
             while True:
                 connection.receive(receive(_NOBLOCK), time.monotonic())
         except zmq.Again:
             return
 
-    def _send(self, data: bytes) -> None:
-        try:
-            self._socket.send(data, _NOBLOCK)
-        except zmq.Again:
-            return  # it is full, as nobody takes it: all is sent again once somebody does
-
-    def _has_unread(self) -> bool:
-        events = self._socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        return bool(events & zmq.POLLIN)
-
     def _reopen(self, now_s: float) -> None:
         """Open a socket to the next endpoint, by the newest endpoints and keys."""
-        self._watch.close()
-        self._socket.close()
+        self._dealer.close()
         self._turn += 1
         try:
             self._places = self._finder.find()
@@ -237,12 +209,12 @@ class Transport:
 
     def close(self) -> None:
         """Close the socket. Calls without a reply may still be done."""
-        for data in self.connection.goodbye():
-            self._send(data)
-        self._watch.close()
+        if self._dealer.is_open:
+            for data in self.connection.goodbye():
+                self._dealer.send(data)
         if self._following is not None:
             self._following.close()
-        self._socket.close(linger=GOODBYE_LINGER_MS)
+        self._dealer.close(GOODBYE_LINGER_MS)
         self._context.term()
 
 
@@ -260,6 +232,69 @@ def timeout_message(transport: Transport, method: str, call: Call, timeout_s: fl
         f"{front}; the request (number {(call.leader or call).number} of client {(call.leader or call).client_id!r}) "
         f"may have been done or may still be"
     )
+
+
+class Dealer:
+    """DEALER socket to one endpoint after the other, with a monitor ``watch``. ``options``: of ZeroMQ, by number."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: Mapping[zmq.SocketOption, int]) -> None:
+        self.watch = SocketMonitor(context)
+        self._context = context
+        self._options = options
+        self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        assert self._socket is not None
+        return self._socket
+
+    def open(self, endpoint: str, places: Places, key: int) -> None:
+        """Connect to ``endpoint``, which has the server key of that number. Raises NotConnectable."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        # What comes is bounded by what is outstanding. With a limit of ZeroMQ's, or its heartbeats, it ends the process
+        # where a connection breaks that is not read to its end; that there is nobody, the pings tell.
+        socket.setsockopt(zmq.RCVHWM, 0)
+        for option, value in self._options.items():
+            socket.setsockopt(option, value)
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        if places.pair is not None:
+            server_key = places.server_keys[key % len(places.server_keys)]
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, places.pair.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, places.pair.secret.encode())
+        try:
+            self.watch.watch(socket, has_keys=places.pair is not None)
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.watch.close()
+            socket.close()
+            raise NotConnectable(f"{endpoint!r} can't be connected to: {error.strerror}") from None
+        self._socket = socket
+
+    def has_unread(self) -> bool:
+        events = self.socket.getsockopt(_EVENTS)
+        assert isinstance(events, int)
+        return bool(events & _POLLIN)
+
+    def send(self, data: bytes) -> bool:
+        """Send a message. False: there is no connection yet, or nobody takes what is sent."""
+        try:
+            self.socket.send(data, _NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.watch.close()
+        if self._socket is not None:
+            self._socket.close(linger=linger_ms)
+            self._socket = None
 
 
 # What ZeroMQ tells of a socket's connection: why nothing comes, where nothing comes.
@@ -314,12 +349,11 @@ class SocketMonitor:
     def is_unreachable(self) -> bool:
         return self.problem == _NOBODY_LISTENS
 
-    def fileno(self) -> int:
-        """File descriptor to wait for, while a socket is monitored. It signals once: :meth:`look` takes all events."""
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """Socket to wait for, while one is monitored. It signals once: :meth:`look` takes all events."""
         assert self._monitor is not None
-        descriptor = self._monitor.getsockopt(zmq.FD)
-        assert isinstance(descriptor, int)
-        return descriptor
+        return self._monitor
 
     def look(self) -> None:
         """Process all events that have come."""

@@ -1,50 +1,7 @@
 """A table and its live copies. `docs/patterns/clone.md`."""
 
-from immortal.appsdk.patterns.clone import (
-    AsyncChanges,
-    AsyncClone,
-    Change,
-    Changed,
-    Changes,
-    Clone,
-    CloneConnector,
-    CloneError,
-    Counts,
-    Ended,
-    Entitlement,
-    Forwarder,
-    NotEntitled,
-    Place,
-    Presence,
-    Status,
-    Table,
-    TableFull,
-    Written,
-    connect,
-)
-
-__all__ = [
-    "AsyncChanges",
-    "AsyncClone",
-    "Change",
-    "Changed",
-    "Changes",
-    "Clone",
-    "CloneConnector",
-    "CloneError",
-    "Counts",
-    "Ended",
-    "Entitlement",
-    "Forwarder",
-    "NotEntitled",
-    "Place",
-    "Presence",
-    "Status",
-    "Table",
-    "TableFull",
-    "Written",
-    "connect",
-]
+from immortal.appsdk.patterns.clone import *  # noqa: F403
+from immortal.appsdk.patterns.clone import __all__ as __all__
 
 if __name__ == "__main__":
     import sys

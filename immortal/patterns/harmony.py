@@ -1,34 +1,7 @@
 """Batches over a cluster of workers. `docs/patterns/harmony.md`."""
 
-from immortal.appsdk.patterns.harmony import (
-    BaseCollector,
-    Batch,
-    BatchConflict,
-    BatchError,
-    Cluster,
-    Collector,
-    Progress,
-    Received,
-    Result,
-    Ventilator,
-    connect,
-    worker,
-)
-
-__all__ = [
-    "BaseCollector",
-    "Batch",
-    "BatchConflict",
-    "BatchError",
-    "Cluster",
-    "Collector",
-    "Progress",
-    "Received",
-    "Result",
-    "Ventilator",
-    "connect",
-    "worker",
-]
+from immortal.appsdk.patterns.harmony import *  # noqa: F403
+from immortal.appsdk.patterns.harmony import __all__ as __all__
 
 if __name__ == "__main__":
     import sys

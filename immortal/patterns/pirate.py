@@ -1,37 +1,4 @@
 """Requests to a pool of servers, each executed once. `docs/patterns/pirate.md`."""
 
-from immortal.appsdk.patterns.pirate import (
-    Answer,
-    AsyncRequests,
-    GaveUp,
-    InstancesConnector,
-    Policy,
-    PoolConnector,
-    Request,
-    Requests,
-    Server,
-    ServerError,
-    StoreError,
-    TooManyRequests,
-    connect,
-    connect_instances,
-    serve,
-)
-
-__all__ = [
-    "Answer",
-    "AsyncRequests",
-    "GaveUp",
-    "InstancesConnector",
-    "Policy",
-    "PoolConnector",
-    "Request",
-    "Requests",
-    "Server",
-    "ServerError",
-    "StoreError",
-    "TooManyRequests",
-    "connect",
-    "connect_instances",
-    "serve",
-]
+from immortal.appsdk.patterns.pirate import *  # noqa: F403
+from immortal.appsdk.patterns.pirate import __all__ as __all__

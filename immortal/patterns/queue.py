@@ -1,47 +1,4 @@
 """A durable queue of tasks. `docs/patterns/queue.md`."""
 
-from immortal.appsdk.patterns.queue import (
-    AsyncJob,
-    AsyncJobs,
-    CurrentTask,
-    DedupConflict,
-    Job,
-    Jobs,
-    JobsConnector,
-    NotDone,
-    NotPossible,
-    Queue,
-    QueueError,
-    QueueFull,
-    Reject,
-    Superseded,
-    TaskFailed,
-    UnknownTask,
-    Worker,
-    connect,
-    current_task,
-    work,
-)
-
-__all__ = [
-    "AsyncJob",
-    "AsyncJobs",
-    "CurrentTask",
-    "DedupConflict",
-    "Job",
-    "Jobs",
-    "JobsConnector",
-    "NotDone",
-    "NotPossible",
-    "Queue",
-    "QueueError",
-    "QueueFull",
-    "Reject",
-    "Superseded",
-    "TaskFailed",
-    "UnknownTask",
-    "Worker",
-    "connect",
-    "current_task",
-    "work",
-]
+from immortal.appsdk.patterns.queue import *  # noqa: F403
+from immortal.appsdk.patterns.queue import __all__ as __all__

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 import zmq
 
 from immortal import Immortal, rpc
+from immortal.appsdk.client.clients import _Waiting
 from immortal.appsdk.client.methods import NamedMethod
 from immortal.appsdk.client.proxies import client_of
 from immortal.appsdk.client.session import Call
@@ -173,11 +175,47 @@ def test_who_gave_up_waiting_asks_for_the_same_reply_as_often_as_it_likes(coordi
 
 def test_a_reply_that_comes_as_its_call_is_given_up_counts(coordinator: Coordinator) -> None:
     with connect("shop", endpoints=[coordinator.endpoint]) as shop:
-        call, replied = Call("echo", b"", lambda call: None), threading.Lock()
+        call = Call("echo", b"", lambda call: None)
         call.finish(Reply(1, ReplyKind.VALUE, msgspec.msgpack.encode("asked")))
-        replied.acquire()
         client: Any = client_of(shop)
-        assert client._wait(NamedMethod("echo"), call, replied, 0.0) == "asked"
+        assert client._shell.ask(_Waiting(NamedMethod("echo"), call, 0.0, lambda connection: None)) == "asked"
+
+
+def test_a_call_that_was_interrupted_before_it_was_sent_is_never_sent(coordinator: Coordinator) -> None:
+    coordinator.is_up = False
+    with connect("shop", endpoints=[coordinator.endpoint], timeout=DEADLINE_S) as shop:
+        connection = client_of(shop)._shell.machine.connection
+
+        def interrupt() -> None:
+            until(lambda: connection._main.first_waiting)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            shop.echo("interrupted")
+        thread.join()
+        coordinator.is_up = True
+        assert shop.echo("wanted") == "wanted"
+    assert coordinator.called == ["wanted"]
+
+
+def test_two_may_await_the_same_reply_once_more(coordinator: Coordinator) -> None:
+    async def main() -> None:
+        coordinator.replies = False
+        async with connect("shop", endpoints=[coordinator.endpoint]) as shop:
+            shop.echo.fork("first")
+            while not coordinator.called:
+                await asyncio.sleep(0.001)
+            with pytest.raises(CallTimeout) as caught:
+                await with_timeout(shop, 0.01).echo("asked")
+            assert caught.value.sent
+            both = [asyncio.ensure_future(caught.value.again(DEADLINE_S)) for _ in range(2)]
+            await asyncio.sleep(0)
+            coordinator.replies = True
+            assert await asyncio.gather(*both) == ["asked", "asked"]
+
+    asyncio.run(main())
 
 
 def test_a_client_with_the_class_fills_in_what_is_not_given(coordinator: Coordinator) -> None:

@@ -279,7 +279,7 @@ def test_settling_waits_for_the_replies_and_no_longer_than_it_is_told() -> None:
     async def settle() -> None:
         client = AsyncClient(Finder("shop", endpoints=["tcp://127.0.0.1:9"], insecure=True), None)
         loop = asyncio.get_running_loop()
-        forks = [client._forks.call(Noted(), b"") for _ in range(2)]
+        forks = [client._shell.machine.forks.call(Noted(), b"") for _ in range(2)]
         loop.call_soon(forks[0].done, forks[0])
         with pytest.raises(ClientClosed, match="1 calls that were forked to 'shop' have no reply"):
             await client.settle(0.01)

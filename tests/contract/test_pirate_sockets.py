@@ -186,8 +186,8 @@ def test_a_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatc
         thread = threading.Thread(target=ask)
         thread.start()
         assert begun.wait(DEADLINE_S)
-        monkeypatch.setattr(pool._pool._driver, "process", breaks)
-        os.eventfd_write(pool._pool._wake, 1)
+        monkeypatch.setattr(pool._shell.machine, "process", breaks)
+        pool._shell.rouse()
         thread.join(DEADLINE_S)
         assert len(ended) == 1
         go.set()
@@ -487,15 +487,15 @@ def test_a_client_takes_no_reply_that_it_did_not_ask_for_there(tmp_path: Path) -
         pool_of(slow, store=tmp_path / "s") as server,
         connect([server.endpoint], policy=QUICK) as pool,
     ):
-        driver = pool._pool._driver
+        driver = pool._shell.machine
         answered: list[bytes] = []
         thread = threading.Thread(target=lambda: answered.append(pool.request(b"")))
         thread.start()
         assert begun.wait(DEADLINE_S)
-        with pool._pool._lock:  # the liar joins the pool, behind the request that the server has
+        with pool._shell.lock:  # the liar joins the pool, behind the request that the server has
             driver._look = lambda: [server.endpoint, liar]
             driver._look_due_s = 0.0
-        os.eventfd_write(pool._pool._wake, 1)
+        pool._shell.rouse()
         until(lambda: driver.strays >= 100)
         assert answered == []
         go.set()

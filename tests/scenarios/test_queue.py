@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,10 @@ def test_a_worker_that_is_stopped_while_the_queue_is_away(tmp_path: Path, monkey
         working.start()
         assert jobs.submit("square", [-3], returns=int).result(30) == 3
         run.kill()
+        client: Any = worker._connector._client
+        deadline_s = time.monotonic() + 30
+        while len(client._shell.machine.connection._main._outstanding) < 2:  # a heartbeat waits as well
+            assert time.monotonic() < deadline_s
         worker.stop()
         working.join(30)
         assert not working.is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import zmq
 
 from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
 from immortal.appsdk.patterns.pirate import driver as driver_module
@@ -25,7 +26,7 @@ class FakeLink:
         self.reaches = True
         self.closed = False
 
-    def filenos(self) -> list[int]:
+    def sockets(self) -> list[zmq.Socket[bytes]]:
         return []
 
     def process(self) -> list[Event]:
@@ -63,8 +64,8 @@ class Made:
         return self.links.setdefault(name, FakeLink(name))
 
     def ask(self, payload: object, timeout_s: float | None = 30.0) -> Pending:
-        pending = Pending(payload, lambda: None)
-        self.driver.submit(pending, timeout_s)
+        pending = Pending(payload, timeout_s)
+        self.driver.submit(pending)
         self.driver.process()
         return pending
 
@@ -107,7 +108,8 @@ def test_one_that_was_given_up_is_not_settled_until_it_is_done() -> None:
     made.ask(b"2")
     assert made.links["a"].sent == [(2, 1, b"2")], "1 never left: it may be sent yet"
     made.reply("a", 2, b"")
-    made.driver.submit(pending, 30.0)
+    pending.timeout_s = 30.0
+    made.driver.submit(pending)
     made.driver.process()
     made.reply("a", 1, b"")
     made.ask(b"3")
@@ -146,7 +148,7 @@ def test_a_request_is_asked_again_by_one_at_a_time() -> None:
     made = Made("a")
     pending = made.ask(b"1")
     with pytest.raises(ClientError, match="already"):
-        made.driver.submit(pending, 1.0)
+        made.driver.submit(pending)
 
 
 def test_one_that_nobody_waits_for_any_more_is_a_stray() -> None:

@@ -48,9 +48,9 @@ def test_it_is_looked_up_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert calls.servers == {"bank-1": "dead", "bank-2": "dead"}
         (home / "bank-3.toml").write_text('peer = "tcp://127.0.0.1:1"\n')
         (home / "bank-1.toml").unlink()
-        with calls._pool._lock:
-            calls._pool._driver._look_due_s = 0.0
-            calls._pool._driver.process()
+        with calls._shell.lock:
+            calls._shell.machine._look_due_s = 0.0
+            calls._shell.machine.process()
         assert sorted(calls.servers) == ["bank-2", "bank-3"]
 
 

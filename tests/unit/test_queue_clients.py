@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from immortal.appsdk.patterns.queue.clients import AsyncJobs, Jobs
-from immortal.appsdk.patterns.queue.model import Submission
+from immortal.appsdk.client.errors import CallTimeout
+from immortal.appsdk.client.session import Call
+from immortal.appsdk.patterns.queue.clients import AsyncJob, AsyncJobs, Job, Jobs
+from immortal.appsdk.patterns.queue.model import NotDone, Outcome, Submission
 
 ASKED: dict[str, Any] = {
     "key": "ada",
@@ -58,3 +60,29 @@ def test_arguments_are_a_list(arguments: Any) -> None:
     with pytest.raises(TypeError, match="a list was expected"):
         Jobs(queue).submit("resize", arguments)  # type: ignore[arg-type]
     assert queue.submitted == []
+
+
+class AwayOnce:
+    """A queue whose first reply is late: it was away for a while."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def wait(self, task: int, seconds: float) -> Outcome:
+        self.asked += 1
+        if self.asked == 1:
+            raise CallTimeout("no reply", Call(0, b"", lambda call: None), None)
+        return Outcome("done", result=msgspec.msgpack.encode(9))
+
+
+class AsyncAwayOnce(AwayOnce):
+    async def wait(self, task: int, seconds: float) -> Outcome:  # type: ignore[override]
+        return super().wait(task, seconds)
+
+
+def test_a_result_is_waited_for_as_long_as_is_said_also_if_the_queue_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("immortal.appsdk.patterns.queue.clients.with_timeout", lambda queue, timeout: queue)
+    assert Job(AwayOnce(), 1, int).result(60) == 9
+    assert asyncio.run(AsyncJob(AsyncAwayOnce(), 1, int).result(60)) == 9
+    with pytest.raises(NotDone, match="task 1 has no result after 0 s: no reply"):
+        Job(AwayOnce(), 1, int).result(0)

@@ -6,8 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.patterns.clone import limits
@@ -59,63 +58,44 @@ class CloneConnector(Generic[V]):
             raise
         return self._clone
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._clone is not None:
             self._clone._close()
             self._clone = None
         if self._table is not None:
             self._table = None
-            self._connector.__exit__(kind, error, traceback)
+            self._connector.__exit__(*error)
 
     async def __aenter__(self) -> AsyncClone[V]:
         """Return the clone, as ``with`` does."""
         return AsyncClone(await asyncio.to_thread(self.__enter__))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, error, traceback)
+    async def __aexit__(self, *error: Any) -> None:
+        await asyncio.to_thread(self.__exit__, *error)
+
+
+class CloneOptions(TypedDict, total=False):
+    """Options of :func:`connect`."""
+
+    subtrees: Sequence[str]
+    policy: Policy
+    window_bytes: int
+    mark_bytes: int
+    label: str
+    writes: str
+    timeout: float
+    publishers: Sequence[str]
+    endpoints: Sequence[str]
+    home: str | os.PathLike[str] | None
+    identity: str | None
+    server_keys: Sequence[str]
+    insecure: bool
 
 
 @overload
-def connect(
-    table: str,
-    of: type[V],
-    *,
-    subtrees: Sequence[str] = ...,
-    policy: Policy = ...,
-    window_bytes: int = ...,
-    mark_bytes: int = ...,
-    label: str = ...,
-    writes: str = ...,
-    timeout: float = ...,
-    publishers: Sequence[str] = ...,
-    endpoints: Sequence[str] = ...,
-    home: str | os.PathLike[str] | None = ...,
-    identity: str | None = ...,
-    server_keys: Sequence[str] = ...,
-    insecure: bool = ...,
-) -> CloneConnector[V]: ...
+def connect(table: str, of: type[V], **options: Unpack[CloneOptions]) -> CloneConnector[V]: ...
 @overload
-def connect(
-    table: str,
-    *,
-    subtrees: Sequence[str] = ...,
-    policy: Policy = ...,
-    window_bytes: int = ...,
-    mark_bytes: int = ...,
-    label: str = ...,
-    writes: str = ...,
-    timeout: float = ...,
-    publishers: Sequence[str] = ...,
-    endpoints: Sequence[str] = ...,
-    home: str | os.PathLike[str] | None = ...,
-    identity: str | None = ...,
-    server_keys: Sequence[str] = ...,
-    insecure: bool = ...,
-) -> CloneConnector[Any]: ...
+def connect(table: str, **options: Unpack[CloneOptions]) -> CloneConnector[Any]: ...
 def connect(
     table: str,
     of: Any = Any,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,11 +14,12 @@ import zmq
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.client import ClientClosed, with_timeout
+from immortal.appsdk.client.shells import ThreadShell
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.model import Change, CloneError, Ended, NotEntitled, check_change, covers
-from immortal.appsdk.patterns.clone.replica import Counts, News, Options, Replica, Told
+from immortal.appsdk.patterns.clone.replica import Counts, Options, Replica, Told
 from immortal.appsdk.patterns.clone.subscriber import Places, Subscriber
-from immortal.protocol.process import after_fork_message, disown_in_child, register
+from immortal.protocol.process import after_fork_message
 
 V = TypeVar("V")
 
@@ -68,62 +66,108 @@ class Changes(Generic[V]):
         self.close()
 
 
-class Clone(Mapping[str, V]):
-    """Copy of a table; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
+class _Follower:
+    """Machine of a clone: the copy, its connection to a publisher, and who listens to its changes."""
 
-    Reading takes no message: it is what has come. ``number``: of the last update that is in it.
-    """
-
-    def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
-        self._table = table  # connects to it, the first time
-        self._decode = ValueDecoder(kind).decode
-        self._options = options
-        self._places = places
-        self._timeout_s = timeout_s
-        self._closing = False
-        self._begin()
-        self._open()
-        self._is_open = True
-        register(self)
-
-    def _begin(self) -> None:
-        """Reset to a clone of this process without a copy and without listeners."""
-        self._is_open = self._is_held = False
-        self._opening = threading.Lock()
-        self._lock = threading.Lock()
-        self._came = threading.Condition(self._lock)
-        self._listeners: list[deque[Told]] = []
-        self._rousers: list[Callable[[], None]] = []  # called when something has come, in the thread
-        self._error: BaseException | None = None
-
-    def _open(self) -> None:
-        places = self._places
-        self._own = Replica(self._options)
+    def __init__(self, options: Options, places: Places) -> None:
+        self.replica = Replica(options)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._subscriber = Subscriber(self._context, self._own, places.find, places.access.finder, time.monotonic())
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._follow, name=f"clone of {places.access.table}", daemon=True)
-        self._thread.start()
+        now_s = time.monotonic()
+        self.subscriber = Subscriber(self._context, self.replica, places.find, places.access.finder, now_s)
+        self.was_whole = False  # there has been a copy
+        self.is_held = False  # writers are held up
+        self.listeners: list[deque[Told]] = []
+        self.rousers: list[Callable[[], None]] = []  # called when something has come
+        self._has_more = False
 
-    def forked_in_child(self) -> None:
-        """Follow the table anew in a forked child, from its first use on."""
-        disown_in_child(self._own, self._context, self._subscriber, self._thread)
-        self._begin()
+    @property
+    def _has_room(self) -> bool:
+        return max(map(len, self.listeners), default=0) < limits.CHANGES_WAITING_MAX
+
+    def process(self) -> None:
+        news = self.subscriber.process(time.monotonic(), _NEWS_MAX if self._has_room else 0)
+        self._has_more = len(news) >= _NEWS_MAX
+        for waiting in self.listeners:
+            for one in news:
+                waiting.extend(one.changes)
+        if news or self.replica.ended:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        for rouse in self.rousers:
+            rouse()
+
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        return self.subscriber.sockets() if self._has_room else ()
+
+    def next_deadline_s(self) -> float:
+        now_s = time.monotonic()
+        if self._has_more:
+            return now_s
+        due_s = self.subscriber.next_deadline_s() if not self.replica.ended else now_s + 1.0
+        return min(due_s, now_s + limits.BEAT_S)
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self._context.term()
+        self._rouse()
+
+
+_NEWS_MAX = 100  # of one turn
+
+
+class _Copy(Mapping[str, V]):
+    """Copy of a table, as far as it is only read. ``timeout_s``: for the first copy to come."""
+
+    def __init__(self, shell: ThreadShell[_Follower], kind: Any, timeout_s: float) -> None:
+        self._shell = shell
+        self._kind = kind
+        self._decode = ValueDecoder(kind).decode
+        self._timeout_s = timeout_s
+
+    @property
+    def _follower(self) -> _Follower:
+        """Follower of this process, once it has a copy; in a forked child from its first use on. Raises ClientClosed,
+        CloneError.
+        """
+        follower = self._shell.machine
+        if not follower.was_whole:
+            self._wait_until_whole(follower)
+        return follower
 
     @property
     def _replica(self) -> Replica:
-        """Replica of this process; made at its first use. Raises ClientClosed, CloneError."""
-        if not self._is_open:
-            with self._opening:
-                if not self._is_open:
-                    if self._closing:
-                        raise ClientClosed("the clone is closed")
-                    self._open()
-                    self._wait_until_whole()
-                    self._is_open = True
-        return self._own
+        return self._follower.replica
 
-    # --- reading -----------------------------------------------------------------------------------------------------
+    @property
+    def _subscriber(self) -> Subscriber:
+        return self._follower.subscriber
+
+    def _wait_until_whole(self, follower: _Follower | None = None) -> None:
+        """Wait for the first whole copy. Raises CloneError."""
+        follower = follower or self._shell.machine
+        turned = self._shell.turned
+        with turned:
+            turned.wait_for(lambda: follower.replica.is_whole or self._is_over, self._timeout_s)
+            if self._is_over:
+                self._raise()
+            if not follower.replica.is_whole:
+                raise CloneError(f"there is no copy after {self._timeout_s:g} s: {follower.subscriber.problem}")
+            follower.was_whole = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._shell.closing or bool(self._shell.machine.replica.ended)
+
+    def _raise(self) -> None:
+        """Raise the error because of which nothing more comes."""
+        error, ended = self._shell.error, self._shell.machine.replica.ended
+        if error is not None:
+            raise CloneError(f"the copy can't be followed: {type(error).__name__}: {error}") from error
+        if ended:
+            is_right = "may see nothing" in ended or "no forwarder" in ended
+            raise (NotEntitled if is_right else Ended)(ended)
+        raise ClientClosed("the clone is closed")
 
     def __getitem__(self, key: str) -> V:
         value: V = self._decode(self._replica.values[key])
@@ -170,16 +214,28 @@ class Clone(Mapping[str, V]):
     def snapshot(self) -> tuple[int, dict[str, V]]:
         """Return a number, and all that is in the copy at that number."""
         replica = self._replica
-        with self._lock:
+        with self._shell.lock:
             number, values = replica.number, dict(replica.values)
         return number, {key: self._decode(value) for key, value in values.items()}
+
+
+class Clone(_Copy[V]):
+    """Copy of a table; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
+
+    Reading takes no message: it is what has come. ``number``: of the last update that is in it.
+    """
+
+    def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
+        super().__init__(ThreadShell(lambda: _Follower(options, places), "the clone"), kind, timeout_s)
+        self._table = table  # connects to it, the first time
+        self._options = options
 
     def wait(self, number: int, timeout: float | None = None) -> None:
         """Wait until update ``number`` is in the copy. Raises TimeoutError, Ended."""
         timeout_s = self._timeout_s if timeout is None else timeout
         replica = self._replica
-        with self._came:
-            if not self._came.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
+        with self._shell.turned:
+            if not self._shell.turned.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
                 raise TimeoutError(f"update {number} has not come within {timeout_s:g} s: {self!r}")
             if replica.number < number:
                 self._raise()
@@ -213,86 +269,24 @@ class Clone(Mapping[str, V]):
         return self._write([_change(key, value, ttl) for key, value in values.items()], wait=wait)
 
     def _write(self, changes: list[Change], *, wait: bool) -> int:
-        table = self._table()
-        while self._is_held:  # a client that may do so holds writers up
-            self._is_held = not with_timeout(table, None).room()
+        table, follower = self._table(), self._follower
+        while follower.is_held:  # a client that may do so holds writers up
+            follower.is_held = not with_timeout(table, None).room()
         below = self._options.writes
         written = table.update_below(below, changes) if below else table.update(changes)
-        self._is_held = not written.has_room
+        follower.is_held = not written.has_room
         number: int = written.number
         if wait and any(covers(subtree, change.key) for subtree in self.subtrees for change in changes):
             self.wait(number)
         return number
 
-    # --- the thread that follows -------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        registered: set[int] = set()
-        try:
-            while not self._closing:
-                now_s = time.monotonic()
-                room = limits.CHANGES_WAITING_MAX - max(map(len, self._listeners), default=0)
-                with self._came:
-                    news = self._subscriber.process(now_s, 100 if room > 0 else 0)
-                    self._tell(news)
-                    if news or self._own.ended:
-                        self._notify()
-                filenos = set(self._subscriber.filenos())
-                for descriptor in registered - filenos:
-                    poll.unregister(descriptor)
-                for descriptor in filenos - registered:
-                    poll.register(descriptor, select.POLLIN)
-                registered = filenos
-                wait_s = max(0.0, self._subscriber.next_deadline_s() - time.monotonic()) if not self._is_over else 1.0
-                if room <= 0:
-                    for descriptor in filenos:
-                        poll.unregister(descriptor)
-                    registered = set()
-                for descriptor, _ in poll.poll(0 if len(news) >= 100 else 1000 * min(wait_s, limits.BEAT_S)):
-                    if descriptor == self._wake:
-                        os.eventfd_read(self._wake)
-            self._part()
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._came:
-                self._closing = True
-                self._notify()
-            self._subscriber.close()
-
-    def _part(self) -> None:
-        """End the stream, and wait for the publisher's acknowledgement."""
-        subscriber = self._subscriber
-        if self._own.ended:
-            return
-        subscriber.deactivate()
-        until_s = time.monotonic() + limits.PART_S
-        while not subscriber.has_ended and (left_s := until_s - time.monotonic()) > 0:
-            subscriber.process(time.monotonic())
-            poll = select.poll()
-            for descriptor in subscriber.filenos():
-                poll.register(descriptor, select.POLLIN)
-            if not subscriber.has_ended:
-                poll.poll(1000 * left_s)
-
-    def _notify(self) -> None:
-        self._came.notify_all()
-        for rouse in self._rousers:
-            rouse()
-
-    def _tell(self, news: Sequence[News]) -> None:
-        if not self._listeners:
-            return
-        for one in news:
-            for waiting in self._listeners:
-                waiting.extend(one.changes)
+    # --- what comes --------------------------------------------------------------------------------------------------
 
     def _next(self, waiting: deque[Told], timeout_s: float | None) -> Changed[V]:
-        with self._came:
+        turned = self._shell.turned
+        with turned:
             if not waiting and not self._is_over:
-                self._came.wait_for(lambda: bool(waiting) or self._is_over, timeout_s)
+                turned.wait_for(lambda: bool(waiting) or self._is_over, timeout_s)
             told = self._take(waiting)
         if told is None:
             raise StopIteration
@@ -305,9 +299,9 @@ class Clone(Mapping[str, V]):
         if waiting:
             told = waiting.popleft()
             if len(waiting) == limits.CHANGES_WAITING_MAX // 2:
-                self._rouse()
+                self._shell.rouse()
             return told
-        if self._error is not None or (self._is_over and not self._closing):
+        if self._shell.error is not None or (self._is_over and not self._shell.closing):
             self._raise()
         return None
 
@@ -315,61 +309,35 @@ class Clone(Mapping[str, V]):
         key, number, value = told
         return Changed(key, None if value is None else self._decode(value), number, value is None)
 
-    def _rouse(self) -> None:
-        """Wake the clone's thread from another one."""
-        with suppress(OSError):  # it has ended
-            os.eventfd_write(self._wake, 1)
-
     def _listen(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
         """Append later changes to ``waiting``. ``rouse``: called in the clone's thread when some have come."""
-        self._replica  # noqa: B018 (it is there)
-        with self._lock:
-            self._listeners.append(waiting)
+        follower = self._follower
+        with self._shell.lock:
+            follower.listeners.append(waiting)
             if rouse is not None:
-                self._rousers.append(rouse)
+                follower.rousers.append(rouse)
 
     def _forget(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
-        with self._lock:
-            self._listeners = [other for other in self._listeners if other is not waiting]
-            self._rousers = [other for other in self._rousers if other is not rouse]
-        self._rouse()
+        def forget(follower: _Follower) -> None:
+            follower.listeners = [other for other in follower.listeners if other is not waiting]
+            follower.rousers = [other for other in follower.rousers if other is not rouse]
 
-    @property
-    def _is_over(self) -> bool:
-        return self._closing or bool(self._own.ended)
-
-    def _raise(self) -> None:
-        """Raise the error because of which nothing more comes."""
-        if self._error is not None:
-            raise CloneError(
-                f"the copy can't be followed: {type(self._error).__name__}: {self._error}"
-            ) from self._error
-        if self._own.ended:
-            is_right = "may see nothing" in self._own.ended or "no forwarder" in self._own.ended
-            raise (NotEntitled if is_right else Ended)(self._own.ended)
-        raise ClientClosed("the clone is closed")
+        if self._shell.is_open:  # a child that has not used it has none
+            self._shell.post(forget)
 
     # --- its life ----------------------------------------------------------------------------------------------------
 
-    def _wait_until_whole(self) -> None:
-        """Wait for the first whole copy. Raises CloneError."""
-        with self._came:
-            self._came.wait_for(lambda: self._own.is_whole or self._is_over, self._timeout_s)
-            if self._is_over:
-                self._raise()
-            if not self._own.is_whole:
-                raise CloneError(f"there is no copy after {self._timeout_s:g} s: {self._subscriber.problem}")
-
     def _close(self) -> None:
-        with self._came:
-            self._closing = True
-            self._notify()
-        if not self._is_open:
-            return
-        self._rouse()
-        self._thread.join()
-        os.close(self._wake)
-        self._context.term()
+        """End the stream, and wait some time for the publisher's acknowledgement."""
+        shell = self._shell
+        if shell.is_open:
+            follower = shell.machine
+            with shell.turned:
+                if not (shell.closing or follower.replica.ended):
+                    follower.subscriber.deactivate()
+                    shell.rouse()
+                    shell.turned.wait_for(lambda: follower.subscriber.has_ended or self._is_over, limits.PART_S)
+        shell.close()
 
 
 def require_same_process(process_id: int) -> None:
@@ -423,7 +391,7 @@ class AsyncChanges(Generic[V]):
         require_same_process(self._process_id)
         while True:
             self._came.clear()
-            with self._clone._lock:
+            with self._clone._shell.lock:
                 told = self._clone._take(self._waiting)
                 is_over = self._clone._is_over
             if told is not None:
@@ -440,56 +408,14 @@ class AsyncChanges(Generic[V]):
         self._clone._forget(self._waiting, self._rouse)
 
 
-class AsyncClone(Mapping[str, V]):
+class AsyncClone(_Copy[V]):
     """Copy of a table for asyncio, as :class:`~immortal.appsdk.patterns.clone.copies.Clone`. Reads are local, so they
     are not awaited.
     """
 
     def __init__(self, clone: Clone[V]) -> None:
+        super().__init__(clone._shell, clone._kind, clone._timeout_s)
         self._clone = clone
-
-    def __getitem__(self, key: str) -> V:
-        return self._clone[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._clone)
-
-    def __len__(self) -> int:
-        return len(self._clone)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._clone
-
-    def __repr__(self) -> str:
-        return repr(self._clone)
-
-    @property
-    def number(self) -> int:
-        return self._clone.number
-
-    @property
-    def subtrees(self) -> tuple[str, ...]:
-        """Subtrees of the copy; see Clone."""
-        return self._clone.subtrees
-
-    @property
-    def counts(self) -> Counts:
-        """Counters; see Clone."""
-        return self._clone.counts
-
-    @property
-    def problem(self) -> str:
-        """Reason why nothing comes; see Clone."""
-        return self._clone.problem
-
-    @property
-    def endpoint(self) -> str:
-        """Endpoint of the publisher; see Clone."""
-        return self._clone.endpoint
-
-    def snapshot(self) -> tuple[int, dict[str, V]]:
-        """Return a number and the copy at that number; see Clone."""
-        return self._clone.snapshot()
 
     def changes(self, timeout: float | None = None) -> AsyncChanges[V]:
         """Return the changes from now on; see Clone."""

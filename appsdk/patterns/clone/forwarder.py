@@ -16,6 +16,7 @@ import zmq
 
 from immortal.appsdk.client import CallRefused, ClientError, connect, with_timeout
 from immortal.appsdk.client.discovery import home_of
+from immortal.appsdk.client.shells import WatchedSockets
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import Policy
 from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row, TableFull
@@ -120,7 +121,7 @@ class Forwarder:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(publisher.fileno(), select.POLLIN)
-        registered: set[int] = set()
+        watched = WatchedSockets(poll.unregister, lambda descriptor: poll.register(descriptor, select.POLLIN))
         reported_s = float("-inf")
         problem = ""
         while not self._stopping:
@@ -139,13 +140,8 @@ class Forwarder:
             if publisher.publishing is not None and now_s - reported_s >= limits.PRESENCE_S:
                 reported_s = now_s
                 self._report(publisher.publishing)
-            filenos = set() if holds else set(subscriber.filenos())
-            for descriptor in registered - filenos:
-                poll.unregister(descriptor)
-            for descriptor in filenos - registered:
-                poll.register(descriptor, select.POLLIN)
-            registered = filenos
-            for descriptor, _ in poll.poll(1000 * wait_s if len(news) < 100 else 0):
+            is_new = watched.update(() if holds else subscriber.sockets())
+            for descriptor, _ in poll.poll(0 if is_new or len(news) >= 100 else 1000 * wait_s):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
 

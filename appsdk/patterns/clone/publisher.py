@@ -181,9 +181,6 @@ class Feed:
             rows.extend(self._rows.popleft())
         return rows
 
-    def close(self) -> None:
-        os.close(self._wake)
-
 
 _feeds: dict[int, Feed] = {}  # by the log of an instance: an undo makes another object of the class
 
@@ -192,12 +189,6 @@ def open_feed(table: Any) -> Feed:
     """Open the feed of the instance ``table``, which has one publisher in its life."""
     feed = _feeds[table._immortal_context.committer_id] = Feed()
     return feed
-
-
-def close_feed(table: Any) -> None:
-    feed = _feeds.pop(table._immortal_context.committer_id, None)
-    if feed is not None:
-        feed.close()
 
 
 def feed_of(table: Any) -> Feed | None:

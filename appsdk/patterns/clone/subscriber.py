@@ -13,7 +13,7 @@ import zmq
 from immortal.appsdk.client import with_timeout
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import CallTimeout, ClientError, NotConnectable
-from immortal.appsdk.client.transport import SocketMonitor
+from immortal.appsdk.client.transport import Dealer
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import (
     Deactivate,
@@ -30,8 +30,13 @@ from immortal.appsdk.patterns.clone.replica import News, Replica
 from immortal.protocol.errors import RemoteProtocolError
 
 _NOBLOCK = int(zmq.NOBLOCK)
-_EVENTS = int(zmq.EVENTS)
-_POLLIN = int(zmq.POLLIN)
+_OPTIONS = {
+    zmq.IMMEDIATE: 1,  # what is sent to nobody would come to whoever listens there later
+    zmq.MAXMSGSIZE: limits.PART_RECEIVED_SIZE_BYTES_MAX,
+    zmq.RECONNECT_IVL: limits.RECONNECT_MS_MIN,
+    zmq.RECONNECT_IVL_MAX: limits.RECONNECT_MS_MAX,
+    zmq.CONNECT_TIMEOUT: limits.CONNECT_TIMEOUT_MS,
+}
 _BEHIND_S = 5.0  # for so long no publisher is as far as the copy: what it has is of no use any more
 Context = zmq.Context[zmq.Socket[bytes]]
 FindPlaces = Callable[[bool], Sequence[Place]]
@@ -50,12 +55,11 @@ class Subscriber:
         self.replica = replica
         self.malformed = 0
         self.problem = "it was not tried yet"
-        self._context = context
         self._find = find
         self._finder_of = finder_of
         self._random = random.Random()  # noqa: S311 (so that not all clients ask again at once)
-        self._watch = SocketMonitor(context)
-        self._socket: zmq.Socket[bytes] | None = None
+        self._dealer = Dealer(context, _OPTIONS)
+        self._watch = self._dealer.watch
         self._connections = 0  # that the publisher was asked through
         self._is_asked = False
         self._heard_s = now_s
@@ -69,20 +73,16 @@ class Subscriber:
     @property
     def endpoint(self) -> str:
         """Endpoint of the connection; "": none."""
-        return "" if self._socket is None else self._endpoint
+        return self._endpoint if self._dealer.is_open else ""
 
-    def filenos(self) -> list[int]:
-        """Return the file descriptors to wait for. They signal once: :meth:`process` takes all that has come, and may
-        change them.
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has come, and may open
+        others.
         """
-        if self._socket is None:
-            return []
-        descriptor = self._socket.getsockopt(zmq.FD)
-        assert isinstance(descriptor, int)
-        return [descriptor, self._watch.fileno()]
+        return [self._dealer.socket, self._watch.socket] if self._dealer.is_open else []
 
     def next_deadline_s(self) -> float:
-        if self._socket is None:
+        if not self._dealer.is_open:
             return self._next_try_s
         silence_s = limits.SILENCE_S if self.replica.subtrees is not None else limits.CONNECT_S
         return min(self._pinged_s + limits.BEAT_S, self._heard_s + silence_s)
@@ -93,7 +93,7 @@ class Subscriber:
         if self.replica.ended:
             self._disconnect()
             return found
-        if self._socket is None:
+        if not self._dealer.is_open:
             if now_s < self._next_try_s:
                 return found
             self._connect(now_s)
@@ -104,8 +104,8 @@ class Subscriber:
         return found
 
     def _read(self, found: list[News], now_s: float, news_max: int) -> None:
-        while self._socket is not None and len(found) < news_max and self._has_unread():
-            data = self._socket.recv(_NOBLOCK)
+        while self._dealer.is_open and len(found) < news_max and self._dealer.has_unread():
+            data = self._dealer.socket.recv(_NOBLOCK)
             self._heard_s = now_s
             if (news := self._received(data, now_s)) is not None:
                 found.append(news)
@@ -135,45 +135,18 @@ class Subscriber:
     def _open(self, place: Place) -> None:
         """Connect to a place. Raises NotConnectable."""
         found = self._finder_of(place).find()
-        endpoint = found.endpoints[0]
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),  # what is sent to nobody would come to whoever listens there later
-            (zmq.RCVHWM, 0),  # as in immortal.appsdk.client.transport; the window is the limit
-            (zmq.MAXMSGSIZE, limits.PART_RECEIVED_SIZE_BYTES_MAX),
-            (zmq.RECONNECT_IVL, limits.RECONNECT_MS_MIN),
-            (zmq.RECONNECT_IVL_MAX, limits.RECONNECT_MS_MAX),
-            (zmq.CONNECT_TIMEOUT, limits.CONNECT_TIMEOUT_MS),
-            (zmq.IPV6, int("[" in endpoint)),
-        ):
-            socket.setsockopt(option, value)
-        if found.pair is not None:
-            key = found.server_keys[self._tries % len(found.server_keys)]
-            socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, found.pair.public.encode())
-            socket.setsockopt(zmq.CURVE_SECRETKEY, found.pair.secret.encode())
-        try:
-            self._watch.watch(socket, has_keys=found.pair is not None)
-            self._watch.problem = ""  # it would be that of the place before
-            self._connections = self._watch.connections
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self._watch.close()
-            socket.close()
-            raise NotConnectable(f"{endpoint!r} can't be connected to: {error.strerror}") from None
-        self._socket, self._endpoint = socket, endpoint
+        self._dealer.open(found.endpoints[0], found, self._tries)
+        self._watch.problem = ""  # it would be that of the place before
+        self._connections = self._watch.connections
+        self._endpoint = found.endpoints[0]
 
     def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._watch.close()
-            self._socket.close()
-            self._socket = None
+        self._dealer.close()
         self.replica.subtrees = None
 
     def _retry(self, now_s: float) -> None:
         """Connect again soon, to another place if there is one."""
-        if self._socket is not None:
+        if self._dealer.is_open:
             self._failed_until_s[self._endpoint] = now_s + limits.LEASE_S
             if len(self._failed_until_s) > limits.FORWARDERS_MAX:
                 self._failed_until_s.clear()
@@ -183,7 +156,7 @@ class Subscriber:
         self._next_try_s = now_s + pause_s * (0.5 + self._random.random())
 
     def _look(self, now_s: float) -> None:
-        if self._socket is None:
+        if not self._dealer.is_open:
             return
         watch = self._watch
         watch.look()
@@ -207,9 +180,9 @@ class Subscriber:
             self._heard_s = now_s
 
     def _keep_alive(self, now_s: float, *, reads: bool) -> None:
-        if self._socket is None:
+        if not self._dealer.is_open:
             return
-        if not reads and self._has_unread():
+        if not reads and self._dealer.has_unread():
             self._heard_s = now_s
         asks = self.replica.subtrees is None
         if now_s - self._heard_s >= (limits.CONNECT_S if asks else limits.SILENCE_S):
@@ -221,20 +194,9 @@ class Subscriber:
 
     def _say(self, request: Request) -> bool:
         """Send a request. False: there is no connection, or ZeroMQ has not made it yet."""
-        assert self._socket is not None
-        try:
-            self._socket.send(encode(request), _NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._dealer.send(encode(request))
 
     # --- what comes --------------------------------------------------------------------------------------------------
-
-    def _has_unread(self) -> bool:
-        assert self._socket is not None
-        events = self._socket.getsockopt(_EVENTS)
-        assert isinstance(events, int)
-        return bool(events & _POLLIN)
 
     def _received(self, data: bytes, now_s: float) -> News | None:
         try:
@@ -286,7 +248,7 @@ class Subscriber:
 
     def deactivate(self) -> None:
         """Ask for the end of the stream; ``has_ended`` says when it was acknowledged."""
-        if self._socket is not None and self.replica.subtrees is not None:
+        if self._dealer.is_open and self.replica.subtrees is not None:
             self._say(Deactivate(self.replica.stream))
         else:
             self.has_ended = True

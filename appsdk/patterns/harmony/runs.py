@@ -139,11 +139,6 @@ class Ranges(msgspec.Struct):
     def covers(self, start: int, stop: int) -> bool:
         return next(self.missing(start, stop), None) is None
 
-    def first_missing(self, start: int = 0) -> int:
-        """Return the lowest number from ``start`` on that is not in the set."""
-        index = bisect_right(self.starts, start) - 1
-        return self.stops[index] if index >= 0 and start < self.stops[index] else start
-
     def __len__(self) -> int:
         return sum(self.stops) - sum(self.starts)
 

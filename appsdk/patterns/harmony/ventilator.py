@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 from immortal.appsdk.calls.codec import encode_value
@@ -189,10 +188,8 @@ class Connector:
     def __enter__(self) -> Ventilator:
         return Ventilator(self._client.__enter__(), self._collector)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._client.__exit__(*error)
 
 
 def connect(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
-from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import zmq
 
@@ -15,8 +14,9 @@ from immortal.appsdk.client.discovery import Finder, home_of, is_local
 from immortal.appsdk.client.errors import ClientClosed, NotConnectable
 from immortal.appsdk.client.methods import Method, TypedMethod
 from immortal.appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
+from immortal.appsdk.client.shells import LoopShell, ThreadShell
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.pirate.driver import AsyncPool, Driver, ThreadedPool
+from immortal.appsdk.patterns.pirate.driver import Driver, Pending
 from immortal.appsdk.patterns.pirate.frames import NUMBER_MAX
 from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, TIMEOUT_DEFAULT_S
 from immortal.appsdk.patterns.pirate.links import (
@@ -35,6 +35,7 @@ S = TypeVar("S")
 A = TypeVar("A")
 T = TypeVar("T")
 MakeDriver = Callable[[], Driver]
+Shell = ThreadShell[Driver] | LoopShell[Driver]
 
 
 class _Timeout(Enum):
@@ -44,21 +45,31 @@ class _Timeout(Enum):
 # --- plain servers ----------------------------------------------------------------------------------------------------
 
 
-class Requests:
-    """Client of a pool of plain servers; any thread may use it."""
+class _Pool:
+    """Pool in its shell. ``timeout_s``: of a request that says none."""
 
-    def __init__(self, pool: ThreadedPool, timeout_s: float | None) -> None:
-        self._pool = pool
+    def __init__(self, shell: Shell, timeout_s: float | None = None) -> None:
+        self._shell = shell
         self._timeout_s = timeout_s
 
     @property
     def client_id(self) -> str:
-        return self._pool.client_id
+        return self._shell.machine.client_id
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """State of each server, by endpoint: "live", "dead" or "removed"."""
-        return self._pool.servers
+        """State of each server, by endpoint or name: "live", "dead" or "removed"."""
+        driver = self._shell.machine
+        with self._shell.lock:
+            return {name: state.value for name, state in driver.servers.items()}
+
+    def _ask(self, body: bytes, timeout: float | _Timeout | None) -> Any:
+        timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
+        return self._shell.ask(Pending(_checked(body), timeout_s))
+
+
+class Requests(_Pool):
+    """Client of a pool of plain servers; any thread may use it."""
 
     def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
         """Send a request and return what a server's function returned, within ``timeout`` seconds; None: without limit.
@@ -66,31 +77,16 @@ class Requests:
         Raises TypeError, CalleeFailed for what the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
         TooManyRequests.
         """
-        timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
-        reply: bytes = self._pool.ask(_checked(body), timeout_s)
+        reply: bytes = self._ask(body, timeout)
         return reply
 
 
-class AsyncRequests:
+class AsyncRequests(_Pool):
     """Client of a pool of plain servers for asyncio: ``await pool.request(b"...")``."""
-
-    def __init__(self, pool: AsyncPool, timeout_s: float | None) -> None:
-        self._pool = pool
-        self._timeout_s = timeout_s
-
-    @property
-    def client_id(self) -> str:
-        return self._pool.client_id
-
-    @property
-    def servers(self) -> Mapping[str, str]:
-        """State of each server, by endpoint: "live", "dead" or "removed"."""
-        return self._pool.servers
 
     async def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
         """Send a request; see :meth:`Requests.request`."""
-        timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
-        reply: bytes = await self._pool.ask(_checked(body), timeout_s)
+        reply: bytes = await self._ask(body, timeout)
         return reply
 
 
@@ -107,28 +103,24 @@ class _Connector:
     def __init__(self, make_driver: MakeDriver, timeout_s: float | None) -> None:
         self._make_driver = make_driver
         self._timeout_s = timeout_s
-        self._pool: ThreadedPool | None = None
-        self._async_pool: AsyncPool | None = None
+        self._shell: ThreadShell[Driver] | None = None
+        self._async_shell: LoopShell[Driver] | None = None
 
-    def _opened(self) -> ThreadedPool:
-        self._pool = ThreadedPool(self._make_driver)
-        return self._pool
+    def _opened(self) -> ThreadShell[Driver]:
+        self._shell = ThreadShell(self._make_driver, "the pool", sends_at_once=True)
+        return self._shell
 
-    def _opened_async(self) -> AsyncPool:
-        self._async_pool = AsyncPool(self._make_driver)
-        return self._async_pool
+    def _opened_async(self) -> LoopShell[Driver]:
+        self._async_shell = LoopShell(self._make_driver, "the pool")
+        return self._async_shell
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pool is not None:
-            self._pool.close()
+    def __exit__(self, *error: Any) -> None:
+        if self._shell is not None:
+            self._shell.close()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._async_pool is not None:
-            await self._async_pool.close()
+    async def __aexit__(self, *error: Any) -> None:
+        if self._async_shell is not None:
+            await self._async_shell.close()
 
 
 class PoolConnector(_Connector):
@@ -220,20 +212,12 @@ def _check_client_id(client_id: str | None, size_bytes_max: int = CLIENT_ID_SIZE
 _INSTANCE_CLIENT_ID_MAX = KEY_SIZE_BYTES_MAX - len(REQUEST_KEY.format(client_id="", number=NUMBER_MAX))
 
 
-class InstanceCalls:
+class InstanceCalls(_Pool):
     """Client behind a proxy whose calls each go to one of the instances."""
 
-    def __init__(self, pool: ThreadedPool | AsyncPool, *, idempotent: bool) -> None:
-        self._pool = pool
+    def __init__(self, shell: Shell, *, idempotent: bool) -> None:
+        super().__init__(shell)
         self._idempotent = idempotent
-
-    @property
-    def client_id(self) -> str:
-        return self._pool.client_id
-
-    @property
-    def servers(self) -> Mapping[str, str]:
-        return self._pool.servers
 
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
@@ -244,7 +228,7 @@ class InstanceCalls:
         if trace_context:
             raise TypeError(f"{method.name}: a pool's requests carry no traceparent; those of connect(NAME) do")
         idempotent = self._idempotent or (isinstance(method, TypedMethod) and method.is_query)
-        return self._pool.ask(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent)
+        return self._shell.ask(Pending(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent))
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         raise TypeError(f"{method.name}.fork: calls to a pool wait for their replies; connect(NAME) has forks")
@@ -274,37 +258,30 @@ class InstancesConnector(_Connector, Generic[S, A]):
         proxy: Any = self._proxy(self._opened_async())
         return proxy  # type: ignore[no-any-return]
 
-    def _proxy(self, pool: ThreadedPool | AsyncPool) -> Any:
-        calls: Any = InstanceCalls(pool, idempotent=self._idempotent)
+    def _proxy(self, shell: Shell) -> Any:
+        calls: Any = InstanceCalls(shell, idempotent=self._idempotent)
         return Proxy(calls, self._definition, self._what, self._timeout_s, None)
 
 
+class InstancesOptions(TypedDict, total=False):
+    """Options of :func:`connect_instances`."""
+
+    idempotent: bool
+    client_id: str | None
+    timeout: float | None
+    policy: Policy | None
+    identity: str | None
+    home: str | os.PathLike[str] | None
+    insecure: bool
+
+
 @overload
 def connect_instances(
-    target: str | Sequence[str],
-    /,
-    *,
-    idempotent: bool = ...,
-    client_id: str | None = ...,
-    timeout: float | None = ...,
-    policy: Policy | None = ...,
-    identity: str | None = ...,
-    home: str | os.PathLike[str] | None = ...,
-    insecure: bool = ...,
+    target: str | Sequence[str], /, **options: Unpack[InstancesOptions]
 ) -> InstancesConnector[Any, Any]: ...
 @overload
 def connect_instances(
-    target: type[T],
-    names: str | Sequence[str],
-    /,
-    *,
-    idempotent: bool = ...,
-    client_id: str | None = ...,
-    timeout: float | None = ...,
-    policy: Policy | None = ...,
-    identity: str | None = ...,
-    home: str | os.PathLike[str] | None = ...,
-    insecure: bool = ...,
+    target: type[T], names: str | Sequence[str], /, **options: Unpack[InstancesOptions]
 ) -> InstancesConnector[T, type[T]]: ...
 def connect_instances(
     target: Any,

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import zmq
 
 from immortal.appsdk.client.connection import Connection
-from immortal.appsdk.client.discovery import Finder, Places
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import CalleeFailed, CallRefused, ClientError, NotConnectable, OutcomeUnknown
 from immortal.appsdk.client.methods import Method
 from immortal.appsdk.client.session import Call
-from immortal.appsdk.client.transport import SocketMonitor, Transport
+from immortal.appsdk.client.transport import Dealer, Transport
 from immortal.appsdk.patterns.pirate.frames import (
     ANSWERS,
     FRAME_SIZE_BYTES_MAX,
@@ -37,8 +37,13 @@ from immortal.appsdk.patterns.pirate.limits import (
 from immortal.protocol.errors import RemoteProtocolError
 
 _NOBLOCK = int(zmq.NOBLOCK)
-_EVENTS = int(zmq.EVENTS)
-_POLLIN = int(zmq.POLLIN)
+_OPTIONS = {
+    zmq.IMMEDIATE: 1,  # what is sent to nobody would come to whoever listens there later
+    zmq.MAXMSGSIZE: FRAME_SIZE_BYTES_MAX,
+    zmq.RECONNECT_IVL: RECONNECT_MS_MIN,
+    zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
+    zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+}
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
@@ -93,9 +98,9 @@ class Link(Protocol):
     @property
     def problem(self) -> str: ...
 
-    def filenos(self) -> list[int]:
-        """Return the file descriptors to wait for. They signal once: :meth:`process` takes all that has come, and may
-        change them.
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has come, and may open
+        others.
         """
 
     def process(self) -> Sequence[Event]:
@@ -116,58 +121,25 @@ class PlainLink:
     """Link to the plain server at the one endpoint of ``finder``. Raises NotConnectable as it is made."""
 
     def __init__(self, context: Context, finder: Finder, client_id: str) -> None:
-        self._context = context
         self._finder = finder
         self._client_id = client_id
         self._endpoint = finder.endpoints[0]
-        self._watch = SocketMonitor(context)
+        self._dealer = Dealer(context, _OPTIONS)
+        self._watch = self._dealer.watch
         self._connections = 0  # that the pool was told of
         self._was_up = False
         self._attempt = 0
         self._malformed = ""  # what made no sense, last
         self.malformed_count = 0
         self._places = finder.find()
-        self._open()
-
-    def _open(self) -> None:
-        places: Places = self._places
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),  # what is sent to nobody would come to whoever listens there later
-            (
-                zmq.RCVHWM,
-                0,
-            ),  # as in immortal.appsdk.client.transport: a limit may end the process where a connection breaks
-            (zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX),
-            (zmq.RECONNECT_IVL, RECONNECT_MS_MIN),
-            (zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX),
-            (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
-            (zmq.IPV6, int("[" in self._endpoint)),
-        ):
-            socket.setsockopt(option, value)
-        if places.pair is not None:
-            server_key = places.server_keys[self._attempt % len(places.server_keys)]
-            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, places.pair.public.encode())
-            socket.setsockopt(zmq.CURVE_SECRETKEY, places.pair.secret.encode())
-        try:
-            self._watch.watch(socket, has_keys=places.pair is not None)
-            socket.connect(self._endpoint)
-        except zmq.ZMQError as error:
-            self._watch.close()
-            socket.close()
-            raise NotConnectable(f"{self._endpoint!r} can't be connected to: {error.strerror}") from None
-        self._socket = socket
+        self._dealer.open(self._endpoint, self._places, 0)
 
     @property
     def problem(self) -> str:
         return self._watch.problem or self._malformed
 
-    def filenos(self) -> list[int]:
-        descriptor = self._socket.getsockopt(zmq.FD)
-        assert isinstance(descriptor, int)
-        return [descriptor, self._watch.fileno()]
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [self._dealer.socket, self._watch.socket]
 
     def process(self) -> list[Event]:
         events: list[Event] = []
@@ -177,21 +149,16 @@ class PlainLink:
         if self._watch.is_up and self._watch.connections > self._connections:
             events.append(Reached())
         self._connections, self._was_up = self._watch.connections, self._watch.is_up
-        while self._has_unread():  # asked first, since it costs more to be told by an exception
-            self._received(self._socket.recv(_NOBLOCK, copy=False), events)
+        while self._dealer.has_unread():  # asked first, since it costs more to be told by an exception
+            self._received(self._dealer.socket.recv(_NOBLOCK, copy=False), events)
         return events
-
-    def _has_unread(self) -> bool:
-        events = self._socket.getsockopt(_EVENTS)
-        assert isinstance(events, int)
-        return bool(events & _POLLIN)
 
     def _received(self, first: zmq.Frame, events: list[Event]) -> None:
         try:
             if first.more:
                 more = True
                 while more:
-                    more = self._socket.recv(_NOBLOCK, copy=False).more
+                    more = self._dealer.socket.recv(_NOBLOCK, copy=False).more
                 raise RemoteProtocolError("a message of several parts, 1 was expected")
             frame = decode_frame(first.bytes)
             event = _event(frame)
@@ -202,18 +169,10 @@ class PlainLink:
         events.append(event)
 
     def send(self, number: int, settled: int, payload: bytes) -> bool:
-        data = encode_frame(Frame(Kind.REQUEST, number, settled, self._client_id, payload))
-        return self._send(data)
-
-    def _send(self, data: bytes) -> bool:
-        try:
-            self._socket.send(data, _NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._dealer.send(encode_frame(Frame(Kind.REQUEST, number, settled, self._client_id, payload)))
 
     def ping(self) -> None:
-        if not self._send(encode_frame(Frame(Kind.PING))) and self._places.pair is not None:
+        if not self._dealer.send(encode_frame(Frame(Kind.PING))) and self._places.pair is not None:
             self._look_for_keys()
 
     def _look_for_keys(self) -> None:
@@ -224,19 +183,17 @@ class PlainLink:
             return
         if places.server_keys == self._places.server_keys and len(places.server_keys) < 2:
             return
-        self._watch.close()
-        self._socket.close()
+        self._dealer.close()
         self._places = places
         self._attempt += 1
         self._was_up = False
-        self._open()
+        self._dealer.open(self._endpoint, places, self._attempt)
 
     def next_deadline_s(self) -> float:
         return float("inf")
 
     def close(self) -> None:
-        self._watch.close()
-        self._socket.close(linger=CLOSE_LINGER_MS)
+        self._dealer.close(CLOSE_LINGER_MS)
 
 
 def _event(frame: Frame) -> Event:
@@ -296,8 +253,8 @@ class InstanceLink:
     def problem(self) -> str:
         return self._transport.problem
 
-    def filenos(self) -> list[int]:
-        return [self._transport.fileno()]
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return self._transport.sockets()
 
     def process(self) -> list[Event]:
         self._transport.process()

@@ -4,17 +4,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
-from immortal.appsdk.client import CallTimeout, Connector, with_timeout
+from immortal.appsdk.client import CallTimeout, ConnectOptions, Connector, with_timeout
 from immortal.appsdk.client import connect as connect_client
-from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
 from immortal.appsdk.patterns.queue import limits
 from immortal.appsdk.patterns.queue.model import NotDone, Outcome, State, Submission, TaskFailed
 from immortal.appsdk.patterns.queue.service import Queue
@@ -25,17 +22,30 @@ Seconds = float | timedelta
 _GRACE_S = 1.0  # for the queue's own reply, behind the time that it was to wait
 
 
+class SubmitOptions(TypedDict, total=False):
+    """Options of :meth:`Jobs.submit`."""
+
+    key: str
+    priority: int
+    delay: Seconds
+    dedup: str
+    tries: int
+    timeout: Seconds
+    retry_delay: Seconds
+    again: bool
+
+
 def submission(
     name: str,
     arguments: Sequence[Any],
-    key: str,
-    priority: int,
-    delay: Seconds,
-    dedup: str,
-    tries: int,
-    timeout: Seconds,
-    retry_delay: Seconds,
-    again: bool,
+    key: str = "",
+    priority: int = 0,
+    delay: Seconds = 0.0,
+    dedup: str = "",
+    tries: int = limits.TRIES_DEFAULT,
+    timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
+    retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
+    again: bool = False,
 ) -> Submission:
     """Make a submission of the arguments of ``submit``. Raises ValueError, TypeError."""
     if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
@@ -67,13 +77,10 @@ class _Patience:
         left_s = min(limits.WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
         return left_s, left_s + _GRACE_S
 
-    def check(self, task: int, outcome: Outcome) -> None:
-        """Raise NotDone where the time is over."""
+    def check(self, task: int, why: str) -> None:
+        """Raise NotDone where the time is over. ``why``: there is no result."""
         if self._until_s is not None and time.monotonic() >= self._until_s:
-            raise NotDone(f"task {task} has no result after {self._timeout_s:g} s: it is {outcome.state}, and goes on")
-
-    def none_came(self, task: int, error: CallTimeout) -> NotDone:
-        return NotDone(f"task {task} has no result after {self._timeout_s:g} s: {error.reason}")
+            raise NotDone(f"task {task} has no result after {self._timeout_s:g} s: {why}") from None
 
 
 class _Result(Generic[T]):
@@ -112,11 +119,12 @@ class Job(_Result[T]):
             seconds, reply_s = patience.next()
             try:
                 outcome: Outcome = with_timeout(self._jobs, reply_s).wait(self.id, seconds)
-            except CallTimeout as error:
-                raise patience.none_came(self.id, error) from None
+            except CallTimeout as error:  # the queue was away meanwhile
+                patience.check(self.id, error.reason)
+                continue
             if outcome.state in ("done", "dead", "dropped"):
                 return self._value(outcome)
-            patience.check(self.id, outcome)
+            patience.check(self.id, f"it is {outcome.state}, and goes on")
 
     def state(self) -> State:
         """Return the task's state: waiting, delayed, running, done, dead or dropped. Raises UnknownTask,
@@ -135,11 +143,12 @@ class AsyncJob(_Result[T]):
             seconds, reply_s = patience.next()
             try:
                 outcome: Outcome = await with_timeout(self._jobs, reply_s).wait(self.id, seconds)
-            except CallTimeout as error:
-                raise patience.none_came(self.id, error) from None
+            except CallTimeout as error:  # the queue was away meanwhile
+                patience.check(self.id, error.reason)
+                continue
             if outcome.state in ("done", "dead", "dropped"):
                 return self._value(outcome)
-            patience.check(self.id, outcome)
+            patience.check(self.id, f"it is {outcome.state}, and goes on")
 
     async def state(self) -> State:
         """Return the task's state; see :meth:`Job.state`."""
@@ -154,35 +163,10 @@ class Jobs:
 
     @overload
     def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        returns: type[T],
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
+        self, name: str, arguments: Sequence[Any] = ..., *, returns: type[T], **options: Unpack[SubmitOptions]
     ) -> Job[T]: ...
     @overload
-    def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
-    ) -> Job[Any]: ...
+    def submit(self, name: str, arguments: Sequence[Any] = ..., **options: Unpack[SubmitOptions]) -> Job[Any]: ...
     def submit(
         self,
         name: str,
@@ -235,34 +219,11 @@ class AsyncJobs:
 
     @overload
     async def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        returns: type[T],
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
+        self, name: str, arguments: Sequence[Any] = ..., *, returns: type[T], **options: Unpack[SubmitOptions]
     ) -> AsyncJob[T]: ...
     @overload
     async def submit(
-        self,
-        name: str,
-        arguments: Sequence[Any] = ...,
-        *,
-        key: str = ...,
-        priority: int = ...,
-        delay: Seconds = ...,
-        dedup: str = ...,
-        tries: int = ...,
-        timeout: Seconds = ...,
-        retry_delay: Seconds = ...,
-        again: bool = ...,
+        self, name: str, arguments: Sequence[Any] = ..., **options: Unpack[SubmitOptions]
     ) -> AsyncJob[Any]: ...
     async def submit(
         self,
@@ -270,17 +231,10 @@ class AsyncJobs:
         arguments: Sequence[Any] = (),
         *,
         returns: Any = Any,
-        key: str = "",
-        priority: int = 0,
-        delay: Seconds = 0.0,
-        dedup: str = "",
-        tries: int = limits.TRIES_DEFAULT,
-        timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
-        retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
-        again: bool = False,
+        **options: Unpack[SubmitOptions],
     ) -> AsyncJob[Any]:
         """Submit a task; see :meth:`Jobs.submit`."""
-        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay, again)
+        made = submission(name, arguments, **options)
         return AsyncJob(self._queue, await self._queue.submit(made), returns)
 
     @overload
@@ -305,45 +259,18 @@ class JobsConnector:
     def __enter__(self) -> Jobs:
         return Jobs(self._connector.__enter__())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connector.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._connector.__exit__(*error)
 
     async def __aenter__(self) -> AsyncJobs:
         return AsyncJobs(await self._connector.__aenter__())
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._connector.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._connector.__aexit__(*error)
 
 
-def connect(
-    queue: str,
-    /,
-    *,
-    client_id: str | None = None,
-    timeout: float | None = TIMEOUT_DEFAULT_S,
-    endpoints: Sequence[str] = (),
-    home: str | os.PathLike[str] | None = None,
-    identity: str | None = None,
-    server_keys: Sequence[str] = (),
-    insecure: bool = False,
-) -> JobsConnector:
+def connect(queue: str, /, **options: Unpack[ConnectOptions]) -> JobsConnector:
     """Connect to the queue that runs as the instance ``queue``. The options are those of
     :func:`appsdk.client.connect`.
     """
-    return JobsConnector(
-        connect_client(
-            Queue,
-            queue,
-            client_id=client_id,
-            timeout=timeout,
-            endpoints=endpoints,
-            home=home,
-            identity=identity,
-            server_keys=server_keys,
-            insecure=insecure,
-        )
-    )
+    return JobsConnector(connect_client(Queue, queue, **options))

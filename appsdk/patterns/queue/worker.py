@@ -259,23 +259,29 @@ class Worker:
 
     def _beat(self, queue: Queue) -> None:
         """Send heartbeats, in a thread of its own, whatever the functions do."""
+        unanswered: CallTimeout | None = None
         while True:
             self._changed.wait(self._heartbeat_s)
             self._changed.clear()
             if self._ended:
                 return
+            leaves = self._stopping
             try:
-                if self._stopping:  # again and again: a call that waits for a task may just have left
+                if leaves:  # again and again: a call that waits for a task may just have left
                     with_timeout(queue, limits.STOP_S).leave(self.id, self._session, None)
+                elif unanswered is None:
+                    with_timeout(queue, self._heartbeat_s).heartbeat(self.id, self._session)
                 else:
-                    queue.heartbeat(self.id, self._session)
+                    unanswered.again(self._heartbeat_s)
+                unanswered = None
             except ClientClosed:
                 return
-            except CallTimeout:
-                if not self._busy:  # the queue is away: what waits for a task has nothing to lose
+            except CallTimeout as error:
+                unanswered = error if error.sent and not leaves else None
+                if leaves and not self._busy:  # the queue is away: what waits for a task has nothing to lose
                     self._connector.__exit__(None, None, None)
             except ClientError:
-                continue  # the next one is as good
+                unanswered = None  # the next one is as good
 
 
 async def _outcome(value: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:

@@ -224,7 +224,8 @@ class Swarm:
         return [descriptor for descriptor in ready if descriptor not in self._by_descriptor]
 
     def _register(self, one: Subscriber) -> None:
-        for descriptor in one.filenos():
+        for socket in one.sockets():
+            descriptor = int(socket.getsockopt(zmq.FD))
             if self._by_descriptor.get(descriptor) is not one:
                 with suppress(FileExistsError):  # another one had it, and closed it
                     self._poll.register(descriptor, select.EPOLLIN)

@@ -1,0 +1,316 @@
+"""Shells around a state machine with sockets: ThreadShell for callers in threads, LoopShell for those of asyncio.
+
+Clients, pools of servers and copies of tables are such machines, which know neither threads nor loops. A shell waits
+for their sockets and deadlines, and lets callers wait for the end of their requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import zmq
+
+from immortal.appsdk.client.errors import ClientClosed
+from immortal.protocol.process import after_fork_message, disown_in_child, register
+
+
+class Machine(Protocol):
+    """State machine with sockets. Used by one thread at a time."""
+
+    def process(self) -> Any:
+        """Receive what has come, and do what is due."""
+
+    def sockets(self) -> Iterable[zmq.Socket[bytes]]:
+        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has come, and may open
+        others.
+        """
+
+    def next_deadline_s(self) -> float:
+        """Return the monotonic time at which :meth:`process` must be called, even if nothing comes."""
+
+    def close(self) -> None:
+        """Close the sockets, and end all requests that wait."""
+
+
+M = TypeVar("M", bound=Machine)
+N = TypeVar("N", contravariant=True)
+
+
+class Request(Protocol[N]):
+    """Request of one caller to a machine. ``patience_s``: for so long the shell waits for its end; None: without limit.
+
+    All but ``value`` is called while nobody else uses the machine.
+    """
+
+    @property
+    def patience_s(self) -> float | None: ...
+
+    def begin(self, machine: N, done: Callable[[], None]) -> None:
+        """Give it to the machine. ``done`` is called when it is over, perhaps at once. Raises ClientError."""
+
+    def withdraw(self, machine: N) -> None:
+        """Forget it: its caller was interrupted."""
+
+    def expire(self, machine: N) -> None:
+        """Forget it after ``patience_s``, unless it is over by now."""
+
+    def value(self, ask: Callable[[Request[N]], Any]) -> Any:
+        """Return the result. ``ask``: makes another request to this machine. Raises what it has come to."""
+
+
+_SLEEP_S_MAX = 3600.0  # poll() takes no endless times
+
+
+class WatchedSockets:
+    """Set of ZeroMQ's sockets that are waited for: ``leave`` and ``watch`` end and begin that for a file descriptor."""
+
+    def __init__(self, leave: Callable[[int], object], watch: Callable[[int], object]) -> None:
+        self._leave = leave
+        self._watch = watch
+        self._descriptors: dict[zmq.Socket[bytes], int] = {}
+
+    def update(self, sockets: Iterable[zmq.Socket[bytes]]) -> bool:
+        """Wait for these and no others. True: one is new, and what it has to tell may have come already."""
+        now = list(sockets)
+        for gone in self._descriptors.keys() - now:
+            self._leave(self._descriptors.pop(gone))
+        new = [socket for socket in now if socket not in self._descriptors]
+        for socket in new:
+            # The number alone does not tell a new one: that of a closed socket is given again.
+            self._descriptors[socket] = descriptor = int(socket.getsockopt(zmq.FD))
+            self._watch(descriptor)
+        return bool(new)
+
+
+class ThreadShell(Generic[M]):
+    """Shell for any threads; one of its own takes what comes. A forked child gets a machine of its own at its first
+    use.
+
+    ``make`` makes a machine for this process. ``what`` is closed by :meth:`close`, for messages. ``sends_at_once``: who
+    asks also sends; otherwise what several threads ask goes together.
+    """
+
+    def __init__(self, make: Callable[[], M], what: str, *, sends_at_once: bool = False) -> None:
+        self._make = make
+        self._what = what
+        self._sends_at_once = sends_at_once
+        self.closing = False
+        self._begin()
+        self._open()
+        register(self)
+
+    def _begin(self) -> None:
+        """Reset to a shell of this process without a machine."""
+        self.is_open = False
+        self.error: BaseException | None = None  # by which the machine ended
+        self._opening = threading.Lock()
+        self.lock = threading.Lock()  # of the machine
+        self.turned = threading.Condition(self.lock)  # it has processed something, or is closed
+        self._wake = -1
+
+    def _open(self) -> None:
+        self._own = self._make()
+        self._sleeps_until_s = 0.0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.is_open = True
+        self._thread = threading.Thread(target=self._run, args=(self._wake,), name=self._what, daemon=True)
+        self._thread.start()
+
+    def forked_in_child(self) -> None:
+        """Leave the machine, with all its requests, to the parent."""
+        disown_in_child(self._own, self._thread)
+        self._begin()
+
+    @property
+    def machine(self) -> M:
+        """Machine of this process; made at its first use. Raises ClientClosed, and what making one raises."""
+        if not self.is_open:
+            with self._opening:
+                if not self.is_open:
+                    if self.closing:
+                        raise ClientClosed(f"{self._what} is closed")
+                    self._open()
+        return self._own
+
+    def rouse(self) -> None:
+        """Let the machine process what is new."""
+        if (wake := self._wake) >= 0:
+            os.eventfd_write(wake, 1)
+
+    def post(self, act: Callable[[M], None]) -> None:
+        """Let ``act`` use the machine, which then does what follows. Raises what that raises."""
+        machine = self.machine
+        with self.lock:
+            act(machine)
+        self.rouse()
+
+    def ask(self, request: Request[M]) -> Any:
+        """Make a request and return its result. Raises what it comes to."""
+        machine = self.machine
+        replied = threading.Lock()
+        replied.acquire()
+        with self.lock:
+            request.begin(machine, replied.release)
+            if self._sends_at_once:
+                machine.process()
+            rouses = not self._sends_at_once or machine.next_deadline_s() < self._sleeps_until_s
+        if rouses:
+            self.rouse()
+        try:
+            came = replied.acquire(timeout=-1 if request.patience_s is None else max(0.0, request.patience_s))
+        except BaseException:  # an interrupt
+            with self.lock:
+                request.withdraw(machine)
+            raise
+        if not came:
+            with self.lock:
+                request.expire(machine)
+        return request.value(self.ask)
+
+    def _run(self, wake: int) -> None:
+        try:
+            self._take_turns(wake)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            with self.lock:
+                self.closing = True
+                self._own.close()  # nobody waits for what does not come any more, whatever has happened here
+                self.turned.notify_all()
+
+    def _take_turns(self, wake: int) -> None:
+        poller = select.poll()
+        poller.register(wake, select.POLLIN)
+        known = WatchedSockets(poller.unregister, lambda descriptor: poller.register(descriptor, select.POLLIN))
+        while True:
+            with self.lock:
+                if self.closing:
+                    return
+                self._own.process()
+                self.turned.notify_all()
+                is_new = known.update(self._own.sockets())
+                self._sleeps_until_s = self._own.next_deadline_s()
+            wait_s = min(max(0.0, self._sleeps_until_s - time.monotonic()), _SLEEP_S_MAX)
+            if any(ready == wake for ready, _ in poller.poll(0 if is_new else wait_s * 1000 + 1)):
+                os.eventfd_read(wake)
+
+    def close(self) -> None:
+        """Close the machine. Requests that wait end with ClientClosed."""
+        with self.lock:
+            self.closing = True
+            wake, self._wake = self._wake, -1
+        if wake >= 0:  # it is open, and nobody else closes it
+            os.eventfd_write(wake, 1)
+            self._thread.join()
+            os.close(wake)
+
+
+class LoopShell(Generic[M]):
+    """Shell for one asyncio loop, the one that runs when it is made. A forked child can't use it.
+
+    ``make`` makes the machine. ``what`` is closed by :meth:`close`, for messages.
+    """
+
+    is_open = True  # its machine was made
+    lock = nullcontext()  # nobody else is on the loop
+
+    def __init__(self, make: Callable[[], M], what: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.machine = make()
+        self._what = what
+        self._closed = False
+        self._why_not_here = ""  # in a child
+        self._process_id = os.getpid()
+        self._known = WatchedSockets(
+            self._loop.remove_reader, lambda descriptor: self._loop.add_reader(descriptor, self._process)
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
+        self._soon: asyncio.Handle | None = None
+        self._process()
+        register(self)
+
+    def forked_in_child(self) -> None:
+        """Refuse use in a child: the loop is its parent's."""
+        self._closed = True
+        self._why_not_here = after_fork_message(self._what, self._process_id, "connect anew, in a loop of this one")
+
+    def rouse(self) -> None:
+        """Let the machine process what is new: once for all that is asked in this turn of the loop."""
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self._process)
+
+    def post(self, act: Callable[[M], None]) -> None:
+        """Let ``act`` use the machine, which then does what follows. Raises what that raises, ClientClosed."""
+        if self._why_not_here:
+            raise ClientClosed(self._why_not_here)
+        act(self.machine)
+        self.rouse()
+
+    async def ask(self, request: Request[M]) -> Any:
+        """Make a request and return its result. Raises what it comes to."""
+        replied: asyncio.Future[None] = self._loop.create_future()
+        self.post(lambda machine: request.begin(machine, partial(_end, replied)))
+        if not replied.done():
+            patience_s = request.patience_s
+            timer = None if patience_s is None else self._loop.call_later(patience_s, _end, replied)
+            try:
+                await replied
+            except BaseException:  # cancelled
+                request.withdraw(self.machine)
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        request.expire(self.machine)
+        return request.value(self.ask)
+
+    def _process(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        if self._closed:
+            return
+        try:
+            self.machine.process()
+            is_new = self._known.update(self.machine.sockets())
+            due_s = self.machine.next_deadline_s()
+        except BaseException:
+            self._close()  # nobody waits for what does not come any more
+            raise
+        if is_new:
+            self.rouse()
+        now_s = time.monotonic()
+        if self._timer is None or not now_s < self._timer_due_s <= due_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_due_s = min(due_s, now_s + _SLEEP_S_MAX)
+            self._timer = self._loop.call_later(max(0.001, self._timer_due_s - now_s), self._process)
+
+    async def close(self) -> None:
+        """Close the machine. Requests that wait end with ClientClosed."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._known.update(())
+        for handle in (self._timer, self._soon):
+            if handle is not None:
+                handle.cancel()
+        self.machine.close()
+
+
+def _end(replied: asyncio.Future[None]) -> None:
+    if not replied.done():
+        replied.set_result(None)

@@ -1,0 +1,102 @@
+"""Shells around made-up machines: what they wait for, and what they do where a machine breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from immortal.appsdk.client.errors import ClientClosed
+from immortal.appsdk.client.shells import LoopShell, ThreadShell, WatchedSockets
+
+
+class Machine:
+    """Breaks as it is told to. Has no sockets, and nothing that is ever due."""
+
+    def __init__(self) -> None:
+        self.breaks = False
+        self.waiting: list[Callable[[], None]] = []
+
+    def process(self) -> None:
+        if self.breaks:
+            raise RuntimeError("a fault of ours")
+
+    def sockets(self) -> tuple[()]:
+        return ()
+
+    def next_deadline_s(self) -> float:
+        return float("inf")
+
+    def close(self) -> None:
+        for done in self.waiting:
+            done()
+
+
+class Breaking:
+    """A request at which the machine breaks."""
+
+    patience_s: float | None = None
+
+    def begin(self, machine: Machine, done: Callable[[], None]) -> None:
+        machine.waiting.append(done)
+        machine.breaks = True
+
+    def withdraw(self, machine: Machine) -> None:
+        pass
+
+    expire = withdraw
+
+    def value(self, ask: Any) -> None:
+        raise ClientClosed("it broke")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_breaks_leaves_nobody_waiting_and_is_closed_like_any() -> None:
+    shell = ThreadShell(Machine, "it")
+    with pytest.raises(ClientClosed):
+        shell.ask(Breaking())
+    shell._thread.join()
+    assert isinstance(shell.error, RuntimeError)
+    shell.close()
+    shell.close()
+    shell.rouse()  # a caller of before the end writes nowhere
+
+
+def test_a_loop_on_which_it_breaks_leaves_nobody_waiting() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        shell = LoopShell(Machine, "it")
+        with pytest.raises(ClientClosed):
+            await asyncio.wait_for(shell.ask(Breaking()), 30)
+        await shell.close()
+
+    asyncio.run(main())
+
+
+def test_who_closes_it_twice_at_once_closes_it_once() -> None:
+    shell = ThreadShell(Machine, "it")
+    closers = [threading.Thread(target=shell.close) for _ in range(4)]
+    for one in closers:
+        one.start()
+    for one in closers:
+        one.join(30)
+    assert not any(one.is_alive() for one in closers)
+
+
+class Socket:
+    def getsockopt(self, option: int) -> int:
+        return 5
+
+
+def test_a_socket_that_has_the_number_of_one_before_is_waited_for() -> None:
+    said: list[str] = []
+    watched = WatchedSockets(
+        lambda number: said.append(f"leave {number}"), lambda number: said.append(f"watch {number}")
+    )
+    first: Any = Socket()
+    second: Any = Socket()
+    assert [watched.update([first]), watched.update([first]), watched.update([second])] == [True, False, True]
+    assert said == ["watch 5", "leave 5", "watch 5"]
