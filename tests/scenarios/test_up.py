@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.at_terminal import CTRL_C, AtTerminal
+from tests.helpers.cli import wait_until
 from tests.helpers.projects import SHOP, Development, command, immortal, make_project
 
 
@@ -89,9 +90,19 @@ def test_one_that_fails_is_said(folder: Path) -> None:
     assert "shop ready" in said
     assert "'immortal logs till' says why" in said
     assert services(folder)["till"]["state"] == "failed: status 70"
+    assert "failed: status 70" in immortal(folder, "status", "till")
     assert "RuntimeError: no till" in _logs(folder, "till")
     (folder / "shop.py").write_text(SHOP)
     assert immortal(folder, "up") == "till ready\nshop ready\n"
+
+
+def test_a_killed_run_comes_back(folder: Path) -> None:
+    immortal(folder, "up")
+    before = services(folder)["till"]["pid"]
+    os.kill(before, signal.SIGKILL)
+    assert " error " in seen(folder, "'immortal run' died: SIGKILL", "till")
+    assert "till: restarting: 'immortal run' died: SIGKILL" in (folder / ".immortal" / ".project.log").read_text()
+    wait_until(lambda: (till := services(folder)["till"])["state"] == "running" and till["pid"] != before)
 
 
 def _logs(folder: Path, *arguments: str) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.config.schema import settings_of
+from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.project import fleet
 from immortal.coordinator.project.code_change import SourceFiles, python_files
-from immortal.coordinator.project.fleet import register
+from immortal.coordinator.project.fleet import ServiceProcess, register
 from immortal.coordinator.project.project import (
     GivenService,
     ModuleImportError,
@@ -165,7 +169,7 @@ def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None
     registry = Registry(tmp_path / "home")
 
     def service(**settings: object) -> ServiceSpec:
-        return ServiceSpec(name="shop", app="shop:Shop", version=1, files=(), calls=(), settings=settings)
+        return ServiceSpec(name="shop", app="shop:Shop", versions=(1,), files=(), calls=(), settings=settings)
 
     assert register(registry, service(keep_checkpoints=3)).startswith("registered, peers at tcp://127.0.0.1:")
     path = registry.path("shop")
@@ -179,6 +183,67 @@ def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None
     assert "# by hand" in path.read_text()
     with pytest.raises(ConfigError, match="name its port"):
         register(registry, service(peer="tcp://0.0.0.0:*"))
+
+
+class Sink:
+    """Keeps what a service says, and its states as others see them."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.states: list[str] = []
+        self.member: ServiceProcess
+
+    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+        self.said.append(text)
+
+    def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None: ...
+
+    def ended(self, name: str, state: str) -> None:
+        self.said.append(f"ended: {state}")
+
+    def changed(self) -> None:
+        self.states.append(self.member.state_text)
+
+
+def process_of(folder: Path, monkeypatch: pytest.MonkeyPatch, run: str) -> tuple[ServiceProcess, Sink]:
+    """A service whose `immortal run` is a shell script, which gets its arguments."""
+    (folder / "run.sh").write_text(run)
+    monkeypatch.setattr(fleet, "PYTHON", ("/bin/sh", str(folder / "run.sh")))
+    sink, service = Sink(), ServiceSpec(name="till", app="shop:Till", versions=(1,), files=(), calls=())
+    member = sink.member = ServiceProcess(Project(folder / "immortal.toml"), service, sink, interactive=False)
+    return member, sink
+
+
+def test_a_killed_run_is_started_again_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, sink = process_of(tmp_path, monkeypatch, 'echo "$@"; [ -e died ] && exit 70; touch died; kill -9 $$')
+
+    async def live() -> None:
+        member.start()
+        while member.runs:
+            await member.wait()
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(live(), 20))
+    death = "'immortal run' died: SIGKILL"
+    assert sink.states == ["starting", f"restarting: {death}", "starting", "failed: status 70"]
+    first, died, noted, second, ended = sink.said
+    assert (died, noted) == (f"{death}; restarting it  pause_s=0.1", f"ended: restarting: {death}")
+    assert "run till shop:Till --restart" in first
+    assert "run till --restart" in second, "an upgrade may have given it another class"
+    assert ended == "ended: failed: status 70", "what its own code ended is not started again"
+
+
+def test_a_killed_run_that_is_stopped_stays_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, sink = process_of(tmp_path, monkeypatch, "kill -9 $$")
+
+    async def live() -> None:
+        member.start()
+        await member.wait()
+        await fleet.stop_all([member])
+
+    asyncio.run(asyncio.wait_for(live(), 20))
+    assert sink.states[-1] == "stopped"
+    assert not member.runs
 
 
 def test_files_that_change_are_named_once_they_stand(tmp_path: Path) -> None:
