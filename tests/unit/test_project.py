@@ -8,13 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from immortal.cli import main
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.config.schema import settings_of
 from immortal.coordinator.core.notices import Level
+from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.project import fleet
-from immortal.coordinator.project.code_change import SourceFiles, python_files
+from immortal.coordinator.project.code_change import (
+    SourceFiles,
+    VersionGap,
+    python_files,
+    request_upgrade,
+    version_gap,
+)
 from immortal.coordinator.project.fleet import ServiceProcess, register
 from immortal.coordinator.project.project import (
     GivenService,
@@ -26,7 +35,7 @@ from immortal.coordinator.project.project import (
     find_project,
     read_project,
 )
-from tests.helpers.projects import SHOP
+from tests.helpers.projects import NEXT, SHOP, make_project
 
 
 def given(folder: Path, text: str) -> list[GivenService]:
@@ -185,6 +194,67 @@ def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None
         register(registry, service(peer="tcp://0.0.0.0:*"))
 
 
+def till(app: str, *versions: int) -> ServiceSpec:
+    return ServiceSpec(name="till", app=app, versions=versions, files=(), calls=())
+
+
+def test_a_class_of_another_version_than_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(tmp_path)
+    monkeypatch.setattr(own_logs, "log_version", lambda settings: 2)
+    assert version_gap(registry, till("shop2:Till", 3, 2)) is None, "it is new"
+    registry.register("till", peer="tcp://127.0.0.1:*", app="shop2:Till")
+    assert version_gap(registry, till("shop2:Till", 2, 1)) is None
+    behind = version_gap(registry, till("shop:Till", 1))
+    assert behind == VersionGap(
+        "till is of version 2, and the project names shop:Till, which has no such version:"
+        ' write app = "shop2:Till" in immortal.toml, which it ran last',
+        can_upgrade=False,
+    )
+    ahead = version_gap(registry, till("shop3:Till", 3, 2))
+    assert ahead is not None
+    assert ahead.stays
+    assert ahead.text == "till stays at version 2, and shop3:Till is of version 3"
+    request_upgrade(registry, till("shop3:Till", 3, 2))
+    requested = version_gap(registry, till("shop3:Till", 3, 2))
+    assert requested is not None
+    assert requested.is_requested
+    upgrade_mark.mark_failed(tmp_path / "till", "no room")
+    failed = version_gap(registry, till("shop3:Till", 3, 2))
+    assert failed is not None
+    assert failed.stays
+    assert failed.text.endswith("; the upgrade to version 3 failed: no room")
+
+
+def test_an_upgrade_is_written_into_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = '# mine\n[services.till]\napp = "shop:Till"  # what runs\n[services.s]\napp = "shop:Shop"\ncount = 2\n'
+    make_project(tmp_path, project=written)
+    (tmp_path / "shop2.py").write_text(NEXT)
+    for name in ("till", "s-1"):
+        Registry(tmp_path / ".immortal").register(name, peer="tcp://127.0.0.1:*", app="shop:Till")
+    monkeypatch.setattr(own_logs, "log_version", lambda settings: 1)
+    monkeypatch.chdir(tmp_path)
+
+    def upgrade(*arguments: str, status: int = 0) -> str:
+        result = CliRunner().invoke(main, ["upgrade", *arguments])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    assert upgrade("till", "shop2:Till") == (
+        "till: version 1 becomes version 2 at the next start, with shop2:Till\n"
+        "till: immortal.toml names shop2:Till now, and not shop:Till\n"
+        "start it with: immortal up\n"
+    )
+    assert (tmp_path / "immortal.toml").read_text() == written.replace('"shop:Till"', '"shop2:Till"')
+    upgrade("till", "--cancel")
+    assert (tmp_path / "immortal.toml").read_text() == written
+    said = upgrade("till", "shop2:Till", "--to", "3", status=1)
+    assert "shop2:Till has the versions 2, 1, expected 1, as the log has, and 3" in said
+    assert "'shop2' has no service 'Tell'; there are: Till" in upgrade("till", "shop2:Tell", status=1)
+    said = upgrade("s-1", "shop2:Till", status=1)
+    assert 'line 4: 2 instances run shop:Shop; write app = "shop2:Till" there, then' in said
+    assert (tmp_path / "immortal.toml").read_text() == written
+
+
 class Sink:
     """Keeps what a service says, and its states as others see them."""
 
@@ -209,8 +279,8 @@ def process_of(folder: Path, monkeypatch: pytest.MonkeyPatch, run: str) -> tuple
     """A service whose `immortal run` is a shell script, which gets its arguments."""
     (folder / "run.sh").write_text(run)
     monkeypatch.setattr(fleet, "PYTHON", ("/bin/sh", str(folder / "run.sh")))
-    sink, service = Sink(), ServiceSpec(name="till", app="shop:Till", versions=(1,), files=(), calls=())
-    member = sink.member = ServiceProcess(Project(folder / "immortal.toml"), service, sink, interactive=False)
+    sink, project = Sink(), Project(folder / "immortal.toml")
+    member = sink.member = ServiceProcess(project, till("shop:Till", 1), sink, interactive=False)
     return member, sink
 
 
