@@ -170,6 +170,7 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
     if keep:
         _keep(project, registry)
         return
+    _background(project)
     services = project.services()  # what is wrong with it is said here
     names = [one.name for one in services]
     gaps = _version_gaps(registry, services, upgrade=upgrade)
@@ -195,8 +196,8 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
         why = "" if failed[0] in gaps else f" ('immortal logs {failed[0]}' says why)"
         raise FailedError(f"{', '.join(failed)}: not running{why}")
     expected = [one for one in services if one.name in gaps and not gaps[one.name].stays]
-    if left := [gap.text for one in expected if (gap := version_gap(registry, one)) is not None]:
-        raise FailedError("; ".join(left))
+    if left := [gap for one in expected if (gap := version_gap(registry, one)) is not None]:
+        raise FailedError("\n".join(gap.text + ("" if gap.stays else ": at its next start") for gap in left))
 
 
 def _version_gaps(registry: Registry, services: Iterable[ServiceSpec], *, upgrade: bool) -> dict[str, VersionGap]:
@@ -224,17 +225,25 @@ def _keep(project: Project, registry: Registry) -> None:
         asyncio.run(ProjectDaemon(project, registry).run())
 
 
+def _background(project: Project) -> RunLockHolder | None:
+    """Return the process in the background, if there is one. Raises FailedError if something else runs the project."""
+    from immortal.coordinator.project.background import COMMAND
+    from immortal.coordinator.project.run_lock import holder
+
+    found = holder(project.home)
+    if found is not None and found.what != COMMAND:
+        raise FailedError(f"the project runs by '{found.what}', process {found.pid}: Ctrl-C there stops it")
+    return found
+
+
 def _start_daemon(project: Project, timeout_s: float) -> int:
     """Start the process in the background, or let it look again; how often it had looked before."""
-    from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL
+    from immortal.coordinator.project.background import RELOAD_SIGNAL
     from immortal.coordinator.project.run_lock import holder
     from immortal.coordinator.service.children import PYTHON
     from immortal.protocol.files import make_folder, opener
 
-    found = holder(project.home)
-    if found is not None:
-        if found.what != COMMAND:
-            raise FailedError(f"the project runs by '{found.what}', process {found.pid}: Ctrl-C there stops it")
+    if (found := _background(project)) is not None:
         os.kill(found.pid, RELOAD_SIGNAL)
         return found.looks
     make_folder(project.home)

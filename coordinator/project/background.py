@@ -14,10 +14,10 @@ import sys
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.project import run_lock
-from immortal.coordinator.project.code_change import VersionGap, version_gap
+from immortal.coordinator.project.code_change import version_gap
 from immortal.coordinator.project.fleet import ServiceProcess, register, stop_all
 from immortal.coordinator.project.output import LogFiles
-from immortal.coordinator.project.project import Project, ServiceSpec
+from immortal.coordinator.project.project import Project
 from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
@@ -66,7 +66,7 @@ class ProjectDaemon:
         except ImmortalError as error:
             self._print(str(error))
             planned = {name: member.service for name, member in self._members.items()}
-        gaps = {name: self._gap(service) for name, service in planned.items()}
+        gaps = {name: version_gap(self._registry, service) for name, service in planned.items()}
         changed = []
         for name, running in self._members.items():
             gap = gaps.get(name)
@@ -98,12 +98,6 @@ class ProjectDaemon:
             member.start()
         self._look_count += 1
         self._publish_states()
-
-    def _gap(self, service: ServiceSpec) -> VersionGap | None:
-        try:
-            return version_gap(self._registry, service)
-        except ImmortalError:  # its start says what is wrong
-            return None
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201 (to the file of its own)

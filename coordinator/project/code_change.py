@@ -79,12 +79,13 @@ class VersionGap(Struct, frozen=True):
 
 
 def version_gap(registry: Registry, service: ServiceSpec) -> VersionGap | None:
-    """Return how the version of the log differs from that of the class; None if it does not. Raises ImmortalError."""
+    """Return how the version of the log differs from that of the class; None if it does not, or can't be told."""
     name, version = service.name, service.version
-    if name not in registry.names():
+    try:
+        settings = registry.load(name)
+        known, mark = own_logs.log_version(settings), upgrade_mark.read(settings.folder)
+    except ImmortalError:  # not registered yet; else its start says what is wrong
         return None
-    settings = registry.load(name)
-    known = own_logs.log_version(settings)
     if known in (None, version):
         return None
     if known not in service.versions:
@@ -93,7 +94,6 @@ def version_gap(registry: Registry, service: ServiceSpec) -> VersionGap | None:
             way = f'write app = "{settings.app}" in immortal.toml, which it ran last'
         text = f"{name} is of version {known}, and the project names {service.app}, which has no such version: {way}"
         return VersionGap(text, can_upgrade=False)
-    mark = upgrade_mark.read(settings.folder)
     if mark is not None and mark.pending and mark.to == version:
         text = f"{name} becomes version {version} with {service.app}; it was version {known}"
         return VersionGap(text, can_upgrade=True, is_requested=True)

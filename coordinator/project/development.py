@@ -116,11 +116,7 @@ class Development:
 
     def _has_version(self, service: ServiceSpec) -> bool:
         """Return whether the class has the version of the log; where it only upgrades that, ask about it later."""
-        try:
-            gap = version_gap(self._registry, service)
-        except ImmortalError as error:
-            self._print(f"{service.name}: {error}", "error")
-            return False
+        gap = version_gap(self._registry, service)
         if gap is None:
             return True
         self._print(gap.text, "warning" if gap.can_upgrade else "error")
