@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from immortal.cli.options import app_name, name_argument, pass_registry
+from immortal.cli.project import project_with
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.operator import control
@@ -17,6 +18,9 @@ from immortal.presenters.records import time_text
 from immortal.presenters.status import clock_problem, format_paused, format_resumed, format_unsaved, operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.safe_output import printable
+
+if TYPE_CHECKING:
+    from immortal.coordinator.project.project import Project
 
 POLL_S = 0.05
 CHECKPOINT_TIMEOUT_S = 60.0
@@ -82,7 +86,8 @@ def upgrade(registry: Registry, name: str, app: str | None, to: int | None, canc
     """Mark an instance: at its next start the app's state and code become those of another version.
 
     MODULE:CLASS is the class that holds both versions, by default the one that is registered. A lower version is a
-    downgrade. Without --to it says what is asked for, and how the last attempt ended.
+    downgrade. Without --to it says what is asked for, and how the last attempt ended. In a project, MODULE:CLASS is
+    written into its immortal.toml, which says what runs.
     """
     settings = registry.load(name)
     if cancel:
@@ -90,61 +95,62 @@ def upgrade(registry: Registry, name: str, app: str | None, to: int | None, canc
             raise click.UsageError("--cancel goes with no other option")
         known = upgrade_mark.read(settings.folder)
         upgrade_mark.clear(settings.folder)
+        project = project_with(registry, name)
+        if known is not None and known.app_before is not None and project is not None:
+            project.set_app(name, known.app_before)
         forgotten = f"the upgrade to version {known.to} is forgotten" if known else "no upgrade is asked for"
         echo(f"{name}: {forgotten}")
-    elif to is None:
-        if app is not None:
-            raise click.UsageError("--to VERSION is missing: the version that this app brings")
+    elif to is None and app is None:
         echo(_state(settings))
     else:
-        _mark(settings, to, app)
+        _mark(settings, to, app, project_with(registry, name))
 
 
-def _mark(settings: InstanceSettings, to: int, app: str | None) -> None:
+def _mark(settings: InstanceSettings, to: int | None, app: str | None, project: Project | None) -> None:
     name = settings.name
-    current = _version(settings)
+    if to is None and project is None:
+        raise click.UsageError("--to VERSION is missing: the version that this app brings")
+    current = own_logs.log_version(settings)
     if current is None:
         raise FailedError(f"{name!r} has not been started yet: it begins with whatever version it is run with")
+    if project is not None:
+        service = project.service(name, app)
+        to = to or service.version
+        if not {current, to} <= {*service.versions}:
+            known = ", ".join(map(str, service.versions))
+            raise FailedError(f"{service.app} has the versions {known}, expected {current}, as the log has, and {to}")
+    assert to is not None
     if current == to:
         raise FailedError(f"{name!r} is of version {to} already")
-    upgrade_mark.write(settings.folder, UpgradeMark(to, app))
+    before = project.set_app(name, app) if project is not None and app is not None else None
+    upgrade_mark.write(settings.folder, UpgradeMark(to, app, app_before=before))
     holder = app or settings.app or "its app"
     echo(f"{name}: version {current} becomes version {to} at the next start, with {holder}")
-    echo(_next_start(settings))
+    if before not in (None, app):
+        echo(f"{name}: immortal.toml names {app} now, and not {before}")
+    echo(_next_start(settings, "run" if project is None else "up"))
 
 
-def _next_start(settings: InstanceSettings) -> str:
-    """Say what an operator does so that the next start upgrades."""
+def _next_start(settings: InstanceSettings, command: str) -> str:
+    """Say what an operator does so that the next start upgrades. ``command``: that starts what does not run."""
     name = settings.name
     if control.supervisor(settings.folder) is not None:
         return f"it runs now; for that start: immortal restart {name}"
     running = control.running(settings.folder)
     if running is None:
-        return f"start it with: immortal run {name}"
+        return f"start it with: immortal {command}{f' {name}' if command == 'run' else ''}"
     return f"it runs now, without 'immortal run': 'immortal stop {name}', then start it and its app as before"
 
 
 def _state(settings: InstanceSettings) -> str:
     mark = upgrade_mark.read(settings.folder)
-    current = _version(settings)
+    current = own_logs.log_version(settings)
     version = "not started yet" if current is None else f"version {current}"
     if mark is None:
         return f"{settings.name}: {version}; no upgrade is asked for"
     if mark.pending:
         return f"{settings.name}: {version}; the next start upgrades it to version {mark.to}"
     return f"{settings.name}: {version}; the upgrade to version {mark.to} failed: {mark.problem}"
-
-
-def _version(settings: InstanceSettings) -> int | None:
-    """Return the version of the log; None before the first start."""
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log import log_exists
-
-    if not log_exists(settings.log):
-        return None
-    with own_logs.open_reader(settings) as reader:
-        versions = reader.summary().versions
-    return versions[-1].version if versions else None
 
 
 # pause, resume: an instance whose app gets no input for a while.

@@ -22,8 +22,11 @@ from immortal.protocol.command_line import FailedError, echo
 from immortal.protocol.shared_registry import is_url
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from immortal.coordinator.instances.registry import Registry
-    from immortal.coordinator.project.project import Project
+    from immortal.coordinator.project.code_change import VersionGap
+    from immortal.coordinator.project.project import Project, ServiceSpec
     from immortal.coordinator.project.run_lock import RunLockHolder
 
 
@@ -49,6 +52,22 @@ def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry
     given = main.get_parameter_source("home") not in (None, ParameterSource.DEFAULT)
     project = find_project(path, Path(main.params["home"]).absolute() if given else None)
     return project, Registry(project.home)
+
+
+def project_with(registry: Registry, name: str) -> Project | None:
+    """Return the project whose immortal.toml says what the instance ``name`` of ``registry`` runs; None without one.
+
+    Raises ConfigError for a file with mistakes.
+    """
+    from immortal.coordinator.project.project import FILE_NAME, ProjectError
+
+    beside = registry.home.parent / FILE_NAME
+    try:
+        project, own = project_of(click.get_current_context(), beside if beside.is_file() else None)
+    except (ProjectError, RegistryError):  # there is none; a registry of many machines
+        return None
+    is_its = own.home.resolve() == registry.home.resolve() and name in project.names()
+    return project if is_its else None
 
 
 # init: a project that runs.
@@ -126,25 +145,35 @@ OWN_LOG_NAME = ".project.log"
 _POLL_S = 0.05
 _PATIENCE_S = 1.0  # for a process that has just begun to say who it is
 _SETTLED = ("ready", "failed", "stopped")
+RUNS_ALREADY = "runs already"
 
 
 @click.command()
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=TIMEOUT_S, show_default=True)
+@click.option("--upgrade", is_flag=True, help="Upgrade the services whose class is of another version than their log.")
 @click.option("--keep", is_flag=True, hidden=True, help="Be the process in the background.")
 @click.pass_context
-def up(ctx: click.Context, path: Path | None, timeout_s: float, keep: bool) -> None:
+def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, keep: bool) -> None:
     """Run all services of a project in the background, and wait until they are ready.
 
     PATH is as for 'immortal dev'. What runs already goes on; what was stopped or has failed is started again, and what
     immortal.toml says differently is started with that. 'immortal ps' shows them, 'immortal logs' what they say,
     'immortal down' stops them. The exit status is 1 where one is not ready in time, or has failed.
+
+    Where a service's class is of another version than its log, that is said first. If the class upgrades that version
+    (@upgrades), it goes on until --upgrade, or 'immortal upgrade'; if not, the service is not started.
     """
+    from immortal.coordinator.project.code_change import version_gap
+
     project, registry = project_of(ctx, path)
     if keep:
         _keep(project, registry)
         return
-    names = [one.name for one in project.services()]  # what is wrong with it is said here
+    _background(project)
+    services = project.services()  # what is wrong with it is said here
+    names = [one.name for one in services]
+    gaps = _version_gaps(registry, services, upgrade=upgrade)
     looks = _start_daemon(project, timeout_s)
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -159,11 +188,32 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, keep: bool) -> N
                 f"not ready within {timeout_s:g} s: {waiting}; they go on starting ('immortal logs' says more)"
             )
         time.sleep(_POLL_S)
-    for name in names:
-        echo(f"{name} {states.get(name) or _elsewhere(registry, name)}")
-    failed = [name for name in names if states.get(name, "ready") != "ready"]
+    shown = {name: states.get(name) or _elsewhere(registry, name) for name in names}
+    for name, text in shown.items():
+        echo(f"{name} {text}")
+    failed = [name for name, text in shown.items() if not text.startswith(("ready", RUNS_ALREADY))]
     if failed:
-        raise FailedError(f"{', '.join(failed)}: not running ('immortal logs {failed[0]}' says why)")
+        why = "" if failed[0] in gaps else f" ('immortal logs {failed[0]}' says why)"
+        raise FailedError(f"{', '.join(failed)}: not running{why}")
+    expected = [one for one in services if one.name in gaps and not gaps[one.name].stays]
+    if left := [gap for one in expected if (gap := version_gap(registry, one)) is not None]:
+        raise FailedError("\n".join(gap.text + ("" if gap.stays else ": at its next start") for gap in left))
+
+
+def _version_gaps(registry: Registry, services: Iterable[ServiceSpec], *, upgrade: bool) -> dict[str, VersionGap]:
+    """Return the services whose class is of another version than their log, and say what becomes of them."""
+    from immortal.coordinator.project.code_change import request_upgrade, version_gap
+
+    gaps = {}
+    for service in services:
+        gap = version_gap(registry, service)
+        if gap is not None and gap.stays and upgrade:
+            request_upgrade(registry, service)
+            gap = version_gap(registry, service)
+        if gap is not None:
+            echo(gap.text + ("; 'immortal up --upgrade' upgrades it" if gap.stays else ""))
+            gaps[service.name] = gap
+    return gaps
 
 
 def _keep(project: Project, registry: Registry) -> None:
@@ -175,17 +225,25 @@ def _keep(project: Project, registry: Registry) -> None:
         asyncio.run(ProjectDaemon(project, registry).run())
 
 
+def _background(project: Project) -> RunLockHolder | None:
+    """Return the process in the background, if there is one. Raises FailedError if something else runs the project."""
+    from immortal.coordinator.project.background import COMMAND
+    from immortal.coordinator.project.run_lock import holder
+
+    found = holder(project.home)
+    if found is not None and found.what != COMMAND:
+        raise FailedError(f"the project runs by '{found.what}', process {found.pid}: Ctrl-C there stops it")
+    return found
+
+
 def _start_daemon(project: Project, timeout_s: float) -> int:
     """Start the process in the background, or let it look again; how often it had looked before."""
-    from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL
+    from immortal.coordinator.project.background import RELOAD_SIGNAL
     from immortal.coordinator.project.run_lock import holder
     from immortal.coordinator.service.children import PYTHON
     from immortal.protocol.files import make_folder, opener
 
-    found = holder(project.home)
-    if found is not None:
-        if found.what != COMMAND:
-            raise FailedError(f"the project runs by '{found.what}', process {found.pid}: Ctrl-C there stops it")
+    if (found := _background(project)) is not None:
         os.kill(found.pid, RELOAD_SIGNAL)
         return found.looks
     make_folder(project.home)
@@ -223,7 +281,7 @@ def _elsewhere(registry: Registry, name: str) -> str:
     with contextlib.suppress(RegistryError):
         found = control.supervisor(registry.load(name).folder) or control.running(registry.load(name).folder)
         if found is not None:
-            return f"runs already, as process {found.pid}, which is left as it is"
+            return f"{RUNS_ALREADY}, as process {found.pid}, which is left as it is"
     return "is not started; .project.log in the registry's folder says why"
 
 
@@ -290,6 +348,7 @@ def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user
 
     What is not registered is registered. Files that are there are written over.
     """
+    from immortal.coordinator.project.code_change import version_gap
     from immortal.coordinator.project.fleet import register
     from immortal.coordinator.project.systemd_units import units
 
@@ -298,6 +357,11 @@ def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user
     for service in services:
         if said := register(registry, service):
             echo(f"{service.name}: {said}", err=True)
+        gap = version_gap(registry, service)
+        if gap is not None:
+            echo(gap.text, err=True)
+        if gap is None or gap.can_upgrade:
+            registry.remember_app(service.name, service.app)
     texts = units(project, services, for_user=for_user)
     for name, text in texts.items():
         if output is None:

@@ -7,7 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,13 +17,8 @@ from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option, print_table
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-
 _COLUMNS = {"service": "name", "state": "state", "up": "up", "pid": "pid", "record": "record", "backlog": "backlog"}
-_COLUMNS |= {"app": "app", "peers at": "peer"}
-_STATES = {"normal": "running", "taking a checkpoint": "running"}
+_COLUMNS |= {"app": "app", "version": "version", "peers at": "peer"}
 
 
 @click.command()
@@ -36,10 +31,9 @@ def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
 
     project, registry = project_of(ctx, path)
     found = holder(project.home)
-    states = {} if found is None else found.states
     names = [*dict.fromkeys([*project.names(), *registry.names()])]
     with ThreadPoolExecutor(8) as pool:
-        rows = list(pool.map(lambda name: _row(registry, name, states), names))
+        rows = list(pool.map(lambda name: _row(registry, name), names))
     if as_json:
         keeper_row = None if found is None else {"command": found.what, "pid": found.pid}
         echo_json({"project": project.name(), "keeper": keeper_row, "services": rows})
@@ -49,30 +43,28 @@ def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
         echo(f"by '{found.what}', process {found.pid}")
 
 
-def _row(registry: Registry, name: str, states: Mapping[str, str]) -> dict[str, Any]:
+def _row(registry: Registry, name: str) -> dict[str, Any]:
     from immortal.coordinator.instances.registry import UnknownInstanceError
     from immortal.coordinator.operator import control
-    from immortal.presenters.status import instance_status
+    from immortal.presenters.status import instance_status, problems
 
     try:
         settings = registry.load(name)
     except UnknownInstanceError:
         return {"name": name, "state": "not registered yet"}
     status = instance_status(registry, name)
-    state = str(status.get("phase", "unknown"))
-    known = states.get(name, "")
-    if known.startswith("failed") and "pid" not in status:
-        state = known
     running = control.running(settings.folder)
     row = {
         "name": name,
-        "state": _STATES.get(state, state),
+        "state": status["state"],
         "up_s": None if running is None else round(max(0.0, time.time() - running.started_ns / 1e9), 3),
         "pid": status.get("supervisor_pid") or status.get("pid"),
         "record": status.get("sequence_id"),
         "backlog": status.get("backlog_records"),
         "app": settings.app,
+        "version": status.get("version"),
         "peer": settings.peer,
+        "problems": problems(status),
     }
     return row | ({"error": status["error"]} if "error" in status else {})
 
@@ -80,10 +72,10 @@ def _row(registry: Registry, name: str, states: Mapping[str, str]) -> dict[str, 
 def _print(rows: list[dict[str, Any]]) -> None:
     shown = [row | {"up": _age(row.get("up_s"))} for row in rows]
     cells = [["-" if row.get(key) is None else str(row[key]) for key in _COLUMNS.values()] for row in shown]
-    print_table([*_COLUMNS], cells, right=("up", "pid", "record", "backlog"))
+    print_table([*_COLUMNS], cells, right=("up", "pid", "record", "backlog", "version"))
     for row in rows:
-        if "error" in row:
-            echo(f"{row['name']}: {row['error']}")
+        for problem in row.get("problems", ()):
+            echo(problem)
 
 
 def _age(age_s: float | None) -> str | None:

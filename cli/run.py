@@ -8,6 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 import click
+import msgspec
 
 from immortal.cli.options import (
     app_name,
@@ -24,7 +25,6 @@ from immortal.coordinator.config import InstanceSettings, override
 from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.operator import control
 from immortal.protocol.command_line import echo
@@ -119,7 +119,7 @@ def run(
             )
         _become_embedded(settings, app, strict=strict, log_level=log_level)
     if mark is not None and upgrading:
-        upgrade_mark.write(settings.folder, UpgradeMark(mark.to, app))  # registered once the upgrade is durable
+        upgrade_mark.write(settings.folder, msgspec.structs.replace(mark, app=app))  # registered once it is durable
     elif not follow:
         settings = registry.remember_app(name, app)
     own = supervised(override(settings, **said(options)))

@@ -61,7 +61,7 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    heads = ["instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs"]
+    heads = ["instance", "state", "pid", "record", "backlog", "checkpoint", "inputs", "outputs"]
     if any(_clients(row) for row in rows):
         heads.append("clients")
     cells = (
@@ -107,7 +107,7 @@ def _phase(row: dict[str, Any]) -> str:
     if commit_ms >= SLOW_COMMIT_MS:
         hint += f" (its disk is slow: a commit takes {commit_ms:.0f} ms)"
     version = f", version {row['version']}" if (row.get("version") or 1) != 1 else ""
-    return f"{row['phase']}{version}{hint}"
+    return f"{row['state']}{version}{hint}"
 
 
 def _checkpoint(checkpoint: dict[str, Any] | None) -> str:

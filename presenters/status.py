@@ -15,6 +15,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
 from immortal.coordinator.operator import control
+from immortal.coordinator.project import run_lock
 from immortal.presenters.handlers import format_waits
 from immortal.presenters.records import time_text
 from immortal.protocol.client_frames import CLIENTS
@@ -28,25 +29,30 @@ Values = dict[str, Any]
 
 
 NOT_STARTED = "not started yet"
-
-
 STOPPED = "stopped"
-
-
 STARTING = "starting"
+UNKNOWN = "unknown"
+RUNNING = "running"
+FAILED = "failed"
+KEPT = (STARTING, "restarting", FAILED)  # states that nobody but the process of the project knows
+_STATES = {"normal": RUNNING, "taking a checkpoint": RUNNING}
 
 
 APP_TIMEOUT_S = 2.0
 
 
-def instance_status(registry: Registry, name: str) -> dict[str, Any]:
-    """The fields of a live instance's own answer, or as many of them as the log holds; "error" if there are none."""
+def instance_status(registry: Registry, name: str, stopped: Values | None = None) -> dict[str, Any]:
+    """The fields of a live instance's own answer, or as many of them as the log holds; "error" if there are none.
+
+    "state" says how it is, for all who show it. ``stopped``: :func:`stopped_status`, if it is known.
+    """
     try:
         settings = registry.load(name)
-        row = _live_status(settings) or _stopped_status(settings)
-        return row | _supervisor(settings, row) | _upgrade(settings) | _keys(settings.folder)
+        row = _live_status(settings) or stopped or stopped_status(settings)
+        row = row | _supervisor(settings, row) | _upgrade(settings) | _keys(settings.folder)
     except (ImmortalError, OSError) as error:  # another user's, say
-        return {"name": name, "phase": "unknown", "error": str(error)}
+        row = {"name": name, "phase": UNKNOWN, "error": str(error)}
+    return row | {"state": _STATES.get(row["phase"], row["phase"])}
 
 
 def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
@@ -72,11 +78,14 @@ def multicasts(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
-    """The process of `immortal run`, if there is one; between two starts it is all that runs."""
+    """The process of `immortal run`, if there is one; between two starts it is all that runs. Without it, what the
+    process that runs the project knows."""
     found = control.supervisor(settings.folder)
-    if found is None:
-        return {}
-    return {"supervisor_pid": found.pid} | ({} if "pid" in row else {"phase": STARTING})
+    if found is not None:
+        return {"supervisor_pid": found.pid} | ({} if "pid" in row else {"phase": STARTING})
+    keeper = None if "pid" in row else run_lock.holder(settings.folder.parent)
+    known = "" if keeper is None else keeper.states.get(settings.name, "")
+    return {"phase": known} if known.startswith(KEPT) else {}
 
 
 def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
@@ -87,7 +96,8 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
     return {"upgrade_to": mark.to} if mark.pending else {"upgrade_to": mark.to, "upgrade_problem": mark.problem}
 
 
-def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
+def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
+    """The fields that the log holds. Raises LogError."""
     from immortal.coordinator.core.interfaces import IMPULSES, ONESELF
     from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log.open import log_exists, place_of
@@ -171,6 +181,12 @@ def problems(row: dict[str, Any]) -> list[str]:
     clock = row.get("clock") or {}
     if clock.get("ahead_s"):
         found.append(f"{row['name']}: {clock_problem(clock)} ('immortal clock {row['name']}')")
+    brought = row.get("app_version")
+    if brought not in (None, row.get("version")) and row.get("upgrade_to") is None and row.get("version") is not None:
+        found.append(
+            f"{row['name']}: version {row['version']} runs, and its class is of version {brought}: 'immortal up"
+            f" --upgrade' in a project, or 'immortal upgrade {row['name']} --to {brought}' and a restart, upgrade it"
+        )
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
         found.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")

@@ -13,7 +13,17 @@ from markupsafe import Markup
 
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
-from immortal.presenters.status import NOT_STARTED, STOPPED, age_text, instance_status, problems
+from immortal.presenters.status import (
+    FAILED,
+    NOT_STARTED,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
+    age_text,
+    instance_status,
+    problems,
+    stopped_status,
+)
 from immortal.protocol.command_line import size_text
 from immortal.protocol.errors import ImmortalError
 from immortal.web.log_messages import Logs
@@ -25,15 +35,13 @@ ASKED_AT_ONCE_MAX = 2  # more would keep the interpreter from pages; one that do
 RATE_SPAN_S = 5.0
 FIRST_WAIT_S = 0.1  # of a page, for instances that nothing is known of yet: what comes later it is sent by itself
 
-RUNNING = ("normal", "taking a checkpoint")
-
 
 @dataclass(frozen=True)
 class Row:
     """One instance, as the page shows it. ``tone``: good, busy, off or bad. ``status``: as `immortal status --json`."""
 
     name: str
-    phase: str
+    state: str
     tone: str
     role: str
     version: str
@@ -120,7 +128,7 @@ class Fleet:
         records = status.get("sequence_id")
         return Row(
             name,
-            status["phase"],
+            status["state"],
             _tone(status),
             {"writing": "primary", "following": "standby"}.get(str(status.get("role")), str(status.get("role") or "")),
             str(status.get("version") or ""),
@@ -142,14 +150,12 @@ class Fleet:
                 self._stopped.pop(name, None)
                 return instance_status(self._registry, name)
             known = self._stopped.get(name)
-            if known is not None and now_s - known[0] < STOPPED_FRESH_S:
-                return known[1]
-            with self._logs.locked(settings):
-                status = instance_status(self._registry, name)
-            self._stopped[name] = now_s, status
-            return status
+            if known is None or now_s - known[0] >= STOPPED_FRESH_S:
+                with self._logs.locked(settings):
+                    known = self._stopped[name] = now_s, stopped_status(settings)
+            return instance_status(self._registry, name, known[1])
         except (ImmortalError, OSError) as error:
-            return {"name": name, "phase": "unknown", "error": str(error)}
+            return {"name": name, "phase": UNKNOWN, "state": UNKNOWN, "error": str(error)}
 
     def _rate(self, name: str, records: int | None, status: dict[str, Any]) -> str:
         if records is None or "pid" not in status:
@@ -168,12 +174,12 @@ class Fleet:
 
 
 def _tone(status: dict[str, Any]) -> str:
-    phase = status["phase"]
-    if "error" in status or phase == "unknown":
+    state = status["state"]
+    if "error" in status or state == UNKNOWN or state.startswith(FAILED):
         return "bad"
-    if phase in (STOPPED, NOT_STARTED):
+    if state in (STOPPED, NOT_STARTED):
         return "off"
-    return "good" if phase in RUNNING else "busy"
+    return "good" if state == RUNNING else "busy"
 
 
 def _unknown(name: str) -> Row:

@@ -271,10 +271,11 @@ def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Cal
             def upgrade(cls, old: CounterV1) -> Counter: ...
 
     ``upgrade`` gets the old object as it was after the last record and returns a new one. It is repeated by replays, so
-    it takes time and randomness from the SDK (``immortal.now()``), and like ``__init__`` it can't send calls. The
-    version of the class is the old one's + 1, unless ``version=`` gives another (a lower one: the way back). With
-    ``retry_refused`` the upgrade gives the app once more what was refused because its method or parameters were
-    unknown, and nobody waits for. Raises DefinitionError.
+    it takes time and randomness from the SDK (``immortal.now()``), and like ``__init__`` it can't send calls. A
+    subclass of the old class may leave it out: then ``__init__`` makes the object, which takes over each attribute of
+    the old state by its name. The version of the class is the old one's + 1, unless ``version=`` gives another (a lower
+    one: the way back). With ``retry_refused`` the upgrade gives the app once more what was refused because its method
+    or parameters were unknown, and nobody waits for. Raises DefinitionError.
     """
     old_definition = definition_of(old)
 
@@ -283,7 +284,10 @@ def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Cal
         if definition.upgrades is not None:
             raise DefinitionError(f"{definition.name}: a class upgrades one other: there are two @upgrades")
         usage = USAGE.format(old=old_definition.name, new=definition.name)
-        function = _check_upgrade(definition, vars(cls).get("upgrade"), usage)
+        found = vars(cls).get("upgrade")
+        if found is None and issubclass(cls, old) and hook_of(old, "checkpoint") is None:
+            found = _carry_over
+        function = _check_upgrade(definition, found, usage)
         if definition.given_version == old_definition.version:
             raise DefinitionError(
                 f"{definition.name}: it has the version of the class that it upgrades, {old_definition.version}: "
@@ -295,6 +299,14 @@ def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Cal
         return cls
 
     return decorate
+
+
+def _carry_over(cls: Any, old: Any) -> Any:
+    """Return a new object of ``cls`` with the state of ``old``, attribute by attribute."""
+    new = cls()
+    for name in definition_of(type(old)).state().fields:
+        setattr(new, name, getattr(old, name))
+    return new
 
 
 def _check_upgrade(definition: Definition, found: object, usage: str) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
 """``python -m appsdk.running.listing MODULE``: what services a module of the current folder has, and of which files it
 is made, without a run.
 
-It prints a JSON object: {"services": {CLASS: {"version": N, "peers": [NAME, ...], "is_own": BOOL}}, "files": [...]}.
-The module's own are those that it defines itself, without those that another one upgrades. Files are those of the
-user's that were imported. The exit status is 0, or EXIT_NOT_RUNNABLE for a module that can't be imported; stderr says
-why.
+It prints a JSON object: {"services": {CLASS: {"versions": [N, ...], "peers": [NAME, ...], "is_own": BOOL}}, "files":
+[...]}. The versions are those that the class can run, its own first. The module's own are those that it defines itself,
+without those that another one upgrades. Files are those of the user's that were imported. The exit status is 0, or
+EXIT_NOT_RUNNABLE for a module that can't be imported; stderr says why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def services(module: Any) -> dict[str, dict[str, Any]]:
     older = {one.cls for definition in found.values() for one in definition.chain[1:]}
     return {
         name: {
-            "version": definition.version,
+            "versions": [one.version for one in definition.chain],
             "peers": sorted({peer.name for peer in definition.peers.values()}),
             "is_own": definition.label == f"{module.__name__}:{name}" and definition.cls not in older,
         }

@@ -12,6 +12,7 @@ from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, WORKS, Ph
 from immortal.coordinator.core.peers import Peers
 from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.messages import MessageType
 from immortal.protocol.verdicts import MessageKey
 
 
@@ -65,7 +66,7 @@ class StatusView:
 
     def status(self, now_ns: int) -> dict[str, object]:
         """Values for `immortal status` of a live instance."""
-        components = self._components
+        components, session = self._components, self._components.state.session
         return describe(components.state, components.peers, now_ns) | {
             **describe_write_lease(components.state, now_ns),
             **describe_flow(components.state, components.back_pressure),
@@ -79,6 +80,7 @@ class StatusView:
             "open_calls": components.admission.open_calls.counts,
             "clients": components.clients.describe() | components.queries.describe(),
             "version": components.state.versions.current,
+            "app_version": session.description.version if MessageType.APP_DESCRIPTION in session.extensions else None,
             "upgrade_to": components.state.versions.upgrade_to,
         }
 

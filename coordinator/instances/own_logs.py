@@ -263,6 +263,15 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
     return reader
 
 
+def log_version(settings: InstanceSettings) -> int | None:
+    """Return the version of the instance's state, as its log says; None before its first start. Raises LogError."""
+    if not log_exists(settings.log):
+        return None
+    with open_reader(settings) as reader:
+        versions = reader.summary().versions
+    return versions[-1].version if versions else None
+
+
 def verify(settings: InstanceSettings) -> LogVerification:
     """Verify the instance's log with its keys; see :func:`immortal.coordinator.log.verify.verify_log`."""
     from immortal.coordinator.log.verify import verify_log

@@ -24,11 +24,12 @@ class UpgradeMarkError(ImmortalError):
 
 class UpgradeMark(msgspec.Struct, frozen=True):
     """Requested upgrade to version ``to``. ``app``: "module:Class" that holds both versions; None: the registered
-    one."""
+    one. ``app_before``: the one that the project named, if that was changed."""
 
     to: int
     app: str | None = None
     problem: str | None = None  # why it failed
+    app_before: str | None = None
 
     @property
     def pending(self) -> bool:

@@ -1,7 +1,7 @@
 """Daemon of `immortal up`: runs a project's services, and writes their output to files.
 
-SIGHUP makes it read the project again: services that are new, changed, stopped or failed are started, and those that
-the project no longer has are stopped. SIGTERM stops all with checkpoints.
+SIGHUP makes it read the project again: services that are new, changed, stopped or failed are started, also those that
+are to be upgraded, and those that the project no longer has are stopped. SIGTERM stops all with checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.project import run_lock
+from immortal.coordinator.project.code_change import version_gap
 from immortal.coordinator.project.fleet import ServiceProcess, register, stop_all
 from immortal.coordinator.project.output import LogFiles
 from immortal.coordinator.project.project import Project
@@ -65,13 +66,24 @@ class ProjectDaemon:
         except ImmortalError as error:
             self._print(str(error))
             planned = {name: member.service for name, member in self._members.items()}
-        changed = [member for name, member in self._members.items() if planned.get(name) != member.service]
+        gaps = {name: version_gap(self._registry, service) for name, service in planned.items()}
+        changed = []
+        for name, running in self._members.items():
+            gap = gaps.get(name)
+            if gap is not None and not gap.can_upgrade and running.runs:
+                planned[name] = running.service  # what runs is better than what can't
+            elif planned.get(name) != running.service or (gap is not None and gap.is_requested):
+                changed.append(running)
         await stop_all(changed)
         for name in [name for name in self._members if name not in planned]:
             del self._members[name]
         for name, service in planned.items():
             member = self._members.get(name)
             if member is not None and member.runs:
+                continue
+            gap = gaps[name]
+            if gap is not None and not gap.can_upgrade:
+                self._print(f"{gap.text}; it is not started")
                 continue
             try:
                 if said := register(self._registry, service):

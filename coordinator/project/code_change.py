@@ -63,6 +63,51 @@ class ChangeError(ImmortalError):
     """The new code can't take over, so the old code goes on."""
 
 
+class VersionGap(Struct, frozen=True):
+    """Difference between the version of a service's log and that of its class in the project. ``text``: both, in words.
+    ``can_upgrade``: the class has the log's version, too, so that runs until an upgrade. ``is_requested``: the next
+    start upgrades."""
+
+    text: str
+    can_upgrade: bool
+    is_requested: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether the service goes on with its version until an upgrade is asked for."""
+        return self.can_upgrade and not self.is_requested
+
+
+def version_gap(registry: Registry, service: ServiceSpec) -> VersionGap | None:
+    """Return how the version of the log differs from that of the class; None if it does not, or can't be told."""
+    name, version = service.name, service.version
+    try:
+        settings = registry.load(name)
+        known, mark = own_logs.log_version(settings), upgrade_mark.read(settings.folder)
+    except ImmortalError:  # not registered yet; else its start says what is wrong
+        return None
+    if known in (None, version):
+        return None
+    if known not in service.versions:
+        way = f"name a class that has version {known}"
+        if settings.app not in (None, service.app):
+            way = f'write app = "{settings.app}" in immortal.toml, which it ran last'
+        text = f"{name} is of version {known}, and the project names {service.app}, which has no such version: {way}"
+        return VersionGap(text, can_upgrade=False)
+    if mark is not None and mark.pending and mark.to == version:
+        text = f"{name} becomes version {version} with {service.app}; it was version {known}"
+        return VersionGap(text, can_upgrade=True, is_requested=True)
+    text = f"{name} stays at version {known}, and {service.app} is of version {version}"
+    if mark is not None and mark.problem is not None:
+        text += f"; the upgrade to version {mark.to} failed: {mark.problem}"
+    return VersionGap(text, can_upgrade=True)
+
+
+def request_upgrade(registry: Registry, service: ServiceSpec) -> None:
+    """Mark the service, so that its next start upgrades it to the version of its class. Raises ImmortalError."""
+    upgrade_mark.write(registry.load(service.name).folder, UpgradeMark(service.version, service.app))
+
+
 class CodeChange:
     """Change of a service to new code. ``service``: the service as the project has it now."""
 
@@ -103,7 +148,7 @@ class CodeChange:
     def mark_upgrade(self, found: ChangeReport) -> None:
         """Mark the instance for an upgrade at its next start if the new code has another version."""
         if found.version is not None and found.version != self.service.version:
-            upgrade_mark.write(self._settings.folder, UpgradeMark(self.service.version, self.service.app))
+            request_upgrade(self._registry, self.service)
 
     def records_behind(self) -> int:
         """Return how many records after its last checkpoint a stopped instance has."""

@@ -22,6 +22,7 @@ from immortal.coordinator.project.code_change import (
     Outcome,
     SourceFiles,
     python_files,
+    version_gap,
 )
 from immortal.coordinator.project.fleet import ServiceProcess, State, register, stop_all
 from immortal.coordinator.project.output import Console
@@ -48,6 +49,7 @@ class Development:
         self._reported_failed: set[str] = set()  # names of services that ended by themselves, which was reported
         self._changed: set[str] = set()  # names of services that must take over new code
         self._all_changed = False
+        self._other_versions: set[str] = set()  # names of services to be asked about once they are ready
         self._unread: set[str] = set()  # names of services that were changed while the project could not be read
         self._task: asyncio.Task[None] | None = None
         self._is_committed = False  # the change under way can't be cancelled
@@ -90,9 +92,8 @@ class Development:
 
     def _start_new(self, services: Iterable[ServiceSpec]) -> None:
         """Start the services that are new."""
-        for service in services:
-            if service.name in self._members:
-                continue
+        new = [one for one in services if one.name not in self._members]
+        for service in [one for one in new if self._has_version(one)]:
             if self._register(service) and not self._is_started_elsewhere(service.name):
                 self._start_service(service)
         self._watch()
@@ -112,6 +113,16 @@ class Development:
             self._print(f"{service.name}: {error}", "error")
             return False
         return True
+
+    def _has_version(self, service: ServiceSpec) -> bool:
+        """Return whether the class has the version of the log; where it only upgrades that, ask about it later."""
+        gap = version_gap(self._registry, service)
+        if gap is None:
+            return True
+        self._print(gap.text, "warning" if gap.can_upgrade else "error")
+        if gap.stays:
+            self._other_versions.add(service.name)
+        return gap.can_upgrade
 
     def _is_started_elsewhere(self, name: str) -> bool:
         try:
@@ -155,6 +166,9 @@ class Development:
                 await asyncio.wait_for(self._stopping.wait(), LOOK_INTERVAL_S)
             if changed := self._files.poll():
                 self._note_changed_files(changed)
+            ready = {name for name, member in self._members.items() if member.state is State.READY}
+            self._changed |= ready & self._other_versions
+            self._other_versions -= ready
             is_free = self._task is None or self._task.done()
             if is_free and self._task is not None and not self._task.cancelled():
                 self._task.result()  # raises our own errors
@@ -226,6 +240,10 @@ class Development:
         self._describe_change(name, found, service)
         while True:
             choice = await self._choose(name, found, service)
+            if choice == "k" and found.outcome is Outcome.SAME:
+                self._print(f"{name} stays at version {found.version}, also after a crash")
+                member.service = service
+                return
             if choice == "k":
                 self._print(
                     f"{name} goes on with the code that it runs. Its file has other code: after a crash the recovery"
@@ -254,6 +272,8 @@ class Development:
             self._print(f"the new code of {name} is of version {service.version}, its log of version {found.version}")
 
     async def _choose(self, name: str, found: ChangeReport, service: ServiceSpec) -> str:
+        if (gap := version_gap(self._registry, service)) is not None and gap.is_requested:
+            return "u"
         if not self._interactive:
             to = f"'immortal upgrade {name} {service.app} --to {service.version}'"
             way = to if found.version not in (None, service.version) else "'immortal dev' at a terminal asks what to do"

@@ -1,5 +1,6 @@
 """Processes of a project's services, each an `immortal run` in a process of its own.
 
+An `immortal run` restarts its coordinator and its app; one that a signal killed is itself started again here.
 Their output goes to an :class:`OutputSink`, line by line. A text that stays without an end of line for a while is taken
 for a question, such as a debugger's prompt, which the sink may answer. All services die with this process.
 """
@@ -25,9 +26,16 @@ from immortal.coordinator.config.settings_file import read_toml
 from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
 from immortal.coordinator.project.project import PEER_DEFAULT, Project, ServiceSpec
-from immortal.coordinator.service.children import PYTHON
+from immortal.coordinator.service.children import (
+    PYTHON,
+    RESTART_BACKOFF_S_MIN,
+    ProcessExit,
+    RestartBackoff,
+    Role,
+)
 from immortal.coordinator.service.process import die_with_parent
 
 LINE_SIZE_BYTES_MAX = 64 << 10  # longer lines are passed on in pieces
@@ -43,7 +51,7 @@ _LINE = re.compile(
 class State(enum.Enum):
     STARTING = "starting"
     READY = "ready"
-    RESTARTING = "restarting"  # one of its processes died
+    RESTARTING = "restarting"  # one of its processes died, or its 'immortal run'
     STOPPING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"  # it ended by itself, with an error
@@ -56,8 +64,8 @@ class OutputSink(Protocol):
     def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
         """Take the question ``text`` of the app of ``name``, which waits for a line."""
 
-    def ended(self, name: str) -> None:
-        """Drop the questions of ``name``, which has ended."""
+    def ended(self, name: str, state: str) -> None:
+        """Drop the questions of ``name``, whose `immortal run` has ended. ``state``: of the service from now on."""
 
     def changed(self) -> None:
         """Note that the state of a service has changed."""
@@ -86,6 +94,11 @@ class ServiceProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._exited: asyncio.Future[int] | None = None
         self._stop_requested = False
+        self._pause = RestartBackoff()
+        self._restart: asyncio.TimerHandle | None = None  # set while its `immortal run` is dead and comes back
+        self._death = ""
+        self._started_s = 0.0
+        self._was_ready = False
 
     @property
     def name(self) -> str:
@@ -93,6 +106,8 @@ class ServiceProcess:
 
     @property
     def state_text(self) -> str:
+        if self._restart is not None:
+            return f"{self.state.value}: {self._death}"
         return f"failed: status {self.exit_status}" if self.state is State.FAILED else self.state.value
 
     @property
@@ -102,10 +117,12 @@ class ServiceProcess:
 
     @property
     def runs(self) -> bool:
-        return self._process is not None
+        """Whether its `immortal run` lives, or is about to be started again."""
+        return self._process is not None or self._restart is not None
 
-    def start(self) -> None:
-        """Start `immortal run` for the service. Raises OSError."""
+    def start(self, *, with_class: bool = True) -> None:
+        """Start `immortal run` for the service. ``with_class``: with that of the project, not the last one. Raises
+        OSError."""
         argv = [
             *PYTHON,
             "-m",
@@ -114,13 +131,14 @@ class ServiceProcess:
             str(self._project.home),
             "run",
             self.name,
-            self.service.app,
+            *((self.service.app,) if with_class else ()),
         ]
         argv += ["--restart", "--interactive" if self._interactive else "--no-interactive"]
         environment = {**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"}
         if self._simulates_effects and self.service.effects:
             environment[EFFECTS_VARIABLE] = msgspec.json.encode(self.service.effects).decode()
         self._stop_requested, self.exit_status = False, None
+        self._started_s, self._was_ready = time.monotonic(), False
         self._exited = asyncio.get_running_loop().create_future()
         # preexec_fn makes only system calls, so that a lock held by another thread does no harm.
         process = self._process = subprocess.Popen(
@@ -162,6 +180,10 @@ class ServiceProcess:
             self._stop_requested = True
             self._process.send_signal(signal.SIGTERM)
             self._set_state(State.STOPPING)
+        elif self._restart is not None:
+            self._restart.cancel()
+            self._restart = None
+            self._set_state(State.STOPPED)
 
     async def wait(self) -> int | None:
         """Wait for its end; return the exit status, None if it was never started."""
@@ -170,10 +192,25 @@ class ServiceProcess:
     def _ended(self, status: int) -> None:
         self._process = None
         self.exit_status = status
-        self._sink.ended(self.name)
-        self._set_state(State.STOPPED if status == 0 or self._stop_requested else State.FAILED)
+        if status < 0 and not self._stop_requested:
+            pause_s = self._pause.after(time.monotonic() - self._started_s, recovered=self._was_ready)
+            self._death = f"'immortal run' died: {ProcessExit(Role.COORDINATOR, 0, status)}"
+            self._sink.line(self.name, f"{self._death}; restarting it  pause_s={pause_s:g}", "error")
+            self._restart = asyncio.get_running_loop().call_later(pause_s, self._start_again)
+            self._set_state(State.RESTARTING)
+        else:
+            self._set_state(State.STOPPED if status == 0 or self._stop_requested else State.FAILED)
+        self._sink.ended(self.name, self.state_text)
         if self._exited is not None:
             self._exited.set_result(status)
+
+    def _start_again(self) -> None:
+        try:
+            control.refuse_running(self._project.home / self.name)  # what it had started may still be dying
+            self._restart = None
+            self.start(with_class=False)  # an upgrade may have changed it
+        except (OSError, control.RunningError):
+            self._restart = asyncio.get_running_loop().call_later(RESTART_BACKOFF_S_MIN, self._start_again)
 
     def _set_state(self, state: State) -> None:
         if state is not self.state:
@@ -206,6 +243,7 @@ class ServiceProcess:
         if self.state is State.STOPPING:
             return
         if said == "ready":
+            self._was_ready = True
             self._set_state(State.READY)
         elif said.startswith(("the app died", "the app left", "the coordinator died", "restarting")):
             self._set_state(State.RESTARTING)

@@ -113,7 +113,7 @@ class Console:
         if len(self._questions) == 1:
             self._show_question()
 
-    def ended(self, name: str) -> None:
+    def ended(self, name: str, state: str) -> None:
         """Drop the questions of ``name``, which has ended."""
         self._drop(lambda question: question[0] == name)
 
@@ -222,8 +222,10 @@ class LogFiles:
         """Write the question as a line: nobody can answer it."""
         self.line(name, text)
 
-    def ended(self, name: str) -> None:
-        pass
+    def ended(self, name: str, state: str) -> None:
+        """Write into the project's own log how a service ended that nobody stopped."""
+        if state != "stopped":
+            print(f"{name}: {state}", file=sys.stderr, flush=True)  # noqa: T201 (to the file of the daemon)
 
     def close(self) -> None:
         for file in self._files.values():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from msgspec import Struct, field
 
 from immortal.coordinator.config import check_instance_name
 from immortal.coordinator.config.schema import InstanceSettings, settings_of
-from immortal.coordinator.config.settings_file import Source, read_table, read_toml
+from immortal.coordinator.config.settings_file import Source, read_table, read_toml, write_atomically
 from immortal.coordinator.config.values import (
     ConfigError,
     Log,
@@ -49,18 +50,23 @@ class ProjectError(ConfigError):
 
 
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance to run. ``app``: "module:Class". ``version``: of its class. ``files``: those of its code. ``calls``:
-    the instances that it calls. ``effects``: functions and their replacements in development. ``settings``: those that
-    the project gives, as in a file."""
+    """An instance to run. ``app``: "module:Class". ``versions``: those that its class can run, its own first.
+    ``files``: those of its code. ``calls``: the instances that it calls. ``effects``: functions and their replacements
+    in development. ``settings``: those that the project gives, as in a file."""
 
     name: str
     app: str
-    version: int
+    versions: tuple[int, ...]
     files: tuple[str, ...]
     calls: tuple[str, ...]
     environment: Mapping[str, str] = {}
     effects: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
+
+    @property
+    def version(self) -> int:
+        """Version of the class."""
+        return self.versions[0]
 
 
 class Project:
@@ -85,18 +91,22 @@ class Project:
         listings: dict[object, ModuleListing] = {}
         planned: dict[str, ServiceSpec] = {}
         for given in read_project(self.file)[1]:
-            module, _, class_name = given.app.partition(":")
-            if not class_name:
-                module = _module_of(given.app)
-            key = module, *sorted(given.environment.items())
-            if key not in listings:
-                listings[key] = discover_services(module, self.folder, self.environment(given.environment))
-            stand_ins = self._files_of(name.partition(":")[0] for name in given.effects.values())
-            for one in _planned(given, module, class_name, listings[key], stand_ins):
+            for one in self._planned(given, listings):
                 if one.name in planned:
                     raise ProjectError(f"{given.place}: there is an instance {one.name!r} already, by another table")
                 planned[one.name] = one
         return list(planned.values())
+
+    def _planned(self, given: GivenService, listings: dict[object, ModuleListing]) -> Iterator[ServiceSpec]:
+        """Return the instances of one table. ``listings``: of modules that were imported, by module and environment."""
+        module, _, class_name = given.app.partition(":")
+        if not class_name:
+            module = _module_of(given.app)
+        key = module, *sorted(given.environment.items())
+        if key not in listings:
+            listings[key] = discover_services(module, self.folder, self.environment(given.environment))
+        stand_ins = self._files_of(name.partition(":")[0] for name in given.effects.values())
+        return _planned(given, module, class_name, listings[key], stand_ins)
 
     def _files_of(self, modules: Iterable[str]) -> set[str]:
         """Return the real paths of those ``modules`` that are files in the project's folder."""
@@ -125,6 +135,35 @@ class Project:
         """Return the project's name, by immortal.toml or its folder. Raises ConfigError."""
         given = None if self.is_module else read_project(self.file)[0]
         return given or re.sub(r"[^A-Za-z0-9._-]+", "-", self.folder.name).strip("-.") or "project"
+
+    def _given(self, name: str) -> GivenService:
+        return next(one for one in read_project(self.file)[1] if name in _names(one))
+
+    def service(self, name: str, app: str | None = None) -> ServiceSpec:
+        """Return the instance ``name``. ``app``: another class for it. Raises as :meth:`services`."""
+        given = self._given(name)
+        given = msgspec.structs.replace(given, app=app or given.app)
+        return next(one for one in self._planned(given, {}) if one.name == name)
+
+    def set_app(self, name: str, app: str) -> str:
+        """Write the class of the instance ``name`` into immortal.toml; return the class as it was there.
+
+        Raises ConfigError, also where other instances share the table.
+        """
+        import tomlkit  # here: few commands write settings
+
+        given = self._given(name)
+        if given.app == app:
+            return app
+        if given.count > 1:
+            raise ProjectError(
+                f'{given.place}: {given.count} instances run {given.app}; write app = "{app}" there, then'
+                " 'immortal up --upgrade' upgrades all of them"
+            )
+        document = tomlkit.parse(self.file.read_text("utf-8"))
+        document["services"][given.name]["app"] = app
+        write_atomically(self.file, tomlkit.dumps(document).encode(), mode=stat.S_IMODE(self.file.stat().st_mode))
+        return given.app
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the processes of a service; ``own``: the variables of its table."""
@@ -177,7 +216,7 @@ def _planned(
         yield ServiceSpec(
             name=check_instance_name(name),
             app=f"{module}:{class_name}",
-            version=service.version,
+            versions=tuple(service.versions),
             files=tuple(sorted({*listing.files, *files})),
             calls=tuple(service.peers),
             environment=given.environment,
@@ -349,10 +388,10 @@ class ModuleImportError(ImmortalError):
 
 
 class DiscoveredService(msgspec.Struct, frozen=True):
-    """A service class in a module. ``peers``: the instances that it calls. ``is_own``: the module defines it, in its
-    newest version."""
+    """A service class in a module. ``versions``: those that it can run, its own first. ``peers``: the instances that
+    it calls. ``is_own``: the module defines it, in its newest version."""
 
-    version: int
+    versions: list[int]
     peers: list[str]
     is_own: bool
 

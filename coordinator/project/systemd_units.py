@@ -40,8 +40,7 @@ def _service(project: Project, service: ServiceSpec, target: str, *, for_user: b
         "--home",
         str(project.home),
         "run",
-        service.name,
-        service.app,
+        service.name,  # with the class that is registered: an upgrade changes it
         "--restart",
     ]
     environment = {"PYTHONUNBUFFERED": "1", **service.environment}

@@ -224,8 +224,8 @@ class Outcome(enum.Enum):
     DIED = "died"
     STOPPED = "stopped"
     HANDLER_FAILED = (
-        "a handler failed, and a replay would only repeat it; nothing is lost: mend the handler, then start"
-        " 'immortal run' again"
+        "its code stopped it, and a replay would only repeat it; nothing is lost: its own lines say what to mend, then"
+        " start 'immortal run' again"
     )
     UPGRADE_FAILED = "the upgrade failed; the old version is whole"
     CALLED_WRONGLY = "it was called wrongly, a restart would not help; its own line says why"

@@ -251,7 +251,7 @@ def test_a_failed_handler_is_not_restarted(start: Start) -> None:
     status, messages = start(LIVES, "import sys; sys.exit(70)", restart=True).end()
     assert status == 70
     assert len(messages) == 2
-    assert messages[1].startswith("the app died: status 70: a handler failed, and a replay would only repeat it")
+    assert messages[1].startswith("the app died: status 70: its code stopped it, and a replay would only repeat it")
 
 
 @pytest.mark.parametrize(("coordinator", "app"), [(LIVES, "exit(2)"), ("exit(2)", LIVES)])

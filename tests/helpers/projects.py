@@ -43,6 +43,26 @@ class Shop(Immortal):
         return self.orders
 """
 
+NEXT = """
+import shop
+from immortal import rpc, upgrades
+
+
+@upgrades(shop.Till)
+class Till(shop.Till):
+    sales: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sales = 0
+
+    @rpc
+    def sold(self, cents: int) -> None:
+        super().sold(cents)
+        self.sales += 1
+        print("of sales:", self.sales)
+"""  # shop2.py: the till's next version
+
 PROJECT = """
 name = "corner-shop"
 

@@ -294,6 +294,19 @@ def test_a_class_of_another_version_upgrades(tmp_path: Path, at_terminal: StartA
     assert status(tmp_path)["till"]["version"] == 2
 
 
+def test_a_start_with_another_version_asks(tmp_path: Path, start: Start, at_terminal: StartAtTerminal) -> None:
+    begun = start()
+    assert begun.stop() == 0
+    save(tmp_path, SECOND)
+    dev = at_terminal(NO_COLOR="1")
+    dev.see("till stays at version 1, and shop:Till is of version 2")
+    dev.see("[u]pgrade here")
+    dev.type("u\n")
+    dev.see("till is upgraded to version 2")
+    dev.see("till ready")
+    assert status(tmp_path)["till"]["version"] == 2
+
+
 def test_state_that_the_new_code_cant_take_over_is_kept(tmp_path: Path, at_terminal: StartAtTerminal) -> None:
     dev = at_terminal(NO_COLOR="1")
     begun(dev, tmp_path)

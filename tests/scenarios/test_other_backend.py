@@ -60,7 +60,7 @@ def test_the_demo_counts_each_word_once_on_it(tmp_path: Path, package: Path) -> 
             services[number % 2].kill((COORDINATOR, APP)[number // 2])
         workload.settle()
         status = immortal(workload, package, "status")
-        assert status.stdout.count(" normal ") == 2, status
+        assert status.stdout.count(" running ") == 2, status
         shown = immortal(workload, package, "log", "show", "counter")
         assert "from reader" in shown.stdout, shown
     finally:

@@ -66,6 +66,7 @@ def test_what_they_start_is_the_service(folder: Path) -> None:
     lines = (folder / "units" / "immortal-corner-shop-till.service").read_text().splitlines()
     (start,) = (line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart="))
     argv = shlex.split(start.replace("%%", "%").replace("$$", "$"))
+    assert argv[-3:] == ["run", "till", "--restart"], "an upgrade changes the class in the registry, not here"
     assert argv[0] == sys.executable
     with subprocess.Popen(argv, cwd=folder, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None

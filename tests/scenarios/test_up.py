@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.at_terminal import CTRL_C, AtTerminal
-from tests.helpers.projects import SHOP, Development, command, immortal, make_project
+from tests.helpers.cli import wait_until
+from tests.helpers.projects import NEXT, SHOP, Development, command, immortal, make_project
 
 
 @pytest.fixture
@@ -89,9 +90,49 @@ def test_one_that_fails_is_said(folder: Path) -> None:
     assert "shop ready" in said
     assert "'immortal logs till' says why" in said
     assert services(folder)["till"]["state"] == "failed: status 70"
+    assert "failed: status 70" in immortal(folder, "status", "till")
     assert "RuntimeError: no till" in _logs(folder, "till")
     (folder / "shop.py").write_text(SHOP)
     assert immortal(folder, "up") == "till ready\nshop ready\n"
+
+
+def test_an_upgrade_holds(folder: Path) -> None:
+    (folder / "shop2.py").write_text(NEXT)
+    project = (folder / "immortal.toml").read_text()
+    immortal(folder, "up")
+    (folder / "immortal.toml").write_text(project.replace("shop:Till", "shop2:Till"))
+    stays = "till stays at version 1, and shop2:Till is of version 2; 'immortal up --upgrade' upgrades it\n"
+    assert immortal(folder, "up") == f"{stays}till ready\nshop ready\n"
+    assert "till: version 1 runs, and its class is of version 2: 'immortal up --upgrade'" in immortal(folder, "ps")
+    immortal(folder, "call", "shop", "order", "2")
+    seen(folder, "till has 200")
+    said = immortal(folder, "up", "--upgrade")
+    assert said == "till becomes version 2 with shop2:Till; it was version 1\ntill ready\nshop ready\n"
+    os.kill(services(folder)["till"]["pid"], signal.SIGKILL)
+    immortal(folder, "call", "shop", "order", "1")
+    seen(folder, "of sales: 1")
+    assert services(folder)["till"]["version"] == 2
+    (folder / "immortal.toml").write_text(project)
+    behind = "till is of version 2, and the project names shop:Till, which has no such version: write"
+    said = immortal(folder, "up", status=1)
+    assert said.startswith(behind), "and what runs goes on"
+    assert "till ready\nshop ready\n" in said
+    immortal(folder, "down")
+    dev = Development(folder)
+    try:
+        dev.ready("shop")
+        assert behind in dev.lines[0]
+    finally:
+        dev.close()
+
+
+def test_a_killed_run_comes_back(folder: Path) -> None:
+    immortal(folder, "up")
+    before = services(folder)["till"]["pid"]
+    os.kill(before, signal.SIGKILL)
+    assert " error " in seen(folder, "'immortal run' died: SIGKILL", "till")
+    assert "till: restarting: 'immortal run' died: SIGKILL" in (folder / ".immortal" / ".project.log").read_text()
+    wait_until(lambda: (till := services(folder)["till"])["state"] == "running" and till["pid"] != before)
 
 
 def _logs(folder: Path, *arguments: str) -> str:

@@ -217,7 +217,7 @@ def test_the_fleet(shown: Browser) -> None:
     page = shown.go("/")
     rows = page.locator("tbody tr")
     assert rows.count() == 4
-    assert rows.nth(0).locator("td").nth(0).inner_text() == "normal"
+    assert rows.nth(0).locator("td").nth(0).inner_text() == "running"
     assert rows.nth(3).locator("td").nth(0).inner_text() == "not started yet"
     looks_right(shown, "fleet")
     page.get_by_role("link", name="running").click()

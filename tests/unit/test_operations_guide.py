@@ -88,6 +88,7 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
         "verify",
         "what-if",
         "upgrade",
+        "up",
         "clock",
         "health",
         "run",

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from immortal.cli import main
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.config.schema import settings_of
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.project.code_change import SourceFiles, python_files
-from immortal.coordinator.project.fleet import register
+from immortal.coordinator.project import fleet
+from immortal.coordinator.project.code_change import (
+    SourceFiles,
+    VersionGap,
+    python_files,
+    request_upgrade,
+    version_gap,
+)
+from immortal.coordinator.project.fleet import ServiceProcess, register
 from immortal.coordinator.project.project import (
     GivenService,
     ModuleImportError,
@@ -22,7 +35,7 @@ from immortal.coordinator.project.project import (
     find_project,
     read_project,
 )
-from tests.helpers.projects import SHOP
+from tests.helpers.projects import NEXT, SHOP, make_project
 
 
 def given(folder: Path, text: str) -> list[GivenService]:
@@ -165,7 +178,7 @@ def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None
     registry = Registry(tmp_path / "home")
 
     def service(**settings: object) -> ServiceSpec:
-        return ServiceSpec(name="shop", app="shop:Shop", version=1, files=(), calls=(), settings=settings)
+        return ServiceSpec(name="shop", app="shop:Shop", versions=(1,), files=(), calls=(), settings=settings)
 
     assert register(registry, service(keep_checkpoints=3)).startswith("registered, peers at tcp://127.0.0.1:")
     path = registry.path("shop")
@@ -179,6 +192,128 @@ def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None
     assert "# by hand" in path.read_text()
     with pytest.raises(ConfigError, match="name its port"):
         register(registry, service(peer="tcp://0.0.0.0:*"))
+
+
+def till(app: str, *versions: int) -> ServiceSpec:
+    return ServiceSpec(name="till", app=app, versions=versions, files=(), calls=())
+
+
+def test_a_class_of_another_version_than_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(tmp_path)
+    monkeypatch.setattr(own_logs, "log_version", lambda settings: 2)
+    assert version_gap(registry, till("shop2:Till", 3, 2)) is None, "it is new"
+    registry.register("till", peer="tcp://127.0.0.1:*", app="shop2:Till")
+    assert version_gap(registry, till("shop2:Till", 2, 1)) is None
+    behind = version_gap(registry, till("shop:Till", 1))
+    assert behind == VersionGap(
+        "till is of version 2, and the project names shop:Till, which has no such version:"
+        ' write app = "shop2:Till" in immortal.toml, which it ran last',
+        can_upgrade=False,
+    )
+    ahead = version_gap(registry, till("shop3:Till", 3, 2))
+    assert ahead is not None
+    assert ahead.stays
+    assert ahead.text == "till stays at version 2, and shop3:Till is of version 3"
+    request_upgrade(registry, till("shop3:Till", 3, 2))
+    requested = version_gap(registry, till("shop3:Till", 3, 2))
+    assert requested is not None
+    assert requested.is_requested
+    upgrade_mark.mark_failed(tmp_path / "till", "no room")
+    failed = version_gap(registry, till("shop3:Till", 3, 2))
+    assert failed is not None
+    assert failed.stays
+    assert failed.text.endswith("; the upgrade to version 3 failed: no room")
+
+
+def test_an_upgrade_is_written_into_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = '# mine\n[services.till]\napp = "shop:Till"  # what runs\n[services.s]\napp = "shop:Shop"\ncount = 2\n'
+    make_project(tmp_path, project=written)
+    (tmp_path / "shop2.py").write_text(NEXT)
+    for name in ("till", "s-1"):
+        Registry(tmp_path / ".immortal").register(name, peer="tcp://127.0.0.1:*", app="shop:Till")
+    monkeypatch.setattr(own_logs, "log_version", lambda settings: 1)
+    monkeypatch.chdir(tmp_path)
+
+    def upgrade(*arguments: str, status: int = 0) -> str:
+        result = CliRunner().invoke(main, ["upgrade", *arguments])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    assert upgrade("till", "shop2:Till") == (
+        "till: version 1 becomes version 2 at the next start, with shop2:Till\n"
+        "till: immortal.toml names shop2:Till now, and not shop:Till\n"
+        "start it with: immortal up\n"
+    )
+    assert (tmp_path / "immortal.toml").read_text() == written.replace('"shop:Till"', '"shop2:Till"')
+    upgrade("till", "--cancel")
+    assert (tmp_path / "immortal.toml").read_text() == written
+    said = upgrade("till", "shop2:Till", "--to", "3", status=1)
+    assert "shop2:Till has the versions 2, 1, expected 1, as the log has, and 3" in said
+    assert "'shop2' has no service 'Tell'; there are: Till" in upgrade("till", "shop2:Tell", status=1)
+    said = upgrade("s-1", "shop2:Till", status=1)
+    assert 'line 4: 2 instances run shop:Shop; write app = "shop2:Till" there, then' in said
+    assert (tmp_path / "immortal.toml").read_text() == written
+
+
+class Sink:
+    """Keeps what a service says, and its states as others see them."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.states: list[str] = []
+        self.member: ServiceProcess
+
+    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+        self.said.append(text)
+
+    def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None: ...
+
+    def ended(self, name: str, state: str) -> None:
+        self.said.append(f"ended: {state}")
+
+    def changed(self) -> None:
+        self.states.append(self.member.state_text)
+
+
+def process_of(folder: Path, monkeypatch: pytest.MonkeyPatch, run: str) -> tuple[ServiceProcess, Sink]:
+    """A service whose `immortal run` is a shell script, which gets its arguments."""
+    (folder / "run.sh").write_text(run)
+    monkeypatch.setattr(fleet, "PYTHON", ("/bin/sh", str(folder / "run.sh")))
+    sink, project = Sink(), Project(folder / "immortal.toml")
+    member = sink.member = ServiceProcess(project, till("shop:Till", 1), sink, interactive=False)
+    return member, sink
+
+
+def test_a_killed_run_is_started_again_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, sink = process_of(tmp_path, monkeypatch, 'echo "$@"; [ -e died ] && exit 70; touch died; kill -9 $$')
+
+    async def live() -> None:
+        member.start()
+        while member.runs:
+            await member.wait()
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(live(), 20))
+    death = "'immortal run' died: SIGKILL"
+    assert sink.states == ["starting", f"restarting: {death}", "starting", "failed: status 70"]
+    first, died, noted, second, ended = sink.said
+    assert (died, noted) == (f"{death}; restarting it  pause_s=0.1", f"ended: restarting: {death}")
+    assert "run till shop:Till --restart" in first
+    assert "run till --restart" in second, "an upgrade may have given it another class"
+    assert ended == "ended: failed: status 70", "what its own code ended is not started again"
+
+
+def test_a_killed_run_that_is_stopped_stays_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, sink = process_of(tmp_path, monkeypatch, "kill -9 $$")
+
+    async def live() -> None:
+        member.start()
+        await member.wait()
+        await fleet.stop_all([member])
+
+    asyncio.run(asyncio.wait_for(live(), 20))
+    assert sink.states[-1] == "stopped"
+    assert not member.runs
 
 
 def test_files_that_change_are_named_once_they_stand(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ def test_lines_wait_while_somebody_is_asked() -> None:
         console.interrupt("t", "now")
         console.asks("t", "(other) ", answers.append)
         assert screen.since() == "s | (Pdb) \nt | now\ns | (Pdb) "
-        console.ended("s")
+        console.ended("s", "stopped")
         assert screen.since() == "\nt | (other) "
         task = asyncio.create_task(console.ask("s", "[y]es, [n]o? ", "yn"))
         await asyncio.sleep(0)
-        console.ended("t")
+        console.ended("t", "stopped")
         assert screen.since() == "\ns | [y]es, [n]o? "
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -95,7 +95,7 @@ def test_what_waits_is_bounded() -> None:
     for number in range(LINES_HELD_MAX + 2):
         console.line("s", str(number))
     screen.since()
-    console.ended("s")
+    console.ended("s", "stopped")
     lines = screen.since().splitlines()
     assert lines[1:3] == ["... 2 lines are left out", "s | 2"]
     assert len(lines) == LINES_HELD_MAX + 2

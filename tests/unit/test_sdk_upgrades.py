@@ -406,6 +406,26 @@ def test_a_version_that_can_not_be_reached() -> None:
     assert versions_of(life) == [1, 1]
 
 
+def test_a_subclass_carries_the_state_over_by_name() -> None:
+    @upgrades(CounterV1)
+    class Counter(CounterV1):
+        calls: int
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 7
+
+        @rpc(id=1)
+        def add(self, amount: int) -> None:
+            super().add(amount)
+            self.calls += 1
+
+    blob, records = old_life()
+    life = restored(Counter, blob, *records)
+    upgraded = life.give(upgrade_record(2))
+    assert (type(upgraded), upgraded.count, upgraded.calls) == (Counter, 5, 7)
+
+
 # --- what @upgrades takes ---------------------------------------------------------------------------------------------
 
 
@@ -415,9 +435,16 @@ def _no_upgrade_method() -> None:
         pass
 
 
-def _inherited_upgrade_method() -> None:
-    @upgrades(CounterV2)
-    class App(CounterV2):
+def _inherited_upgrade_method_of_a_state_in_its_own_form() -> None:
+    class Own(CounterV2):
+        def checkpoint(self) -> bytes:
+            return b""
+
+        def restore(self, blob: bytes) -> None:
+            pass
+
+    @upgrades(Own)
+    class App(Own):
         pass
 
 
@@ -504,7 +531,7 @@ def _checkpoint_mode() -> None:
     ("define", "words"),
     [
         (_no_upgrade_method, r"needs an upgrade method: write '@classmethod def upgrade\(cls, old: CounterV1\)"),
-        (_inherited_upgrade_method, "needs an upgrade method"),
+        (_inherited_upgrade_method_of_a_state_in_its_own_form, "needs an upgrade method"),
         (_too_few_parameters, r"App.upgrade\(cls\).*: it is called with the class and the old object"),
         (_too_many_parameters, r"upgrade\(self, old: 'CounterV1', why: 'str'\).* called with the class and the old"),
         (_static, "is a class method, this is a staticmethod"),

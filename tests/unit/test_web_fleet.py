@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from immortal.cli import project_status
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
+from immortal.coordinator.project import run_lock
+from immortal.presenters.status import instance_status
 from immortal.web.fleet import Fleet
 from immortal.web.log_messages import Logs
 
@@ -61,13 +64,24 @@ def slow(registry: Registry) -> Iterator[threading.Event]:
 def test_the_first_page_waits_for_no_instance_that_takes_long(registry: Registry) -> None:
     fleet = Fleet(registry, Logs())
     with slow(registry) as answers:
-        assert fleet.rows()[0].phase == "asked just now", "it has not answered, and will not before this has come"
-        until(lambda: fleet.rows()[1].phase == "not started yet")
-        assert fleet.rows()[0].phase == "asked just now"
+        assert fleet.rows()[0].state == "asked just now", "it has not answered, and will not before this has come"
+        until(lambda: fleet.rows()[1].state == "not started yet")
+        assert fleet.rows()[0].state == "asked just now"
         answers.set()
-        until(lambda: fleet.rows()[0].phase == "normal")
+        until(lambda: fleet.rows()[0].state == "running")
         fleet.look(30.0)
         assert [row.name for row in fleet.rows()] == ["slow", "stopped"]
+    fleet.close()
+
+
+def test_all_agree_on_the_state(registry: Registry) -> None:
+    fleet = Fleet(registry, Logs())
+    for state in ("failed: status 70", "restarting: 'immortal run' died: SIGKILL"):
+        run_lock.publish(registry.home, "immortal up", {"stopped": state})
+        row = fleet.row("stopped")
+        assert (row.state, instance_status(registry, "stopped")["state"]) == (state, state)
+        assert project_status._row(registry, "stopped")["state"] == state
+    assert fleet.row("slow").state == "not started yet"
     fleet.close()
 
 
