@@ -77,7 +77,7 @@ class ArgumentDecoder:
                 named |= {"raised": rest[0], "arguments": rest[1]}
             elif kind == RpcKind.RETURNED_VALUE:
                 named |= {"value": rest[0]}
-            return DecodedCall(method, msgspec.json.encode(named).decode())
+            return DecodedCall(method, msgspec.json.encode(named, enc_hook=show_custom).decode())
         except Exception as error:  # a foreign app's bytes may be anything
             return DecodedCall(method, problem=f"the answer of {qualified} cannot be shown: {_reason(error)}")
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 from datetime import UTC, datetime
 
 from immortal.appsdk.state.tree import to_json, tree
+from immortal.appsdk.types.registry import show_custom
 from immortal.coordinator.core.formatting import CallText, Methods, method_name
 from immortal.coordinator.log import LoggedValue, verify_value
 from immortal.pipeline.arguments import ArgumentDecoder
@@ -284,7 +285,11 @@ def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
     values = _values(rpc)
     front = {} if caller is None else {"$caller": caller[0], "$call": caller[1]}
     try:
-        arguments = decoding.load_json(msgspec.json.encode(values[len(front) :])) if values is not None else None
+        arguments = (
+            decoding.load_json(msgspec.json.encode(values[len(front) :], enc_hook=show_custom))
+            if values is not None
+            else None
+        )
     except (ValueError, TypeError, RecursionError):
         arguments = None  # such as a map whose keys are arrays
     return {**front, **({"bytes": _hex(rpc.arguments)} if arguments is None else {"arguments": arguments})}

@@ -2,17 +2,19 @@
 type.
 
 An integer beyond 64 bits is encoded like this anywhere. Others only where no annotation gives the type to read, as
-inside a value annotated ``Any``. `docs/WIRE.md`, "Extension values", has the bytes.
+inside a value annotated ``Any``. :data:`KINDS` has them all. `docs/WIRE.md`, "Extension values", has the bytes.
 """
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
-from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
-from decimal import Decimal
-from typing import Any
-from uuid import UUID
+from datetime import UTC, datetime, time, timedelta, timezone, tzinfo
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import ValidationError
 from msgspec.msgpack import Ext
 
@@ -21,36 +23,131 @@ from immortal.protocol import decoding
 EXTENSION_CODE = 73
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1
 """Range of integers that MessagePack itself can hold."""
+FRACTION_BITS_MAX = 1 << 16
+"""Size of a fraction's parts: to reduce it takes time that grows with its square."""
 
 Encode = Callable[[Any], bytes]
+Hook = Callable[[int, Any], Any]
 _Zone = tuple[str, int, str] | None  # kind, offset in microseconds, name
+_Moment = tuple[str, int, _Zone]
 
-SCALARS: dict[type, bytes] = {Decimal: b"D", date: b"d", datetime: b"m", time: b"t", timedelta: b"l", UUID: b"u"}
-CONTAINERS: dict[type, bytes] = {tuple: b"T", set: b"S", frozenset: b"F"}
+
+class Kind(NamedTuple):
+    """Extension values of one class.
+
+    ``path``: of the class, which is imported when the first value of it is read. ``form``: the type of the contents.
+    ``parts``: the contents of a value; raises ValueError for a value that can't be kept. ``make``: the value, from the
+    class and the contents. ``holds``: the contents are values of any type, as a list or a dict.
+    """
+
+    letter: bytes
+    path: str
+    form: Any
+    parts: Callable[[Any], Any]
+    make: Callable[[Any, Any], Any]
+    holds: bool = False
+
+    @property
+    def cls(self) -> Any:
+        module, _, name = self.path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def kind_of(cls: type) -> Kind | None:
+    """The kind of a class's values; None: they have none."""
+    kind = _BY_PATH.get(f"{cls.__module__}.{cls.__qualname__}")
+    return kind if kind is not None and kind.cls is cls else None
 
 
 def encode_extension(value: Any, encode: Encode) -> Ext:
-    """Encode a value whose type is int or one of the above, and has no :func:`zone_problem`.
+    """Encode an int, or a value of a class that has a kind. ``encode``: for its contents.
 
-    ``encode``: for its parts.
+    Raises ValueError for a value that can't be kept, and what ``encode`` raises.
     """
     cls = type(value)
     if cls is int:
         size_bytes = value.bit_length() // 8 + 1
         return Ext(EXTENSION_CODE, b"i" + value.to_bytes(size_bytes, "big", signed=True))
-    if (kind := CONTAINERS.get(cls)) is not None:
-        return Ext(EXTENSION_CODE, kind + encode(list(value)))
-    return Ext(EXTENSION_CODE, SCALARS[cls] + encode(_parts(value)))
+    if (kind := kind_of(cls)) is None:
+        raise ValueError(f"a value of type {cls.__qualname__} has no form as an extension")
+    return Ext(EXTENSION_CODE, kind.letter + encode(kind.parts(value)))
 
 
-def _parts(value: Any) -> Any:
-    if isinstance(value, timedelta):
-        return value.days, value.seconds, value.microseconds
-    if isinstance(value, UUID):
-        return value.bytes
-    if isinstance(value, datetime | time):
-        return value.replace(tzinfo=None, fold=0).isoformat(), value.fold, _zone_parts(value.tzinfo)
-    return value.isoformat() if isinstance(value, date) else str(value)
+# --- the kinds --------------------------------------------------------------------------------------------------------
+
+
+def _called(cls: Any, contents: Any) -> Any:
+    return cls(contents)
+
+
+def _called_with_items(cls: Any, contents: Any) -> Any:
+    return cls(*contents)
+
+
+def _deque(cls: Any, contents: list[Any]) -> Any:
+    return cls(contents[1:], contents[0])
+
+
+def _fraction_parts(value: Any) -> Any:
+    if problem := _fraction_problem(value.numerator, value.denominator):
+        raise ValueError(problem)
+    return value.numerator, value.denominator
+
+
+def _fraction(cls: Any, contents: Any) -> Any:
+    if isinstance(contents, str):
+        if not re.fullmatch(r"[-+]?\d{1,4000}(/\d{1,4000}|\.\d{1,4000})?", contents, re.ASCII):
+            raise ValueError(f"Expected a fraction, such as '1/3' or '0.25', got {contents[:40]!r}")
+        return cls(contents)
+    numbers = contents if isinstance(contents, tuple) else (contents, 1)
+    if problem := _fraction_problem(*numbers):
+        raise ValueError(problem)
+    return cls(*numbers)
+
+
+def _fraction_problem(*numbers: int) -> str | None:
+    if max(number.bit_length() for number in numbers) <= FRACTION_BITS_MAX:
+        return None
+    return f"a fraction whose numerator or denominator has more than {FRACTION_BITS_MAX} bits can't be kept"
+
+
+_FLAGS = re.ASCII | re.DOTALL | re.IGNORECASE | re.LOCALE | re.MULTILINE | re.UNICODE | re.VERBOSE
+
+
+def _pattern_parts(value: re.Pattern[Any]) -> str | dict[str, Any]:
+    if value.flags & ~int(_FLAGS):
+        raise ValueError("a pattern with the flag re.DEBUG can't be kept")
+    is_plain = isinstance(value.pattern, str) and value.flags == re.UNICODE
+    return value.pattern if is_plain else {"pattern": value.pattern, "flags": value.flags}
+
+
+def _pattern(cls: Any, contents: Any) -> Any:
+    if isinstance(contents, str):
+        contents = {"pattern": contents}
+    pattern, flags = contents.get("pattern"), contents.get("flags", 0)
+    if not isinstance(pattern, str | bytes) or type(flags) is not int or flags & ~int(_FLAGS):
+        raise ValueError('Expected a pattern, as text or as {"pattern": text, "flags": number}')
+    try:
+        return re.compile(pattern, flags)
+    except re.error as error:
+        raise ValueError(f"{pattern[:40]!r} is no regular expression: {error}") from None
+
+
+def _zone_name(value: Any) -> str:
+    if (key := _zone_key(value)) is None:
+        raise ValueError("a ZoneInfo without a key can't be kept")
+    return key
+
+
+def _moment_parts(value: Any) -> _Moment:
+    if value.tzinfo is not None and (problem := zone_problem(value.tzinfo)):
+        raise ValueError(problem)
+    return value.replace(tzinfo=None, fold=0).isoformat(), value.fold, _zone_parts(value.tzinfo)
+
+
+def _moment(cls: Any, contents: _Moment) -> datetime | time:
+    found: datetime | time = cls.fromisoformat(contents[0])
+    return found.replace(fold=contents[1], tzinfo=_read_zone(contents[2]))
 
 
 def zone_problem(zone: tzinfo) -> str | None:
@@ -74,7 +171,62 @@ def _zone_parts(zone: tzinfo | None) -> _Zone:
     return ("zone", 0, _zone_key(zone) or "")
 
 
-def read_extension(code: int, data: Any, hook: Callable[[int, Any], Any] | None = None) -> Any:
+def _read_zone(parts: _Zone) -> tzinfo | None:
+    if parts is None:
+        return None
+    kind, offset_us, name = parts
+    if kind == "zone":
+        from zoneinfo import ZoneInfo  # imported here: few processes need it, and it slows each start
+
+        return ZoneInfo(name)
+    offset = timedelta(microseconds=offset_us)
+    plain = timezone(offset)
+    return (plain if offset else UTC) if plain.tzname(None) == name else timezone(offset, name)
+
+
+_ADDRESSES = {
+    b"a": "IPv4Address",
+    b"A": "IPv6Address",
+    b"n": "IPv4Network",
+    b"N": "IPv6Network",
+    b"e": "IPv4Interface",
+    b"E": "IPv6Interface",
+}
+
+KINDS = (
+    Kind(b"T", "builtins.tuple", list[Any], list, _called, holds=True),
+    Kind(b"S", "builtins.set", list[Any], list, _called, holds=True),
+    Kind(b"F", "builtins.frozenset", list[Any], list, _called, holds=True),
+    Kind(b"q", "collections.deque", list[Any], lambda value: [value.maxlen, *value], _deque, holds=True),
+    Kind(b"o", "collections.OrderedDict", dict[Any, Any], dict, _called, holds=True),
+    Kind(b"c", "collections.Counter", dict[Any, Any], dict, _called, holds=True),
+    Kind(b"D", "decimal.Decimal", str, str, _called),
+    Kind(b"d", "datetime.date", str, methodcaller("isoformat"), lambda cls, text: cls.fromisoformat(text)),
+    Kind(b"m", "datetime.datetime", _Moment, _moment_parts, _moment),
+    Kind(b"t", "datetime.time", _Moment, _moment_parts, _moment),
+    Kind(
+        b"l",
+        "datetime.timedelta",
+        tuple[int, int, int],
+        attrgetter("days", "seconds", "microseconds"),
+        _called_with_items,
+    ),
+    Kind(b"u", "uuid.UUID", bytes, attrgetter("bytes"), lambda cls, data: cls(bytes=data)),
+    Kind(b"x", "builtins.complex", float | str, str, _called),
+    Kind(b"r", "builtins.range", tuple[int, int, int], attrgetter("start", "stop", "step"), _called_with_items),
+    Kind(b"f", "fractions.Fraction", int | str | tuple[int, int], _fraction_parts, _fraction),
+    Kind(b"z", "zoneinfo.ZoneInfo", str, _zone_name, _called),
+    Kind(b"p", "re.Pattern", str | dict[str, Any], _pattern_parts, _pattern),
+    *(Kind(letter, f"ipaddress.{name}", str, str, _called) for letter, name in _ADDRESSES.items()),
+)
+_BY_PATH = {kind.path: kind for kind in KINDS}
+_BY_LETTER = {kind.letter: kind for kind in KINDS}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_extension(code: int, data: Any, hook: Hook | None = None) -> Any:
     """Decode an extension; an unknown one is returned as Ext. ``hook``: decodes extensions inside it, in place of this.
 
     Raises ValidationError.
@@ -90,48 +242,17 @@ def read_extension(code: int, data: Any, hook: Callable[[int, Any], Any] | None 
         raise ValidationError(f"an extension value {found[:1]!r} that can't be read: {error}") from None
 
 
-def _read(kind: bytes, content: bytes, hook: Callable[[int, Any], Any]) -> Any:
-    if kind == b"i":
+def _read(letter: bytes, content: bytes, hook: Hook) -> Any:
+    if letter == b"i":
         return int.from_bytes(content, "big", signed=True)
-    if (reader := _READERS.get(kind)) is None:
-        raise ValidationError(f"an extension value of the kind {kind!r}: this version knows none such")
-    form, make = reader
-    return make(decoding.decode(content, type=form, ext_hook=hook))
+    if (kind := _BY_LETTER.get(letter)) is None:
+        raise ValidationError(f"an extension value of the kind {letter!r}: this version knows none such")
+    return kind.make(kind.cls, converted(decoding.decode(content, ext_hook=hook), kind.form))
 
 
-def _read_datetime(parts: tuple[str, int, _Zone]) -> datetime:
-    return datetime.fromisoformat(parts[0]).replace(fold=parts[1], tzinfo=_read_zone(parts[2]))
-
-
-def _read_time(parts: tuple[str, int, _Zone]) -> time:
-    return time.fromisoformat(parts[0]).replace(fold=parts[1], tzinfo=_read_zone(parts[2]))
-
-
-def _read_zone(parts: _Zone) -> tzinfo | None:
-    if parts is None:
-        return None
-    kind, offset_us, name = parts
-    if kind == "zone":
-        from zoneinfo import ZoneInfo  # imported here: few processes need it, and it slows each start
-
-        return ZoneInfo(name)
-    offset = timedelta(microseconds=offset_us)
-    plain = timezone(offset)
-    return (plain if offset else UTC) if plain.tzname(None) == name else timezone(offset, name)
-
-
-_Moment = tuple[str, int, _Zone]
-_READERS: dict[bytes, tuple[Any, Callable[[Any], Any]]] = {
-    b"T": (list[Any], tuple),
-    b"S": (list[Any], set),
-    b"F": (list[Any], frozenset),
-    b"D": (str, Decimal),
-    b"d": (str, date.fromisoformat),
-    b"m": (_Moment, _read_datetime),
-    b"t": (_Moment, _read_time),
-    b"l": (tuple[int, int, int], lambda parts: timedelta(*parts)),
-    b"u": (bytes, lambda data: UUID(bytes=data)),
-}
+def converted(plain: Any, form: Any, dec_hook: Callable[[Any, Any], Any] | None = None) -> Any:
+    """A decoded value as ``form`` says: integers in it may be of any size. Raises ValidationError."""
+    return msgspec.convert(plain, form, dec_hook=dec_hook, builtin_types=(bytes, bytearray, memoryview))
 
 
 def is_beyond(value: int) -> bool:

@@ -7,11 +7,8 @@ next time. `docs/reference/errors.md` says what fails how.
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import GetSetDescriptorType, MemberDescriptorType
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -252,82 +249,3 @@ def decode_failed(called: str, name: str, arguments: Sequence[Any]) -> Exception
             return CallCancelled(called, text, where)
         return CalleeFailed(called, type_name, text, where)
     return None
-
-
-# What a declared exception has, as it goes to its caller, and the exception that is made of it there.
-#
-# Beside its arguments and what is in its ``__dict__`` that is what its class keeps elsewhere: ``__slots__``, and the
-# fields of Python's own exceptions, such as ``OSError.errno``.
-
-
-CAUSE = "__cause__"
-CAUSES_MAX = 8
-_ARGUMENTS: Any = vars(BaseException)["args"]
-_NOT_FIELDS = {"__class__", "__dict__", "__weakref__", *vars(BaseException)}
-_PLAIN = (bool, int, float, str, bytes)
-
-
-def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[str, Any]:
-    """Return an exception's attributes by name, without its arguments; its cause only if that is builtin."""
-    found = {**vars(error)}
-    for name, (field, is_own) in _fields(type(error)).items():
-        with contextlib.suppress(AttributeError):  # a slot that has no value
-            value = field.__get__(error)
-            # What Python says of whose attribute is missing is for its own hints: it is the instance, mostly.
-            if is_own or (value is not None and (name != "obj" or isinstance(value, _PLAIN))):
-                found[name] = value
-    cause = error.__cause__
-    if cause is not None and causes_max and _builtin(type(cause).__name__) is type(cause):
-        found[CAUSE] = (type(cause).__name__, cause.args, attributes_of(cause, causes_max - 1))
-    return found
-
-
-def made(cls: type[Exception], arguments: list[Any], attributes: Mapping[str, Any]) -> Exception:
-    """Without ``__init__``, as an exception's arguments often are not those of its class."""
-    try:
-        error = cls.__new__(cls)
-    except TypeError:  # its own __new__ wants arguments
-        error = _base(cls).__new__(cls)
-    if issubclass(cls, SyntaxError) and "lineno" in attributes:  # its place is a tuple, which comes as a list
-        arguments = [tuple(one) if isinstance(one, list) else one for one in arguments]
-    _ARGUMENTS.__set__(error, tuple(arguments))
-    fields = _fields(cls)
-    for name, value in attributes.items():
-        if name == CAUSE:
-            error.__cause__ = _cause(value)
-        elif name in fields:
-            with contextlib.suppress(AttributeError, TypeError):  # one that only can be read
-                fields[name][0].__set__(error, value)
-        else:
-            vars(error)[name] = value
-    return error
-
-
-def _cause(value: Any) -> Exception | None:
-    with contextlib.suppress(TypeError, ValueError):
-        name, arguments, attributes = value
-        if (cls := _builtin(name)) is not None:
-            return made(cls, arguments, attributes)
-    return None
-
-
-def _builtin(name: str) -> type[Exception] | None:
-    found = getattr(builtins, name, None)
-    is_one = isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, BaseExceptionGroup)
-    return found if is_one else None
-
-
-def _base(cls: type[Exception]) -> Any:
-    return next(one for one in cls.__mro__ if one.__module__ == "builtins")
-
-
-def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Return fields by name, each with whether a class outside of Python's own defines it."""
-    return {name: (field, is_own) for name, field, is_own in _all_fields(cls)}
-
-
-def _all_fields(cls: type) -> Iterator[tuple[str, Any, bool]]:
-    for one in reversed(cls.__mro__):
-        for name, field in vars(one).items():
-            if isinstance(field, MemberDescriptorType | GetSetDescriptorType) and name not in _NOT_FIELDS:
-                yield name, field, one.__module__ != "builtins"

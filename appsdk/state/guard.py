@@ -7,6 +7,8 @@ which one it was. The rest is found at the next checkpoint.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -35,8 +37,30 @@ class _Seen:
         self.data = data
 
 
+_SEQUENCES: dict[type, Callable[[Any, int], Any]] = {
+    list: lambda value, count: value[-count:],
+    deque: lambda value, count: deque(islice(reversed(value), count), value.maxlen),
+}
+_MAPPINGS: dict[type, Callable[[Any], Any]] = {
+    dict: lambda value: {},
+    defaultdict: lambda value: defaultdict(value.default_factory),
+    OrderedDict: lambda value: OrderedDict(),
+    Counter: lambda value: Counter(),
+}
+
+
 def _length(value: Any) -> int:
-    return len(value) if type(value) in (list, dict) else 0
+    return len(value) if type(value) in _SEQUENCES or type(value) in _MAPPINGS else 0
+
+
+def _end(value: Any, count: int) -> Any:
+    """The last ``count`` items, in the same form."""
+    if (cut := _SEQUENCES.get(type(value))) is not None:
+        return cut(value, count)
+    made = _MAPPINGS[type(value)](value)
+    for key in islice(reversed(value), count):
+        made[key] = value[key]
+    return made
 
 
 class Guard:
@@ -143,9 +167,9 @@ class Guard:
     def _look_at_end(self, schema: StateSchema, name: str, value: Any, count: int) -> StateError | None:
         """At the last ``count`` items of a large attribute."""
         count = min(count, NEW_ITEMS_MAX)
-        if count <= 0 or type(value) not in (list, dict):
+        if count <= 0 or not _length(value):
             return None
-        end: Any = value[-count:] if type(value) is list else dict(islice(reversed(value.items()), count))
+        end = _end(value, count)
         # The whole is gone over where something is wrong only: it knows the path.
         return None if self._problem(name, end) is None else self._problem(name, value)
 

@@ -15,8 +15,9 @@ import msgspec
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.calls.failures import attributes_of, decode_failed, made
+from immortal.appsdk.calls.failures import decode_failed
 from immortal.appsdk.errors import StateError
+from immortal.appsdk.types.exceptions import attributes_of, made
 
 TIMER = "timer"
 CANCEL = "cancel"  # an entry that is no result: Cancelled was raised where the handler waited

@@ -208,7 +208,7 @@ class StateSchema:
         try:
             return form.tag(value) if form.is_odd(value) else value
         except NotRoundTrippableError as error:
-            raise self._unfit(name, error) from None
+            raise self._unfit(name, error if error.path else form.unencodable(value, error)) from None
 
     def encode_attribute(self, name: str, value: Any) -> bytes:
         """Encode one attribute's value by itself. Raises StateError."""

@@ -87,7 +87,7 @@ class _Builder:
             return self._fields(value, [field.name for field in dataclasses.fields(value)])
         if (attributes := getattr(type(value), "__attrs_attrs__", None)) is not None:
             return self._fields(value, [attribute.name for attribute in attributes])
-        if find_codec(type(value)) is not None:
+        if not isinstance(value, BaseException) and find_codec(type(value)) is not None:
             return self._by_codec(value)
         return self._reduced(value)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -22,7 +23,7 @@ from msgspec import inspect as shapes
 
 from immortal.appsdk.types import registry
 from immortal.appsdk.types.handles import Handle, read_extension
-from immortal.appsdk.types.registry import decode_custom, readable_type
+from immortal.appsdk.types.registry import converted_custom, decode_custom, readable_type
 from immortal.appsdk.types.steps import (
     Column,
     Custom,
@@ -43,9 +44,10 @@ from immortal.appsdk.types.steps import (
     Unfit,
     encoder,
     not_the_same,
+    surrogate_problem,
 )
 from immortal.protocol import decoding
-from immortal.protocol.extension_values import CONTAINERS, EXTENSION_CODE, SCALARS
+from immortal.protocol.extension_values import EXTENSION_CODE, kind_of
 
 DEPTH_MAX = 256
 """Values in one another: to read one takes a level of Python's recursion for each, of 1,000 in all."""
@@ -214,7 +216,10 @@ class AnnotatedForm(Form):
             steps = (self._of(one).step(cls) for one in custom_last)
             return next((step for step in steps if not isinstance(step, Unfit)), None) or self._unfit(cls)
         if isinstance(info, shapes.CustomType):
-            return Custom(info.cls, cls, ANYTHING)
+            if registry.find_codec(cls) is None:
+                return self._unfit(cls)
+            inside = registry.info_of_form(info.cls)
+            return Custom(info.cls, cls, ANYTHING, None if inside is None else self._of(inside))
         if isinstance(info, shapes.EnumType):
             return _AS_IT_IS if cls is info.cls else self._unfit(cls)
         if isinstance(info, shapes.LiteralType):
@@ -257,14 +262,16 @@ class AnnotatedForm(Form):
             return _INTEGERS
         if cls in _PLAIN:
             return _AS_IT_IS
-        if cls is list or cls in CONTAINERS:
-            return Items(self, is_odd=cls is not list)
+        if cls is list:
+            return Items(self)
         if cls is dict:
             return Mappings(self, self)
         if cls in (datetime, time):
             return _MOMENTS
-        if cls in SCALARS:
-            return _EXTENSIONS
+        if (kind := kind_of(cls)) is not None:
+            if not kind.holds:
+                return _EXTENSIONS
+            return Mappings(self, self, is_odd=True) if issubclass(cls, dict) else Items(self, is_odd=True)
         return Unfit(
             f"a value of type {cls.__qualname__} can't be kept where the annotation is Any: nothing says as what it is "
             f"to be read, so name its type in the annotation"
@@ -306,7 +313,7 @@ _TOO_DEEP = f"it is nested more than {DEPTH_MAX} deep, or holds itself"
 
 def form_of(annotation: Any) -> AnnotatedForm:
     """Raises as ``msgspec.inspect.type_info``."""
-    info = shapes.type_info(readable_type(annotation))
+    info = registry.type_info(readable_type(annotation))
     form = AnnotatedForm(info, {})
     form._known[id(info)] = form
     return form
@@ -332,11 +339,7 @@ def _joined(path: Sequence[str]) -> str:
 def why(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return _TOO_DEEP
-    if isinstance(error, UnicodeEncodeError):
-        return (
-            f"a text with a lone surrogate ({error.object[error.start : error.end]!a}), which is no Unicode character"
-        )
-    return str(error)
+    return surrogate_problem(error) if isinstance(error, UnicodeEncodeError) else str(error)
 
 
 def encode_value(value: Any) -> bytes:
@@ -345,6 +348,8 @@ def encode_value(value: Any) -> bytes:
         return encoder.encode(value)
     except OverflowError:
         return encoder.encode(ANYTHING.tag(value))
+    except UnicodeEncodeError as error:
+        raise NotRoundTrippableError(surrogate_problem(error)) from None
 
 
 # Values from bytes, by what is annotated.
@@ -378,18 +383,20 @@ class ValueDecoder:
         """
         if not isinstance(error, msgspec.ValidationError) or _EXTENSION_BYTE not in bytes(data):
             raise error
-        plain = decoding.decode(data, ext_hook=read_extension)
-        return msgspec.convert(plain, self.type, dec_hook=decode_custom, builtin_types=(bytes, bytearray, memoryview))
+        return converted_custom(decoding.decode(data, ext_hook=read_extension), self.type)
+
+
+_HOLDERS = (list, dict, tuple, set, frozenset, deque, defaultdict, OrderedDict)
 
 
 def allow_integers(annotation: Any) -> Any:
-    """``annotation`` with ``int | float`` for each ``float`` that is no field of a class: so an int stays one."""
+    """``annotation`` with ``float | int`` for each ``float`` that is no field of a class: so an int stays one."""
     if annotation is float:
-        return int | float
+        return float | int
     arguments = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(map(allow_integers, arguments))]  # noqa: UP007
-    if origin in (list, dict, tuple, set, frozenset) and arguments:
+    if origin in _HOLDERS and arguments:
         return origin[tuple(one if one is Ellipsis else allow_integers(one) for one in arguments)]
     return annotation

@@ -141,11 +141,12 @@ def handles_in(data: bytes) -> list[tuple[str, bytes]]:
     if MARK not in data:
         return found
 
-    def collect(code: int, content: Any) -> None:
+    def collect(code: int, content: Any) -> Any:
         if code == extension_values.EXTENSION_CODE:
-            extension_values.read_extension(code, content, collect)
-        elif isinstance(handle := read_extension(code, content), _Handle):
+            return extension_values.read_extension(code, content, collect)
+        if isinstance(handle := read_extension(code, content), _Handle):
             found.append(handle._immortal_of[:2])
+        return None
 
     with contextlib.suppress(decoding.DecodeError):
         decoding.decode(data, ext_hook=collect)

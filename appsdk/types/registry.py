@@ -13,13 +13,14 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
+from itertools import islice, repeat, zip_longest
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from immortal.appsdk.errors import DefinitionError
-from immortal.protocol import decoding
+from immortal.protocol.extension_values import converted
 
 T = TypeVar("T")
 Plain = TypeVar("Plain")
@@ -34,16 +35,21 @@ class Codec(Struct, frozen=True):
 
     ``encode``: to what is encoded in its place. ``decode``: from (annotation, that). ``show``: to what people are
     shown, where that is not what is encoded. ``problem``: why an annotation that names the class can't be carried; None
-    if it can.
+    if it can. ``form``: from the annotation to that of what is encoded, which ``decode`` gets as that says; None: what
+    is encoded is plain. ``unfit``: from (annotation, value) to why the value would come back as something else.
     """
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any, Any], Any]
     show: Callable[[Any], Any] | None = None
     problem: Callable[[Any], str | None] = _no_problem
+    form: Callable[[Any], Any] | None = None
+    unfit: Callable[[Any, Any], str | None] | None = None
 
 
+_PYTHON = "immortal.appsdk.types.python_types"
 _LIBRARIES = {
+    **dict.fromkeys(("builtins", "collections", "fractions", "ipaddress", "re", "zoneinfo"), _PYTHON),
     "immortal": "immortal.appsdk.types.handles",
     "numpy": "immortal.appsdk.types.numpy_arrays",
     "pandas": "immortal.appsdk.types.pandas_frames",
@@ -77,7 +83,8 @@ def _of_library(cls: type) -> Codec | None:
         module = _LIBRARIES.get(base.__module__.partition(".")[0])
         if module is not None:
             codec: Codec | None = importlib.import_module(module).codec_of(cls)
-            return codec
+            if codec is not None:
+                return codec
     return None
 
 
@@ -95,18 +102,19 @@ def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callabl
     name = cls.__qualname__
     if cls in _registered:
         raise DefinitionError(f"register_type({name}): it is registered already: remove one of the two")
-    if not _is_custom(cls) or _of_library(cls) is not None:
+    is_pythons = importlib.import_module(_PYTHON).codec_of(cls) is not None  # apps of 0.1.0 may have one for it
+    if not _is_custom(cls) or (_of_library(cls) is not None and not is_pythons):
         raise DefinitionError(f"register_type({name}): its values are carried already, without a codec: remove this")
     if problem := unsupported_type(form):
         raise DefinitionError(f"register_type({name}, form=...): {problem}")
 
     def read(annotation: Any, plain: Any) -> T:
-        value = decode(msgspec.convert(plain, form, dec_hook=decode_custom))
+        value = decode(converted_custom(plain, form))
         if not isinstance(value, cls):
             raise ValueError(f"its codec made a {type(value).__qualname__} of it, not a {name}")
         return value
 
-    _registered[cls] = Codec(encode, read)
+    _registered[cls] = _found[cls] = Codec(encode, read)
 
 
 def _is_custom(cls: type) -> bool:
@@ -152,6 +160,11 @@ def decode_custom(annotation: Any, plain: Any) -> Any:
     if (codec := find_codec(cls)) is None:
         raise ValueError(f"{cls.__qualname__} is no type that can be read")
     try:
+        if type(plain) is _Key:
+            plain = str(plain)
+        if codec.form is not None:
+            plain = codec.encode(plain) if type(plain) is cls else plain  # it came as an extension
+            plain = converted_custom(plain, codec.form(annotation))
         return codec.decode(annotation, plain)
     except msgspec.ValidationError as error:  # msgspec would pass it on as it is, without where in the data this is
         text, _, place = str(error).partition(" - at `$")
@@ -160,6 +173,45 @@ def decode_custom(annotation: Any, plain: Any) -> Any:
         raise
     except Exception as error:  # a library's own, or the user's
         raise ValueError(f"the codec of {cls.__qualname__} raised {type(error).__name__}: {error}") from error
+
+
+class _Key(str):
+    """A text as a key of a custom type: ``msgspec.convert`` passes a plain one to no codec (msgspec's issue 775)."""
+
+
+def converted_custom(plain: Any, annotation: Any) -> Any:
+    """A decoded value as the annotation says, with integers of any size. Raises ValidationError."""
+    info = _info_with_custom_keys(annotation)
+    return converted(plain if info is None else _keys_marked(plain, info), annotation, decode_custom)
+
+
+@functools.cache
+def _info_with_custom_keys(annotation: Any) -> msgspec.inspect.Type | None:
+    info = type_info(annotation)
+    return info if any(_has_custom_keys(part) for part in _types_in(info)) else None
+
+
+def _has_custom_keys(info: msgspec.inspect.Type) -> bool:
+    key = getattr(info, "key_type", None)
+    return any(isinstance(arm, msgspec.inspect.CustomType) for arm in getattr(key, "types", (key,)))
+
+
+def _keys_marked(plain: Any, info: Any) -> Any:
+    for arm in getattr(info, "types", ()):  # of a union
+        plain = _keys_marked(plain, arm)
+    fields = getattr(info, "fields", ())
+    if isinstance(plain, dict) and hasattr(info, "key_type"):
+        marks = _has_custom_keys(info)
+        pairs = ((_Key(key) if marks and type(key) is str else key, item) for key, item in plain.items())
+        return {key: _keys_marked(item, info.value_type) for key, item in pairs}
+    if isinstance(plain, dict) and fields:
+        types = {field.encode_name: field.type for field in fields}
+        return {key: _keys_marked(item, types.get(key)) for key, item in plain.items()}
+    if isinstance(plain, list):
+        items = repeat(info.item_type) if hasattr(info, "item_type") else getattr(info, "item_types", ())
+        items = [field.type for field in fields] or items
+        return [_keys_marked(item, one) for item, one in zip_longest(plain, islice(items, len(plain)))]
+    return plain
 
 
 def describe_received(plain: Any) -> str:
@@ -206,7 +258,7 @@ def may_hold_handles(annotation: Any) -> bool:
     """Tell whether a value of the annotation may hold an :class:`immortal.Handle`: it names the class, or allows
     anything.
     """
-    for info in _types_in(msgspec.inspect.type_info(readable_type(annotation))):
+    for info in _types_in(type_info(readable_type(annotation))):
         cls = info.cls if isinstance(info, msgspec.inspect.CustomType) else None
         if isinstance(info, msgspec.inspect.AnyType) or find_codec(typing.get_origin(cls) or cls) is _handle_codec():
             return True
@@ -215,10 +267,7 @@ def may_hold_handles(annotation: Any) -> bool:
 
 def may_hold_untyped(annotation: Any) -> bool:
     """Tell whether a part of a value of the annotation has no declared type."""
-    return any(
-        isinstance(info, msgspec.inspect.AnyType)
-        for info in _types_in(msgspec.inspect.type_info(readable_type(annotation)))
-    )
+    return any(isinstance(info, msgspec.inspect.AnyType) for info in _types_in(type_info(readable_type(annotation))))
 
 
 @functools.cache
@@ -244,24 +293,17 @@ def unsupported_type(annotation: Any) -> str | None:
     for model in filter(_is_model, typing.get_args(annotation)):
         if problem := _custom_problem(model):
             return problem
-    annotation = readable_type(annotation)
     try:
-        first = msgspec.inspect.type_info(annotation)
-        decoding.Decoder(annotation)
-    except TypeError as error:
-        return str(error).splitlines()[0]
-    for info in _types_in(first):
-        if isinstance(info, msgspec.inspect.CustomType) and (problem := _custom_problem(info.cls)):
-            return problem
-    for part in _named_in(annotation):
-        codec = find_codec(typing.get_origin(part))
-        if codec is not None and (problem := codec.problem(part)):
-            return problem
+        for info in _types_in(type_info(readable_type(annotation))):
+            if isinstance(info, msgspec.inspect.CustomType) and (problem := _custom_problem(info.cls)):
+                return problem
+    except (TypeError, ValueError, NotImplementedError) as error:  # the last two: for integers beyond 64 bits
+        return str(error).splitlines()[0].partition(". If you need")[0]
     return None
 
 
 def _custom_problem(cls: Any) -> str | None:
-    codec = find_codec(cls)
+    codec = find_codec(typing.get_origin(cls) or cls)
     return (
         f"{getattr(cls, '__qualname__', cls)} is no type that can be encoded" if codec is None else codec.problem(cls)
     )
@@ -276,13 +318,31 @@ def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
             yield part
     for field in getattr(info, "fields", ()):
         yield field.type
+    if isinstance(info, msgspec.inspect.CustomType) and (form := info_of_form(info.cls)) is not None:
+        yield form
 
 
-def _named_in(annotation: Any) -> Iterator[Any]:
-    """An annotation and those in its brackets: msgspec's own description of it has no parameters of custom types."""
-    yield annotation
-    for part in typing.get_args(annotation):
-        yield from _named_in(part)
+class _Translator(msgspec.inspect._Translator):
+    """The translator of ``msgspec.inspect``, which drops what custom types have in brackets. This one keeps it."""
+
+    def translate(self, annotation: Any) -> Any:
+        info = super().translate(annotation)  # type: ignore[no-untyped-call]
+        is_custom = isinstance(info, msgspec.inspect.CustomType) and info.cls is typing.get_origin(annotation)
+        return msgspec.inspect.CustomType(annotation) if is_custom else info
+
+
+def type_info(annotation: Any) -> msgspec.inspect.Type:
+    """As ``msgspec.inspect.type_info``, with the whole annotation as ``cls`` of a custom type."""
+    found: msgspec.inspect.Type
+    (found,) = _Translator((annotation,)).run()  # type: ignore[no-untyped-call]
+    return found
+
+
+@functools.cache  # the same for the same annotation, so that a type may refer to itself
+def info_of_form(annotation: Any) -> msgspec.inspect.Type | None:
+    """What is encoded in place of values of a custom type; None where its codec does not say."""
+    codec = find_codec(typing.get_origin(annotation) or annotation)
+    return None if codec is None or codec.form is None else type_info(codec.form(annotation))
 
 
 # Module paths from before the one import root `immortal`: checkpoints, registrations, projects still name them.

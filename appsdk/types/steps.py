@@ -10,11 +10,11 @@ import copy
 import functools
 import threading
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, time
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -48,7 +48,31 @@ class Tagged:
     __slots__ = ("extension",)
 
     def __init__(self, value: Any) -> None:
-        self.extension = encode_extension(value, encoder.encode)
+        self.extension = encode_extension(value, _encode_contents)
+
+    @classmethod
+    def holding(cls, value: Any, tag: Callable[[Any], Any]) -> Self:
+        """In place of a value that holds others. ``tag``: for its contents. Raises NotRoundTrippableError."""
+        tagged = cls.__new__(cls)
+        _depth.now += 1
+        try:
+            if _depth.now > EXTENSIONS_DEPTH_MAX:
+                raise NotRoundTrippableError(
+                    f"tuples, sets and the like in Any are nested more than {EXTENSIONS_DEPTH_MAX} deep"
+                )
+            tagged.extension = encode_extension(value, lambda contents: encoder.encode(tag(contents)))
+        except UnicodeEncodeError as error:
+            raise NotRoundTrippableError(surrogate_problem(error)) from None
+        finally:
+            _depth.now -= 1
+        return tagged
+
+
+def _encode_contents(contents: Any) -> bytes:
+    try:
+        return encoder.encode(contents)
+    except OverflowError:  # of a range or fraction
+        return encoder.encode([Tagged(one) if is_beyond(one) else one for one in contents])
 
 
 registry._registered[Tagged] = Codec(attrgetter("extension"), lambda annotation, plain: plain)
@@ -137,7 +161,10 @@ class Extensions(Step):
         return True
 
     def tag(self, value: Any) -> Any:
-        return Tagged(value)
+        try:
+            return Tagged(value)
+        except ValueError as error:
+            raise NotRoundTrippableError(str(error)) from None
 
 
 class Moments(Step):
@@ -165,11 +192,17 @@ class Moments(Step):
 
 
 class Custom(Step):
-    """With a codec, which says what comes back: ``cls``, or what it makes of others."""
+    """With a codec, which says what comes back: ``cls``, or what it makes of others.
 
-    def __init__(self, cls: Any, given: type, anything: Form) -> None:
+    ``inside``: the form of what is encoded, where the codec says it.
+    """
+
+    def __init__(self, cls: Any, given: type, anything: Form, inside: Form | None = None) -> None:
         self._cls = cls
-        self._anything = anything
+        self._inside = inside
+        self._form = inside or anything
+        codec = registry.find_codec(given)
+        self._unfit = codec.unfit if cls is not None and codec is not None else None
         self._is_same = given is (typing.get_origin(cls) or cls)
 
     def look(self, column: Column, below: Level) -> bool:
@@ -178,14 +211,23 @@ class Custom(Step):
             plain = decoding.decode(encoder.encode(self.tag(value)), ext_hook=read_extension)
             if type(came := decode_custom(self._cls, plain)) is not type(value):
                 raise NotRoundTrippableError(not_the_same(type(value), f"a {type(came).__qualname__}"))
+        if self._unfit is not None:
+            for problem in filter(None, (self._unfit(self._cls, value) for value in column)):
+                raise NotRoundTrippableError(problem)
+        if self._inside is not None:
+            below.append((self._form, list(map(encode_custom, column))))
         return False
 
+    def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
+        if self._inside is not None:
+            yield "", self._form, encode_custom(value)
+
     def tag(self, value: Any) -> Any:
-        return self._anything.tag(encode_custom(value))
+        return self._form.tag(encode_custom(value))
 
 
 class Items(Step):
-    """Lists, tuples and sets, of any number of items. ``is_odd``: they are to be tagged themselves."""
+    """Lists, tuples, sets and the like, of any number of items. ``is_odd``: they are to be tagged themselves."""
 
     def __init__(self, item: Form, *, is_odd: bool = False) -> None:
         self._item = item
@@ -205,25 +247,18 @@ class Items(Step):
     def tag(self, value: Any) -> Any:
         tag = self._item.tag
         if self._is_odd:
-            tagged = Tagged.__new__(Tagged)
-            _depth.now += 1
-            try:
-                if _depth.now > EXTENSIONS_DEPTH_MAX:
-                    raise NotRoundTrippableError(
-                        f"tuples and sets in Any are nested more than {EXTENSIONS_DEPTH_MAX} deep"
-                    )
-                tagged.extension = encode_extension(value, lambda items: encoder.encode([tag(item) for item in items]))
-            finally:
-                _depth.now -= 1
-            return tagged
+            return Tagged.holding(value, lambda items: [tag(item) for item in items])
         made = [tag(item) for item in value]
         return made if isinstance(value, list) else tuple(made)
 
 
 class Mappings(Step):
-    def __init__(self, key: Form, value: Form) -> None:
+    """Dicts and the like. ``is_odd``: they are to be tagged themselves."""
+
+    def __init__(self, key: Form, value: Form, *, is_odd: bool = False) -> None:
         self._key = key
         self._value = value
+        self._is_odd = is_odd
 
     def look(self, column: Column, below: Level) -> bool:
         if len(column) == 1:
@@ -233,7 +268,7 @@ class Mappings(Step):
         elif any(column):
             below.append((self._key, list(chain.from_iterable(column))))
             below.append((self._value, list(chain.from_iterable(map(dict.values, column)))))
-        return False
+        return self._is_odd
 
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
         for key, item in value.items():
@@ -241,6 +276,9 @@ class Mappings(Step):
             yield f"[{clipped(key)}]", self._value, item
 
     def tag(self, value: Any) -> Any:
+        return Tagged.holding(value, self._tagged) if self._is_odd else self._tagged(value)
+
+    def _tagged(self, value: Any) -> Any:
         return {self._key.tag(key): self._value.tag(item) for key, item in value.items()}
 
 
@@ -334,6 +372,10 @@ class Objects(Step):
 
 def not_the_same(cls: type, wanted: str) -> str:
     return f"a value of type {cls.__qualname__} where {wanted} is annotated would come back as something else"
+
+
+def surrogate_problem(error: UnicodeEncodeError) -> str:
+    return f"a text with a lone surrogate ({error.object[error.start : error.end]!a}), which is no Unicode character"
 
 
 def clipped(key: object) -> str:

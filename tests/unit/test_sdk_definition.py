@@ -213,13 +213,13 @@ def _unsupported_parameter() -> None:
 def _custom_parameter() -> None:
     class App(Immortal):
         @rpc
-        def count(self, words: list[collections.Counter[str]]) -> None:
+        def count(self, words: list[collections.ChainMap[str, int]]) -> None:
             pass
 
 
 def _unsupported_attribute() -> None:
     class App(Immortal):
-        words: dict[str, collections.Counter[str]]
+        words: dict[str, collections.ChainMap[str, int]]
 
 
 def _hook_without_impulses() -> None:
@@ -329,8 +329,8 @@ def _peer_path() -> None:
         (_static_method, ["plain method", "staticmethod"]),
         (_no_self, ["count", "self"]),
         (_unsupported_parameter, ["count", "'function'"]),
-        (_custom_parameter, ["count", "'words'", "Counter"]),
-        (_unsupported_attribute, ["App", "'words'", "Counter", "checkpoint", "pickle"]),
+        (_custom_parameter, ["count", "'words'", "ChainMap"]),
+        (_unsupported_attribute, ["App", "'words'", "ChainMap", "checkpoint", "pickle"]),
         (_hook_without_impulses, ["feed", "impulses: Impulses"]),
         (_two_initials, ["begin", "start"]),
         (_initial_with_argument, ["begin", "@initial"]),

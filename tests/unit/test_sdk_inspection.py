@@ -91,7 +91,7 @@ UUID_TEXT = "12345678-1234-5678-1234-567812345678"
         (Item("a", {"y", "x"}), {"name": "a", "tags": {"$set": ["x", "y"]}}),
         (collections.Counter("aab"), {"a": 2, "b": 1}),
         (collections.deque([1, 2]), [1, 2]),
-        (Fraction(1, 3), {"$type": "fractions.Fraction", "$arguments": [1, 3]}),
+        (Fraction(1, 3), "1/3"),
         (len, {"$global": "builtins.len"}),
     ],
 )

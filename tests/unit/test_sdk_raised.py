@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from immortal import Immortal, peer, query, rpc
-from immortal.appsdk.calls.failures import _fields
 from immortal.appsdk.state.journal import decode_raised, encode_raised
+from immortal.appsdk.types.exceptions import _fields
 from immortal.errors import DefinitionError
 from immortal.testing import Environment
 

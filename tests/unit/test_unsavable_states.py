@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, timezone
@@ -235,8 +235,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another length": (sets("pair", (1, "a", 2)), "'pair' .*3 items where 2"),
     "another key": (lambda shop: shop.row.update({"other": 1}), "'row' .*'other'"),
     "defaultdict": (lambda shop: setattr(shop, "facts", defaultdict(list)), "'facts' .*defaultdict where dict"),
-    "OrderedDict": (put(lambda: OrderedDict()), "'facts' .*OrderedDict"),
-    "Counter": (put(lambda: Counter()), "'facts' .*Counter"),
     "a private field": (lambda shop: shop.hidden.append(Hidden(1, 2)), "'_hidden'"),
     "a constructor that changes": (
         lambda shop: shop.counts.append(Counts()),
