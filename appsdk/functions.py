@@ -116,16 +116,17 @@ logger = HandlerLog()
 # --- for async handlers -----------------------------------------------------------------------------------------------
 
 
-def sleep(duration: timedelta) -> Awaitable[None]:
+def sleep(duration: timedelta) -> Coroutine[object, None, None]:
     """``await immortal.sleep(timedelta(minutes=5))`` waits; the timer outlives crashes. Raises UsageError."""
     task = _task("sleep")
     if not isinstance(duration, timedelta):
         raise UsageError(f"immortal.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
     now_ns = task.now_ns()
-    return _timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
+    made: Any = _timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
+    return made  # type: ignore[no-any-return]  # a future, with the type of what create_task takes
 
 
-def at(moment: datetime) -> Awaitable[None]:
+def at(moment: datetime) -> Coroutine[object, None, None]:
     """``await immortal.at(moment)`` waits until ``moment``, an aware datetime. Raises UsageError."""
     task = _task("at")
     if not isinstance(moment, datetime) or moment.tzinfo is None:
@@ -133,7 +134,8 @@ def at(moment: datetime) -> Awaitable[None]:
             f"immortal.at({moment!r}): a datetime with a time zone was expected, such as immortal.now() + "
             f"timedelta(days=1)"
         )
-    return _timer(task, (moment - datetime_of(0)) // timedelta(microseconds=1) * 1000)
+    made: Any = _timer(task, (moment - datetime_of(0)) // timedelta(microseconds=1) * 1000)
+    return made  # type: ignore[no-any-return]
 
 
 def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
@@ -143,10 +145,10 @@ def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
 
 
 @overload
-def race(*awaitables: Awaitable[A]) -> Awaitable[Winner[A]]: ...
+def race(*awaitables: Awaitable[A]) -> Coroutine[object, None, Winner[A]]: ...
 @overload
-def race(*awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]: ...
-def race(*awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]:
+def race(*awaitables: Awaitable[Any]) -> Coroutine[object, None, Winner[Any]]: ...
+def race(*awaitables: Awaitable[Any]) -> Any:
     """``await immortal.race(one, two)`` returns the first that is done, with its value, and cancels the others.
 
     A call that has lost is executed all the same. Takes what asyncio.gather takes. Raises UsageError.
@@ -161,10 +163,10 @@ def race(*awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]:
 
 
 @overload
-def event(name: str) -> Awaitable[Any]: ...
+def event(name: str) -> Coroutine[object, None, Any]: ...
 @overload
-def event(name: str, kind: type[A]) -> Awaitable[A]: ...
-def event(name: str, kind: Any = Any) -> Awaitable[Any]:
+def event(name: str, kind: type[A]) -> Coroutine[object, None, A]: ...
+def event(name: str, kind: Any = Any) -> Any:
     """``await immortal.event("approved", bool)`` waits for a signal and returns its value, of the type ``kind``.
 
     Each signal is for one who waits, the one that has waited longest. Raises UsageError.
@@ -173,7 +175,7 @@ def event(name: str, kind: Any = Any) -> Awaitable[Any]:
     return Event(task, event_name("immortal.event", name), task.tasks.event_decoder(kind))
 
 
-def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
     """``await immortal.step(lambda: self.count)`` runs a local function at once, which owns the state.
 
     It reads and sets attributes as a ``def`` handler does, and its result, a copy, is in the journal: a recovery does
@@ -186,7 +188,8 @@ def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awai
             f"immortal.step({function!r}): a function or lambda was expected that does not wait; an 'async def' is "
             f"awaited as it is: await function(...)"
         )
-    return LocalStep(task, LocalFunction(function, kwargs), args)
+    made: Any = LocalStep(task, LocalFunction(function, kwargs), args)
+    return made  # type: ignore[no-any-return]
 
 
 def continue_as(*arguments: Any, **keywords: Any) -> NoReturn:
@@ -218,10 +221,10 @@ class Effects:
     @overload
     def __call__(
         self, function: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[R]: ...
+    ) -> Coroutine[object, None, R]: ...
     @overload
-    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
-    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]: ...
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``await immortal.effect(fetch, url)`` runs ``fetch`` outside and returns its result.
 
         ``function`` is a plain one of a module, with annotations: a ``def`` runs in a thread, an ``async def`` on an

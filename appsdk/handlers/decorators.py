@@ -73,7 +73,7 @@ class BoundHandler(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(*args, **kwargs)
 
-    def step(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+    def step(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
         """``await self.count.step(...)``: ``await self.count(...)`` with a type. Raises UsageError."""
         raise UsageError("self.<handler>.step(...): only an 'async def' handler awaits it: call self.<handler>(...)")
 

@@ -113,6 +113,10 @@ class Teller(Immortal):
         self.transfer.fork("ann", amount)
         immortal.signal("approved", True)
 
+    @rpc
+    def keep(self, amount: int) -> int:
+        return amount
+
     @impulse
     async def transfer(self, account: str, amount: int) -> bool:
         assert_type(await self.bank.debit(account, amount), int)
@@ -124,6 +128,14 @@ class Teller(Immortal):
         assert_type(await immortal.race(self.bank.debit(account), self.bank.debit(account, 2)), Winner[int])
         assert_type((await immortal.race(self.bank.debit(account), immortal.sleep(timedelta(hours=1)))).index, int)
         assert_type(await immortal.event("approved", bool), bool)
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            kept = group.create_task(self.keep.step(5))
+            noted = group.create_task(immortal.effect(fetch, "x"))
+            group.create_task(immortal.sleep(timedelta(seconds=1)))
+        assert_type(kept.result(), int)
+        assert_type(noted.result(), bytes)
+        assert_type(await asyncio.wait_for(self.bank.quote(account), 5), float)
+        assert_type(await immortal.step(lambda: self.moved), int)
         await immortal.sleep(timedelta(seconds=1))
         await immortal.at(immortal.now() + timedelta(days=1))
         assert_type(await immortal.effect(fetch, "x", times=2), bytes)

@@ -289,8 +289,8 @@ class Desk(Immortal):
     async def mixes(self) -> list[Any]:
         found: list[Any] = await asyncio.gather(self.ask(3), self.note.step(0), immortal.sleep(timedelta(seconds=1)))
         async with asyncio.TaskGroup() as group:
-            one = group.create_task(self.ask(2))  # type: ignore[arg-type]  # a call is awaitable; typed as its result
-            two = group.create_task(self.ask(1))  # type: ignore[arg-type]
+            one = group.create_task(self.ask(2))
+            two = group.create_task(self.ask(1))
         found += [one.result(), two.result()]
         try:
             async with asyncio.timeout(5):
