@@ -152,7 +152,7 @@ class Messenger:
         """Give what comes in at ``endpoint`` to ``server_loop``; return the real endpoint, with its port.
 
         Each message is given once, as it comes; with ``ordered``, in the order of sending: a message that comes too
-        early, since one before it was lost with a connection, is dropped and comes again.
+        early, since one before it was lost, waits for that.
 
         ``client_loop`` gets the frames of clients (docs/WIRE.md, part 9); without it they are dropped.
 
@@ -380,11 +380,11 @@ class Messenger:
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""
-        ready = self._poller.ready
+        ready, now_ns = self._poller.ready, self._clock_ns()
         sources = list(ready)
         for source in sources:
             if isinstance(source, Link):
-                if source.receive():
+                if source.receive(now_ns):
                     ready.pop(source, None)
                 if not source.closed:
                     self._links.sending[source] = None  # acknowledgements make room, and so may the news

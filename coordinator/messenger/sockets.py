@@ -53,7 +53,8 @@ class Counters(Struct):
     acknowledged: int = 0  # replies that were the first to their message
     received: int = 0  # messages given to a server loop
     duplicates_dropped: int = 0  # messages and replies that had come before
-    early_dropped: int = 0  # messages that came before an earlier one; they come again
+    early_kept: int = 0  # messages that came before an earlier one, and wait for it
+    early_dropped: int = 0  # of such messages, those that had no room; they come again
     replies_resent: int = 0  # to duplicates
     replies_unsent: int = 0  # the sender's connection is gone or full; it will ask again
     replies_awaited: int = 0  # answers to retransmissions: the message has arrived, its reply will come
