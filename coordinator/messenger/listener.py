@@ -194,6 +194,7 @@ class Listener:
         client_loop: ClientLoop | None = None,
         *,
         ordered: bool = False,
+        parts_max: int = PARTS_MAX - 1,
         new_callback_id: Callable[[], int],
     ) -> None:
         self.closed = False
@@ -212,6 +213,7 @@ class Listener:
         self._warnings = shared.warnings
         self._stranger_warnings = shared.stranger_warnings
         self._new_callback_id = new_callback_id
+        self._frames_max = parts_max + 3  # with routing ID, envelope, and one too many
         self._inbox = Inbox(ordered=ordered)
         self._in_order: deque[Received] = deque()  # came early, and may be given now
         self._client_queues = ClientSendQueues()
@@ -283,12 +285,12 @@ class Listener:
                 return True
             received = None
             if self._security is None:
-                parts = receive_parts(self._socket)
+                parts = receive_parts(self._socket, self._frames_max)
                 if parts is None:
                     return True
                 received = self._accept(parts, None)
             else:
-                identified = receive_identified(self._socket)
+                identified = receive_identified(self._socket, self._frames_max)
                 if identified is None:
                     return True
                 key, parts = identified

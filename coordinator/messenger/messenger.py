@@ -25,7 +25,7 @@ from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingL
 from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, Listeners, Poller
 from immortal.coordinator.messenger.envelope import NOOP
 from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
-from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPAN_MAX, TURNS_MAX
+from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, PARTS_MAX, SPAN_MAX, TURNS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
 from immortal.coordinator.messenger.mailbox import MessengerMailbox, OwnerThread
@@ -148,6 +148,7 @@ class Messenger:
         ordered: bool = False,
         secured: bool = True,
         client_loop: ClientLoop | None = None,
+        parts_max: int = PARTS_MAX - 1,
     ) -> str:
         """Give what comes in at ``endpoint`` to ``server_loop``; return the real endpoint, with its port.
 
@@ -156,10 +157,14 @@ class Messenger:
 
         ``client_loop`` gets the frames of clients (docs/WIRE.md, part 9); without it they are dropped.
 
+        ``parts_max``: of a message with more parts, one more is given, and the rest is dropped before it is copied.
+
         Not ``secured``: without keys, open to anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
         """
-        listener = self._call(lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop))
+        listener = self._call(
+            lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop, parts_max)
+        )
         self._wake.signal()
         return listener.endpoint
 

@@ -829,6 +829,16 @@ def test_what_is_too_large_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -
     messenger.close()
 
 
+def test_of_the_parts_that_no_loop_takes_one_is_kept(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append, parts_max=2)
+    for count in (1, 2, 3, 250):
+        sender.send_message(endpoint, [b"%d" % number for number in range(count)])
+    house.drive(lambda: len(held) == 4)
+    assert [len(received.parts) for received in held] == [1, 2, 3, 3]
+
+
 def test_a_reply_that_is_too_large_is_refused_and_another_may_be_given(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
