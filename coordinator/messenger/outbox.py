@@ -12,7 +12,7 @@ hold a conversation of any number of turns.
 - The receiver reports what is missing once something comes after it; that is sent again after one round trip.
 - Of the rest, an unacknowledged message that has arrived is sent again: its reply is late, or lost. The receiver says
   with each reply up to where all has arrived. Of the messages after that, only the first is sent again.
-- The receiver answers each retransmission at once. Until it has answered the last one, only the first due message is
+- The receiver answers each retransmission at once. Until it has answered the last one, only the first message is
   sent again: so what waits unread for a stuck receiver is bounded.
 """
 
@@ -145,9 +145,10 @@ class Outbox(Struct, eq=False):
     _next_id: int = 1
     _last_sent_id: int = 0  # for the first time on this connection
     _arrived_id: int = 0  # up to it all has arrived, as far as the receiver has reported on this connection
-    _gap_id: int = 0  # the highest reported as missing last
+    _gap_id: int = 0  # the highest reported as missing last, or sent again since: later ones may wait for it
     _missing: set[int] = field(default_factory=set)  # reported by the receiver last, and not sent again since
     _round_trip: RoundTrip = field(default_factory=RoundTrip)
+    _last_resent_ns: int = -1
     _measured_next_ns: int = 0  # one message in each round trip is measured
     _doublings: int = 0  # of the delay, since something was heard
     _random_unit: float = 0.0  # jitter of doubled delays
@@ -213,6 +214,7 @@ class Outbox(Struct, eq=False):
         message.sent_ns = now_ns
         if message.sent_before:
             message.sent_again = True
+            self._last_resent_ns = now_ns
         else:
             message.sent_before = True
             message.first_sent_ns = now_ns
@@ -280,7 +282,11 @@ class Outbox(Struct, eq=False):
         message = self._pending.get(message_id)
         if message is None or not message.in_flight:
             return
-        if not message.sent_again or (message.wait_ns and not awaited):
+        if message.sent_again:
+            is_measurable = message.wait_ns > 0 and not awaited
+        else:  # the reply may have waited for a message that was sent again meanwhile
+            is_measurable = awaited or message.first_sent_ns > self._last_resent_ns
+        if is_measurable:
             self._round_trip.measure(min(now_ns - message.first_sent_ns, self.retry.delay_ns_min))
             self._measured_next_ns = now_ns + self._round_trip.smoothed_ns
         if awaited:
@@ -292,7 +298,7 @@ class Outbox(Struct, eq=False):
         for message_id in range(first_id, min(last_id + 1, self._in_flight_end_id)):
             message = self._pending.get(message_id)
             if message is not None and message.in_flight and message_id not in self._missing:
-                message.sent_ns, message.sent_again, message.wait_ns = now_ns, True, 0
+                message.sent_ns, message.wait_ns = now_ns, 0
 
     @property
     def _in_flight_end_id(self) -> int:
@@ -352,7 +358,7 @@ class Outbox(Struct, eq=False):
         if self.retry_check_ns is None or now_ns < self.retry_check_ns:
             return False
         due: list[PendingMessage] = []
-        delay_ns, timed_out = self._delay_ns(), False
+        delay_ns, timed_out, is_first = self._delay_ns(), False, True
         missing_ns = min(self._round_trip.likely_ns, delay_ns)
         next_check_ns: int | None = None
         for message_id in range(self.lowest_pending_id, self._in_flight_end_id):
@@ -362,12 +368,15 @@ class Outbox(Struct, eq=False):
             missing = message_id in self._missing
             due_ns = message.sent_ns + (missing_ns if missing else max(delay_ns, message.wait_ns))
             if due_ns <= now_ns:
-                if missing or not due or (not self._retransmitted_id and message_id <= self._arrived_id):
-                    message.queued = True
+                if missing or is_first or (not self._retransmitted_id and message_id <= self._arrived_id):
+                    message.queued, is_first = True, False
                     due.append(message)
-                    timed_out = timed_out or not missing
+                    if not missing:
+                        timed_out, self._gap_id = True, max(self._gap_id, message_id)
                     continue
                 due_ns = now_ns + delay_ns
+            elif not message.wait_ns:
+                is_first = False  # those behind it say less
             if next_check_ns is None or due_ns < next_check_ns:
                 next_check_ns = due_ns
         self._queue.extendleft(reversed(due))

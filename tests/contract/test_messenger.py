@@ -24,6 +24,7 @@ from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Kind,
     decode_envelope,
+    decode_missing,
     decode_parts,
     encode_message,
     encode_parts,
@@ -423,6 +424,10 @@ def test_what_comes_too_early_waits_until_what_is_missing_has_come(house: House)
         sender.send_multipart([encode_message(1, 1, message_id, 1, 0), b"%d" % message_id])
     house.drive(lambda: len(held) == 4)
     assert [received.parts for received in held] == [[b"1"], [b"2"], [b"3"], [b"4"]]
+    report = sender.recv()
+    envelope = decode_envelope(report[:ENVELOPE_SIZE_BYTES])  # all that builds before reports read
+    assert (envelope.kind, envelope.message_id) == (Kind.REPLY_PENDING, 3)
+    assert decode_missing(decode_parts(report, ENVELOPE_SIZE_BYTES)[0]) == [2]
     assert receiver.counters().early_kept == 2
     assert receiver.counters().duplicates_dropped == 4
     sender.close(0)

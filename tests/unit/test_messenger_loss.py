@@ -43,7 +43,8 @@ def run(
 
     ``loss``: the share lost of messages and of replies; ``reordered``: the share that is up to a round trip late;
     ``duplicated``: the share that comes twice. ``awaited``: each message waits for the reply to the one before.
-    ``reports``: the receiver says what is missing, as builds before did not. ``reply_ns``: how late it replies.
+    ``reports``: the receiver says what is missing; builds that did not also dropped early messages.
+    ``reply_ns``: how late it replies.
     """
     chance = random.Random(seed)
     box = Outbox(RetryPolicy(), chance.random)
@@ -76,6 +77,8 @@ def run(
         arrival = link.see(message_id, lowest_pending_id, skipped_count)
         if arrival == Arrival.FIRST:
             give(message_id)
+        elif arrival == Arrival.EARLY and not reports:
+            link.window.lose(message_id)
         elif arrival == Arrival.EARLY:
             assert link.keep_early(message_id, message_id, (b"x",))
         elif message_id in link.replies or message_id >= link.window.lowest_pending_id:
@@ -154,8 +157,8 @@ def test_messages_that_wait_for_the_reply_before_lose_no_seconds() -> None:
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_receiver_that_does_not_say_what_is_missing(ordered: bool) -> None:
-    """Builds before this rule say nothing; those before it also drop what comes early."""
-    assert run(ordered=ordered, loss=0.01, messages=2_000, reports=False).seconds < 10.0
+    """A receiver of an earlier build says nothing, and in order drops what comes early: slow, and complete."""
+    assert run(ordered=ordered, loss=0.01, messages=1_000, reports=False).seconds < (60.0 if ordered else 1.0)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
