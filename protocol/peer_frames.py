@@ -30,6 +30,7 @@ _FIXED = struct.Struct("<BBHiqqiqQ")
 _CHECK = struct.Struct("<Q")  # the last of the fixed fields
 _NO_CHECK = bytes(_CHECK.size)  # placeholder while it is computed
 _NAMES_KEPT = 1024  # the names of a stream are the same in all its frames
+FRAME_PARTS_MAX = 2  # header and payload
 
 
 class FrameType(IntEnum):
@@ -129,7 +130,7 @@ def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
 
     Raises RemoteProtocolError; DamagedRecordError where the check does not match.
     """
-    if not 1 <= len(parts) <= 2:
+    if not 1 <= len(parts) <= FRAME_PARTS_MAX:
         raise RemoteProtocolError(f"a frame of {len(parts)} parts, 1 or 2 were expected")
     header = parts[0]
     payload = parts[1] if len(parts) == 2 else b""

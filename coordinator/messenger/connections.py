@@ -309,7 +309,13 @@ class Listeners:
         self._given_ids = itertools.count(shared.incarnation)  # so no other messenger has given them
 
     def open(
-        self, endpoint: str, server_loop: ServerLoop, ordered: bool, secured: bool, client_loop: ClientLoop | None
+        self,
+        endpoint: str,
+        server_loop: ServerLoop,
+        ordered: bool,
+        secured: bool,
+        client_loop: ClientLoop | None,
+        parts_max: int,
     ) -> Listener:
         """See Messenger.listen(). Raises EndpointInUseError, EndpointError."""
         listener = Listener(
@@ -321,6 +327,7 @@ class Listeners:
             secured,
             client_loop,
             ordered=ordered,
+            parts_max=parts_max,
             new_callback_id=self._new_callback_id,
         )
         self.all.append(listener)

@@ -14,7 +14,8 @@
         16     8  message ID              per link, from 1; a reply has that of its message
         24     8  lowest pending ID       message: no ID of the link below it will be sent again; 1 to
         message ID.
-                                          reply: highest ID of the link that its receiver has had, from message ID
+                                          reply: message ID, or the highest ID up to which the receiver has had
+                                          all, if that is higher
         32     8  source callback ID      message: what waits for the reply, 0 (NOOP) if nothing does. reply: what
                                           waits at its sender for one more message, 0 if nothing does, as always
                                           in kinds 4, 5 and 7 and where the message was of kind 1
@@ -39,7 +40,10 @@ answered with kind 5: its sender then sends as kind 1, on this connection, what 
 messages of kind 1 alone.
 
 A message that comes again is answered at once: with its reply or, while there is none, with kind 4. The sender
-learns from it that the connection and the receiver are alive, and how much has arrived.
+learns from it that the connection and the receiver are alive, and what has arrived. Kind 4 also comes unasked, for a
+message before which one is missing. Behind it stands, as the one part of a reply, what is missing: the lowest pending
+ID as the receiver knows it (8 bytes), then bits, big-endian, the lowest for that ID: set if the ID is below or at the
+highest that came, and has not come. Senders without this rule skip the part; receivers without it send none.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from struct import error as struct_error
 from typing import NamedTuple
 
 from immortal.coordinator.messenger.errors import EnvelopeError, UnknownEnvelopeError
+from immortal.coordinator.messenger.limits import SPAN_MAX
 
 VERSION = 2
 NOOP = 0  # the callback ID that stands for no callback
@@ -58,6 +63,7 @@ NOOP = 0  # the callback ID that stands for no callback
 _new_tuple = tuple.__new__
 _LAYOUT = Struct(">BBHIQQQQQ")
 _SIZE = Struct(">I")
+_ID_SIZE_BYTES = 8
 ENVELOPE_SIZE_BYTES = _LAYOUT.size
 
 
@@ -155,6 +161,23 @@ def decode_parts(data: bytes, offset: int) -> list[bytes]:
             raise EnvelopeError(f"a part of a reply has {offset - start} bytes, only {available - start} are left")
         parts.append(data[start:offset])
     return parts
+
+
+def encode_missing(lowest_pending_id: int, missing: int) -> bytes:
+    """Encode which IDs are missing at a receiver: bit n of ``missing`` stands for ``lowest_pending_id`` + n."""
+    return lowest_pending_id.to_bytes(_ID_SIZE_BYTES, "big") + missing.to_bytes((missing.bit_length() + 7) // 8, "big")
+
+
+def decode_missing(data: bytes) -> list[int]:
+    """Decode the IDs that are missing at a receiver, in order. Raises EnvelopeError for a wrong size."""
+    size_bytes = len(data) - _ID_SIZE_BYTES
+    if not 0 <= size_bytes <= SPAN_MAX // 8:
+        raise EnvelopeError(
+            f"what is missing came in {len(data)} bytes, expected 8 to {_ID_SIZE_BYTES + SPAN_MAX // 8}"
+        )
+    lowest_pending_id = int.from_bytes(data[:_ID_SIZE_BYTES], "big")
+    bits = f"{int.from_bytes(data[_ID_SIZE_BYTES:], 'big'):b}"[::-1]
+    return [lowest_pending_id + index for index, bit in enumerate(bits) if bit == "1"]
 
 
 def decode_envelope(data: bytes) -> Envelope:

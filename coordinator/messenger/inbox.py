@@ -1,11 +1,12 @@
-"""Receiver's side of a link: duplicate detection, stored replies, callbacks.
+"""Receiver's side of a link: the window of what has come, early messages, stored replies, callbacks.
 
-IDs grow by one. :class:`DuplicateTracker` accepts a message once, in any order. Beside the highest ID seen, the
-high-water mark, it keeps the IDs below that have not been seen. They are few, and the bits of one integer, so that a
-message costs the same whatever its sender has left out.
+IDs grow by one. :class:`ReceiveWindow` accepts a message once, in any order. Beside the highest ID seen, the high-water
+mark, it keeps the complement: the IDs below that have not been seen. They are few, and the bits of one integer, so that
+a message costs the same whatever its sender has left out. The receiver reports the complement to the sender, which
+sends again what is missing and nothing else.
 
-:class:`OrderedTracker` accepts a message only after all messages sent before it. A message that comes too early, as
-happens when a connection breaks, is dropped and sent again. So the high-water mark is all it keeps.
+Where order is asked for, a message that comes too early is kept until all before it have come. What has no room is
+dropped, and counts as not seen.
 
 Every message also says the lowest ID that its sender may still send, and how many IDs right below its own it will
 never send again: they were acknowledged, perhaps by an earlier receiver. Such IDs count as seen. So a new receiver can
@@ -23,8 +24,9 @@ Beyond a number of callbacks the oldest is dropped.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -33,6 +35,7 @@ from immortal.coordinator.messenger.limits import (
     CALLBACK_OVERHEAD_BYTES,
     CALLBACKS_MAX,
     LINKS_MAX,
+    PART_OVERHEAD_BYTES,
     PEER_LINKS_MAX,
     PEER_REPLIES_SIZE_BYTES_MAX,
     REPLIES_SIZE_BYTES_MAX,
@@ -46,83 +49,71 @@ class Arrival(IntEnum):
     FIRST = 0
     DUPLICATE = 1
     REFUSED = 2  # further from the sender's lowest pending ID than a sender may go
-    EARLY = 3  # a message sent before it has not been seen
+    EARLY = 3  # the first time, but a message sent before it is missing, and order is asked for
 
 
 FIRST, DUPLICATE, REFUSED, EARLY = Arrival
 
 
-class OrderedTracker(Struct, eq=False):
-    """Accepts each message ID once, in order; tells duplicates and early messages from new ones. No I/O.
+class ReceiveWindow(Struct, eq=False):
+    """Accepts each message ID once; knows which are missing below the highest. No I/O.
 
     ``highest_seen`` is the highest ID seen (0: none), ``lowest_pending_id`` the lowest ID that may still come, first or
-    as a duplicate.
+    as a duplicate. The missing IDs take ``span_max`` bits: an ID further from the lowest pending one is refused.
     """
 
+    ordered: bool = False
     span_max: int = SPAN_MAX
     highest_seen: int = 0
     lowest_pending_id: int = 1
+    missing: int = 0  # bit n: lowest_pending_id + n, which is not above highest_seen, has not been seen
+
+    @property
+    def complete_id(self) -> int:
+        """Return the highest ID up to which nothing is missing."""
+        if not self.missing:
+            return self.highest_seen
+        return self.lowest_pending_id + (self.missing & -self.missing).bit_length() - 2
 
     def see(self, message_id: int, lowest_pending_id: int = 1, skipped_count: int = 0) -> Arrival:
         """Note ``message_id`` (from 1), whose sender will send nothing below ``lowest_pending_id`` again, and none of
         the ``skipped_count`` IDs right below ``message_id``."""
         if lowest_pending_id > self.lowest_pending_id:
-            self.lowest_pending_id = lowest_pending_id
-            if self.highest_seen < lowest_pending_id - 1:
-                self.highest_seen = lowest_pending_id - 1
-        highest = self.highest_seen
-        if message_id <= highest:
-            return DUPLICATE
-        if message_id - self.lowest_pending_id >= self.span_max:
-            return REFUSED
-        if message_id - skipped_count > highest + 1:
-            return EARLY
-        self.highest_seen = message_id
-        return FIRST
-
-
-class DuplicateTracker(Struct, eq=False):
-    """Accepts each message ID once, in any order. Fields as in :class:`OrderedTracker`. No I/O.
-
-    The set of unseen IDs has ``span_max`` bits at most: an ID further from the lowest pending one is refused.
-    """
-
-    span_max: int = SPAN_MAX
-    highest_seen: int = 0
-    lowest_pending_id: int = 1
-    _unseen: int = 0  # bit n: lowest_pending_id + n, which is below highest_seen, has not been seen
-
-    @property
-    def unseen_count(self) -> int:
-        """Return how many IDs below the highest may still come for the first time."""
-        return self._unseen.bit_count()
-
-    def see(self, message_id: int, lowest_pending_id: int = 1, skipped_count: int = 0) -> Arrival:
-        """Note a message as :meth:`OrderedTracker.see` does; the result is never EARLY."""
-        if lowest_pending_id > self.lowest_pending_id:
-            if self._unseen:
-                self._unseen >>= min(lowest_pending_id - self.lowest_pending_id, self.span_max)
+            if self.missing:
+                self.missing >>= min(lowest_pending_id - self.lowest_pending_id, self.span_max)
             self.lowest_pending_id = lowest_pending_id
             if self.highest_seen < lowest_pending_id - 1:
                 self.highest_seen = lowest_pending_id - 1
         highest = self.highest_seen
         distance = message_id - self.lowest_pending_id
-        if message_id <= highest:
-            if distance < 0 or not self._unseen >> distance & 1:
-                return DUPLICATE
-            self._unseen ^= 1 << distance
-            return FIRST
-        if distance >= self.span_max:
-            return REFUSED
-        left_out_count = message_id - skipped_count - (highest + 1)
-        if left_out_count > 0:
-            self._unseen |= ((1 << left_out_count) - 1) << (highest + 1 - self.lowest_pending_id)
-        self.highest_seen = message_id
-        return FIRST
+        if message_id > highest:
+            if distance >= self.span_max:
+                return REFUSED
+            self.highest_seen = message_id
+            if message_id - skipped_count == highest + 1:
+                return EARLY if self.ordered and self.missing else FIRST
+            self.missing |= ((1 << (message_id - highest)) - 1) << (highest + 1 - self.lowest_pending_id)
+        elif distance < 0 or not self.missing >> distance & 1:
+            return DUPLICATE
+        skipped_count = min(skipped_count, distance)
+        self.missing &= ~(((2 << skipped_count) - 1) << (distance - skipped_count))
+        return EARLY if self.ordered and self.missing and message_id > self.complete_id else FIRST
+
+    def is_missing(self, message_id: int) -> bool:
+        """Return whether an ID below the highest has not been seen and may still come."""
+        distance = message_id - self.lowest_pending_id
+        return distance >= 0 and bool(self.missing >> distance & 1)
+
+    def lose(self, message_id: int) -> None:
+        """Count an ID that was seen, and is not below the lowest pending one, as missing."""
+        self.missing |= 1 << (message_id - self.lowest_pending_id)
 
 
 MessageCallback = Callable[..., None]
 """A server loop (listener.py), given with a reply: for the message that addresses it."""
+
+EarlyMessage = Any
+"""A Received (listener.py) that came before a message sent earlier."""
 
 
 class CachedReply(Struct, frozen=True):
@@ -136,13 +127,13 @@ class CachedReply(Struct, frozen=True):
 
 
 class StoredReplies(Struct, eq=False):
-    """Bytes that the replies and callbacks of all links of one peer take together."""
+    """Bytes that the replies, callbacks and early messages of all links of one peer take together."""
 
     size_bytes: int = 0
 
 
 class LinkState(Struct, eq=False):
-    """State of one link at its receiver: IDs seen, routes back, replies, callbacks.
+    """State of one link at its receiver: IDs seen, early messages, routes back, replies, callbacks.
 
     ``routes`` are the ZeroMQ routing IDs of its sender's latest connections, the newest first, ``peer`` the name that
     its key stands for.
@@ -150,7 +141,7 @@ class LinkState(Struct, eq=False):
 
     incarnation: int
     link_id: int
-    tracker: OrderedTracker | DuplicateTracker
+    window: ReceiveWindow
     peer: str | None = None
     replies_size_bytes_max: int = REPLIES_SIZE_BYTES_MAX
     routes: list[bytes] = field(default_factory=lambda: [b""])
@@ -158,6 +149,9 @@ class LinkState(Struct, eq=False):
     callbacks: dict[int, MessageCallback] = field(default_factory=dict)  # given with replies, by ID, the oldest first
     replies_size_bytes: int = 0  # with the callbacks
     stored: StoredReplies = field(default_factory=StoredReplies)
+    early: dict[int, tuple[EarlyMessage, int]] = field(default_factory=dict)  # with their bytes, by ID
+    _early_size_bytes: int = 0
+    _taken_id: int = 0  # early messages up to it were taken
     _unexpired: OrderedDict[int, None] = field(default_factory=OrderedDict)  # replies that were not dropped
 
     def note_route(self, route: bytes) -> None:
@@ -169,8 +163,8 @@ class LinkState(Struct, eq=False):
 
     def see(self, message_id: int, lowest_pending_id: int, skipped_count: int = 0) -> Arrival:
         """Note a message that came in, and drop the replies that its sender has acknowledged."""
-        had = self.tracker.lowest_pending_id
-        arrival = self.tracker.see(message_id, lowest_pending_id, skipped_count)
+        had = self.window.lowest_pending_id
+        arrival = self.window.see(message_id, lowest_pending_id, skipped_count)
         if lowest_pending_id > had and self.replies:
             if lowest_pending_id - had <= len(self.replies):
                 acknowledged = [known for known in range(had, lowest_pending_id) if known in self.replies]
@@ -181,6 +175,27 @@ class LinkState(Struct, eq=False):
                 self._unexpired.pop(known, None)
         return arrival
 
+    def keep_early(self, message_id: int, message: EarlyMessage, parts: Sequence[bytes]) -> bool:
+        """Keep a message until :meth:`take_early` gives it; return False if there is no room, and it counts as not
+        seen."""
+        size_bytes = sum(map(len, parts)) + PART_OVERHEAD_BYTES * len(parts) + REPLY_OVERHEAD_BYTES
+        if self.stored.size_bytes + size_bytes > PEER_REPLIES_SIZE_BYTES_MAX:
+            self.window.lose(message_id)
+            return False
+        self.early[message_id] = message, size_bytes
+        self._count_early(size_bytes)
+        return True
+
+    def take_early(self) -> list[EarlyMessage]:
+        """Return and forget the early messages before which nothing is missing any more, in the order of sending."""
+        complete_id = self.window.complete_id
+        if complete_id == self._taken_id:
+            return []
+        self._taken_id = complete_id
+        taken = [self.early.pop(message_id) for message_id in sorted(self.early) if message_id <= complete_id]
+        self._count_early(-sum([size_bytes for _, size_bytes in taken]))
+        return [message for message, _ in taken]
+
     def keep_reply(
         self,
         message_id: int,
@@ -190,7 +205,7 @@ class LinkState(Struct, eq=False):
         kind: int = REPLY,
     ) -> None:
         """Keep the reply to ``message_id`` for as long as its sender may ask for it again."""
-        if message_id < self.tracker.lowest_pending_id:
+        if message_id < self.window.lowest_pending_id:
             return
         size_bytes = sum(map(len, parts)) + REPLY_OVERHEAD_BYTES
         self.replies[message_id] = CachedReply(kind, destination_callback_id, source_callback_id, parts, size_bytes)
@@ -229,10 +244,15 @@ class LinkState(Struct, eq=False):
         self.replies_size_bytes += size_bytes
         self.stored.size_bytes += size_bytes
 
+    def _count_early(self, size_bytes: int) -> None:
+        self._early_size_bytes += size_bytes
+        self.stored.size_bytes += size_bytes
+
     def count_in(self, stored: StoredReplies) -> None:
         """Count the bytes kept here in ``stored`` from now on."""
-        self.stored.size_bytes -= self.replies_size_bytes
-        stored.size_bytes += self.replies_size_bytes
+        size_bytes = self.replies_size_bytes + self._early_size_bytes
+        self.stored.size_bytes -= size_bytes
+        stored.size_bytes += size_bytes
         self.stored = stored
 
 
@@ -264,11 +284,11 @@ class Inbox:
     """Links of one listening endpoint. The least recently used is forgotten beyond ``links_max``, PEER_LINKS_MAX of
     one peer, or the limit on the bytes of replies. No peer can displace the links of another.
 
-    ``ordered``: messages are accepted only in the order of sending.
+    ``ordered``: messages are given in the order of sending.
     """
 
     def __init__(self, links_max: int = LINKS_MAX, *, ordered: bool = False) -> None:
-        self._tracker = OrderedTracker if ordered else DuplicateTracker
+        self._ordered = ordered
         self._plain = LinkStates(links_max)
         self._caches: dict[str | None, LinkStates] = {None: self._plain}
 
@@ -285,7 +305,7 @@ class Inbox:
         link = cache.links.get(key)
         if link is None:
             known = self._plain.remove(key) if peer is not None else None
-            link = known or LinkState(incarnation, link_id, self._tracker())
+            link = known or LinkState(incarnation, link_id, ReceiveWindow(self._ordered))
             link.peer = peer
             cache.add(key, link)
         else:

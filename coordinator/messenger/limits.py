@@ -40,9 +40,11 @@ NOTIFIED_ROUTES_MAX = 256
 # message is acknowledged without it. Each counts with Python's overhead for it.
 REPLIES_SIZE_BYTES_MAX = 16 * 2**20
 REPLY_OVERHEAD_BYTES = 200
+PART_OVERHEAD_BYTES = 60
 
 # Replies kept for all links of one peer, or of all peers without keys: beyond it the least recently used link is
-# forgotten.
+# forgotten. Early messages, which wait for one before them, take what the replies leave of it: as much as one sender
+# may have in flight.
 PEER_REPLIES_SIZE_BYTES_MAX = 64 * 2**20
 
 # Callbacks given with the replies of one link and not used yet: beyond it the oldest is dropped, and a sender that
@@ -129,8 +131,18 @@ RECONNECT_REFUSED_NS = 200_000_000
 # takes milliseconds.
 REBIND_NS = 2_000_000
 
+# Time before a message is sent again: until a round trip was measured; after a round trip at least, as a busy process
+# pauses; after a round trip at least where the receiver reports it as missing, while later ones have come.
+RETRANSMIT_NS_FIRST = 100_000_000
+RETRANSMIT_NS_MIN = 30_000_000
+RETRANSMIT_LIKELY_NS_MIN = 1_000_000
+
+# Time that is added for each byte in flight: at 10 MB/s. What was measured with small messages says little of large
+# ones.
+RETRANSMIT_NS_PER_BYTE = 100
+
 # Longest delay of replies while the owner is patient: they are read with whatever else comes in, or after this time.
-# Far below the first retransmission.
+# Below the shortest time before a message is sent again.
 REPLY_DELAY_NS_MAX = 10_000_000
 
 # Shortest interval between two warnings about misbehaving peers.

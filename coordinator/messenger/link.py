@@ -19,6 +19,7 @@ from immortal.coordinator.messenger.envelope import (
     Envelope,
     as_conversation_message,
     decode_envelope,
+    decode_missing,
     decode_parts,
     encode_message,
 )
@@ -73,6 +74,7 @@ _OUTCOMES = {
     REPLY_EXPIRED: Outcome.REPLY_EXPIRED,
     CALLBACK_UNKNOWN: Outcome.CALLBACK_UNKNOWN,
 }
+_WITH_PARTS = frozenset((REPLY, REPLY_PENDING))
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -216,7 +218,7 @@ class Link:
             return retry_ns if silence_deadline_ns is None else silence_deadline_ns
         return min(retry_ns, silence_deadline_ns)
 
-    def receive(self) -> bool:
+    def receive(self, now_ns: int) -> bool:
         """Take replies and run their callbacks; False if some were left for another turn."""
         for _ in range(RECEIVED_PER_TURN_MAX):
             if self.closed:
@@ -224,7 +226,7 @@ class Link:
             parts = receive_parts(self._socket)
             if parts is None:
                 return True
-            callback = self._acknowledge(parts)
+            callback = self._acknowledge(parts, now_ns)
             if callback is not None:
                 callback(parts)
             if not self.closed and not self._has_unread():
@@ -234,7 +236,7 @@ class Link:
     def _has_unread(self) -> bool:
         return bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
 
-    def _acknowledge(self, parts: list[bytes]) -> ReplyCallback | None:
+    def _acknowledge(self, parts: list[bytes], now_ns: int) -> ReplyCallback | None:
         """Replace ``parts`` by the reply's parts; return the callback to call with them, if any."""
         try:
             if len(parts) != 1:
@@ -248,12 +250,14 @@ class Link:
                 raise EnvelopeError(
                     f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self.link_id}"
                 )
-            if envelope.kind == REPLY:
+            if envelope.kind in _WITH_PARTS:
                 parts += decode_parts(reply, ENVELOPE_SIZE_BYTES)
-            _, kind, _, _, _, message_id, highest_seen, given_callback_id, callback_id = envelope
-            self.outbox.record_reply(message_id, highest_seen)
+            _, kind, _, _, _, message_id, arrived_id, given_callback_id, callback_id = envelope
+            self.outbox.record_reply(message_id, arrived_id, now_ns, awaited=kind == REPLY_PENDING)
             if kind == REPLY_PENDING:
                 self._counters.replies_awaited += 1
+                if parts:  # a receiver of an earlier build does not say what is missing
+                    self.outbox.record_missing(decode_missing(parts[0]))
                 return None
             message = self.outbox.pending(message_id)
             if message is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from immortal.coordinator.messenger.envelope import (
     TURN,
     Envelope,
     decode_envelope,
+    encode_missing,
     encode_parts,
     encode_reply,
 )
@@ -68,6 +69,7 @@ from immortal.coordinator.messenger.sockets import (
 from immortal.protocol.client_frames import is_client_frame
 
 FIRST, REFUSED, EARLY = Arrival.FIRST, Arrival.REFUSED, Arrival.EARLY
+_NEW = (FIRST, EARLY)
 _monitor_numbers = itertools.count()
 
 
@@ -173,7 +175,7 @@ ClientLoop = Callable[[ClientRoute, bytes], None]
 class Listener:
     """Takes messages at one endpoint and sends the replies. Used by one thread, except accept_reply().
 
-    ``ordered``: accepts the messages of a link only in the order of sending. ``new_callback_id``: returns an ID that no
+    ``ordered``: gives the messages of a link in the order of sending. ``new_callback_id``: returns an ID that no
     messenger has given before.
 
     With ``security``, only its callers may connect. New own keys need a new socket: secure() makes one, which takes
@@ -192,6 +194,7 @@ class Listener:
         client_loop: ClientLoop | None = None,
         *,
         ordered: bool = False,
+        parts_max: int = PARTS_MAX - 1,
         new_callback_id: Callable[[], int],
     ) -> None:
         self.closed = False
@@ -210,7 +213,9 @@ class Listener:
         self._warnings = shared.warnings
         self._stranger_warnings = shared.stranger_warnings
         self._new_callback_id = new_callback_id
+        self._frames_max = parts_max + 3  # with routing ID, envelope, and one too many
         self._inbox = Inbox(ordered=ordered)
+        self._in_order: deque[Received] = deque()  # came early, and may be given now
         self._client_queues = ClientSendQueues()
         self._notified_routes: OrderedDict[bytes, None] = OrderedDict()  # told which envelopes are known here
         self._is_inproc = is_inproc(endpoint)
@@ -274,16 +279,18 @@ class Listener:
         """Take messages and run callbacks and the server loop for new ones; return False if some are left for another
         turn."""
         for _ in range(RECEIVED_PER_TURN_MAX):
+            while self._in_order and not self.closed:
+                self._give(self._in_order.popleft())
             if self.closed:
                 return True
             received = None
             if self._security is None:
-                parts = receive_parts(self._socket)
+                parts = receive_parts(self._socket, self._frames_max)
                 if parts is None:
                     return True
                 received = self._accept(parts, None)
             else:
-                identified = receive_identified(self._socket)
+                identified = receive_identified(self._socket, self._frames_max)
                 if identified is None:
                     return True
                 key, parts = identified
@@ -297,9 +304,9 @@ class Listener:
                     received = self._accept(parts, peer)
                 del identified
             if received is not None:
-                self._server_loop(received)
+                self._give(received)
             del parts, received  # the next one can use its memory
-            if not self.has_unread():  # cheaper than a receive that finds nothing
+            if not self._in_order and not self.has_unread():  # cheaper than a receive that finds nothing
                 return True
         return False
 
@@ -322,7 +329,8 @@ class Listener:
         return False
 
     def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
-        """Return the message in ``frames`` if it is valid and new. A client's frame goes to the client loop."""
+        """Return the message in ``frames`` if it is valid and new and none is missing before it, where order is asked
+        for. A client's frame goes to the client loop."""
         if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
             self._counters.received += 1
             self._client_loop(ClientRoute(self, frames[0], peer), frames[1])
@@ -339,20 +347,25 @@ class Listener:
             if isinstance(error, UnknownEnvelopeError):
                 self._send_supported_kinds(frames[0])
             return None
-        _, _, skipped_count, link_id, incarnation, message_id, lowest_pending_id, _, for_callback_id = envelope
+        _, _, skipped_count, link_id, incarnation, message_id, lowest_pending_id, callback_id, _ = envelope
         link = self._inbox.link(incarnation, link_id, peer)
         if frames[0] != link.routes[0]:
             link.note_route(frames[0])
         arrival = link.see(message_id, lowest_pending_id, skipped_count)
-        if arrival == FIRST:
+        received = None
+        if arrival in _NEW:
             del frames[:2]
             received = Received(self, link, envelope, frames)
-            if for_callback_id and not self._run_callback(link, envelope, received):
-                return None
-            self._counters.received += 1
-            return received
-        if arrival == EARLY:
-            self._counters.early_dropped += 1
+            if link.window.missing and link.window.is_missing(message_id - skipped_count - 1):
+                self._send(link, REPLY_PENDING, message_id, callback_id, ())
+            if arrival == FIRST and not link.early:
+                return received
+            if arrival == FIRST:
+                link.early[message_id] = received, 0  # others may come before it
+            elif link.keep_early(message_id, received, frames):
+                self._counters.early_kept += 1
+            else:
+                self._counters.early_dropped += 1
         elif arrival == REFUSED:
             self._counters.refused += 1
             self._warnings.warn(
@@ -362,7 +375,15 @@ class Listener:
         else:
             self._counters.duplicates_dropped += 1
             self._reply_again(link, envelope)
+        if link.early:
+            self._in_order += link.take_early()
         return None
+
+    def _give(self, received: Received) -> None:
+        """Run the callback that a message addresses, then the server loop."""
+        if not received.for_callback or self._run_callback(received._link, received._envelope, received):
+            self._counters.received += 1
+            self._server_loop(received)
 
     def _run_callback(self, link: LinkState, envelope: Envelope, received: Received) -> bool:
         """Call the callback that a message addresses; return False if it is unknown, or has closed this listener."""
@@ -388,7 +409,7 @@ class Listener:
     def _reply_again(self, link: LinkState, envelope: Envelope) -> None:
         stored = link.replies.get(envelope.message_id)
         if stored is None:
-            if envelope.message_id >= link.tracker.lowest_pending_id:  # else its sender has the reply
+            if envelope.message_id >= link.window.lowest_pending_id:  # else its sender has the reply
                 self._send(link, REPLY_PENDING, envelope.message_id, envelope.source_callback_id, ())
             return
         self._counters.replies_resent += 1
@@ -432,10 +453,13 @@ class Listener:
         parts: tuple[bytes, ...],
         source_callback_id: int = NOOP,
     ) -> None:
-        highest_seen = link.tracker.highest_seen
+        window = link.window
+        arrived_id = max(message_id, window.complete_id) if window.missing else window.highest_seen
         envelope = encode_reply(
-            kind, link.link_id, self._incarnation, message_id, highest_seen, callback_id, source_callback_id
+            kind, link.link_id, self._incarnation, message_id, arrived_id, callback_id, source_callback_id
         )
+        if kind == REPLY_PENDING:
+            parts = (encode_missing(window.lowest_pending_id, window.missing),)
         data = envelope + encode_parts(parts)
         for route in link.routes:
             if self._send_parts(route, data):

@@ -25,7 +25,7 @@ from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingL
 from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, Listeners, Poller
 from immortal.coordinator.messenger.envelope import NOOP
 from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
-from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPAN_MAX, TURNS_MAX
+from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, PARTS_MAX, SPAN_MAX, TURNS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
 from immortal.coordinator.messenger.mailbox import MessengerMailbox, OwnerThread
@@ -148,18 +148,23 @@ class Messenger:
         ordered: bool = False,
         secured: bool = True,
         client_loop: ClientLoop | None = None,
+        parts_max: int = PARTS_MAX - 1,
     ) -> str:
         """Give what comes in at ``endpoint`` to ``server_loop``; return the real endpoint, with its port.
 
         Each message is given once, as it comes; with ``ordered``, in the order of sending: a message that comes too
-        early, since one before it was lost with a connection, is dropped and comes again.
+        early, since one before it was lost, waits for that.
 
         ``client_loop`` gets the frames of clients (docs/WIRE.md, part 9); without it they are dropped.
+
+        ``parts_max``: of a message with more parts, one more is given, and the rest is dropped before it is copied.
 
         Not ``secured``: without keys, open to anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
         """
-        listener = self._call(lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop))
+        listener = self._call(
+            lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop, parts_max)
+        )
         self._wake.signal()
         return listener.endpoint
 
@@ -380,11 +385,11 @@ class Messenger:
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""
-        ready = self._poller.ready
+        ready, now_ns = self._poller.ready, self._clock_ns()
         sources = list(ready)
         for source in sources:
             if isinstance(source, Link):
-                if source.receive():
+                if source.receive(now_ns):
                     ready.pop(source, None)
                 if not source.closed:
                     self._links.sending[source] = None  # acknowledgements make room, and so may the news

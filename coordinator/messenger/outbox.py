@@ -6,17 +6,20 @@ hold a conversation of any number of turns.
 - IDs start at 1 and grow by one. A message is pending until it is acknowledged.
 - Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
 - On a new connection, everything that was in flight on the one before is sent again first, in ID order.
-- On a living connection, an unacknowledged message that has arrived is sent again after a growing delay: its reply is
-  late, or lost. The receiver says with each reply how much has arrived. Of the messages sent after that, which are
-  still on their way, only the first is sent again.
-- The receiver answers each retransmission at once. Until it has answered the last one, only the first due message is
+- On a living connection, a message is sent again after a delay that follows the measured round-trip time (RFC 6298).
+  It doubles each time, until something is heard. Where the receiver says that the reply is still to come, the message's
+  own delay doubles.
+- The receiver reports what is missing once something comes after it; that is sent again after one round trip.
+- Of the rest, an unacknowledged message that has arrived is sent again: its reply is late, or lost. The receiver says
+  with each reply up to where all has arrived. Of the messages after that, only the first is sent again.
+- The receiver answers each retransmission at once. Until it has answered the last one, only the first message is
   sent again: so what waits unread for a stuck receiver is bounded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -25,6 +28,10 @@ from msgspec import Struct, field
 from immortal.coordinator.messenger.limits import (
     IN_FLIGHT_MAX,
     IN_FLIGHT_SIZE_BYTES_MAX,
+    RETRANSMIT_LIKELY_NS_MIN,
+    RETRANSMIT_NS_FIRST,
+    RETRANSMIT_NS_MIN,
+    RETRANSMIT_NS_PER_BYTE,
     SILENCE_DOUBLINGS_MAX,
     SILENCE_NS,
 )
@@ -64,20 +71,43 @@ CHECKS_PER_DELAY = 2  # retry checks per shortest delay, at most
 
 
 class RetryPolicy(Struct, frozen=True):
-    """Delays before a message is sent again: doubling from ``delay_ns_min`` up to ``delay_ns_max``, less up to
-    ``jitter``."""
+    """Delays before a message is sent again, in ns: doubling up to ``delay_ns_max``, less up to ``jitter``.
+
+    The first follows the measured round-trip time, and is ``delay_ns_min`` at most.
+    """
 
     delay_ns_min: int = 1_000_000_000
     delay_ns_max: int = 30_000_000_000
     jitter: float = 0.25  # the largest part of the delay that is left out, so that peers do not retry in step
 
-    def delay_ns(self, attempts: int, random_unit: float) -> int:
-        """Return the delay after a message was sent ``attempts`` times (from 1); ``random_unit`` is from [0, 1)."""
-        doublings = attempts - 1
+    def delay_ns(self, first_ns: int, doublings: int, random_unit: float) -> int:
+        """Return the delay after this many in vain; ``random_unit`` is from [0, 1)."""
         delay_ns = self.delay_ns_max
         if doublings < 64:
-            delay_ns = min(self.delay_ns_min << doublings, self.delay_ns_max)
+            delay_ns = min(min(first_ns, self.delay_ns_min) << doublings, self.delay_ns_max)
         return int(delay_ns * (1.0 - self.jitter * random_unit))
+
+
+class RoundTrip(Struct, eq=False):
+    """Round-trip time as RFC 6298 measures it, in ns: smoothed, with its mean deviation. No clock.
+
+    After ``timeout_ns`` a message may be lost; after ``likely_ns`` it is, if one sent later has come.
+    """
+
+    smoothed_ns: int = 0  # 0: nothing was measured
+    deviation_ns: int = 0
+    timeout_ns: int = RETRANSMIT_NS_FIRST
+    likely_ns: int = RETRANSMIT_NS_FIRST
+
+    def measure(self, sample_ns: int) -> None:
+        """Take the time from the sending of a message to its answer."""
+        if self.smoothed_ns:
+            self.deviation_ns += (abs(sample_ns - self.smoothed_ns) - self.deviation_ns) // 4
+            self.smoothed_ns += (sample_ns - self.smoothed_ns) // 8
+        else:
+            self.smoothed_ns, self.deviation_ns = sample_ns, sample_ns // 2
+        self.timeout_ns = self.smoothed_ns + max(RETRANSMIT_NS_MIN, 4 * self.deviation_ns)
+        self.likely_ns = self.smoothed_ns + max(RETRANSMIT_LIKELY_NS_MIN, 4 * self.deviation_ns)
 
 
 class PendingMessage(Struct, eq=False):
@@ -93,8 +123,10 @@ class PendingMessage(Struct, eq=False):
     queued: bool = True  # waits to be sent, or sent again
     in_flight: bool = False  # sent on the connection that there is
     sent_before: bool = False  # on this connection or one before
-    attempts: int = 0  # times sent on that connection
-    due_ns: int = 0  # when it is tried again, while in flight
+    sent_again: bool = False  # so that its reply tells no round-trip time (Karn), unless it is known to be slow
+    first_sent_ns: int = 0
+    sent_ns: int = 0  # last
+    wait_ns: int = 0  # shortest time from then on before it is sent again, as it has arrived and the reply is to come
     skipped_count: int = 0  # IDs right below, acknowledged when it was first sent on that connection
 
 
@@ -112,7 +144,14 @@ class Outbox(Struct, eq=False):
     _queue: deque[PendingMessage] = field(default_factory=deque)
     _next_id: int = 1
     _last_sent_id: int = 0  # for the first time on this connection
-    _arrived_id: int = 0  # the highest that the receiver has reported on this connection
+    _arrived_id: int = 0  # up to it all has arrived, as far as the receiver has reported on this connection
+    _gap_id: int = 0  # the highest reported as missing last, or sent again since: later ones may wait for it
+    _missing: set[int] = field(default_factory=set)  # reported by the receiver last, and not sent again since
+    _round_trip: RoundTrip = field(default_factory=RoundTrip)
+    _last_resent_ns: int = -1
+    _measured_next_ns: int = 0  # one message in each round trip is measured
+    _doublings: int = 0  # of the delay, since something was heard
+    _random_unit: float = 0.0  # jitter of doubled delays
     _retransmitted_id: int = 0  # the last that was sent again on this connection, if it was not answered since
     _retransmitted_ns: int | None = None  # when a message was sent again, with nothing heard since
     _silences: int = 0  # connections in a row that were given up with nothing heard
@@ -172,19 +211,33 @@ class Outbox(Struct, eq=False):
         """Note that ``message``, the one that next_to_send() gave, went out on the connection at ``now_ns``."""
         self._queue.popleft()
         message.queued = False
-        message.sent_before = True
-        message.attempts += 1
+        message.sent_ns = now_ns
+        if message.sent_before:
+            message.sent_again = True
+            self._last_resent_ns = now_ns
+        else:
+            message.sent_before = True
+            message.first_sent_ns = now_ns
         if not message.in_flight:
             message.in_flight = True
             self._in_flight_size_bytes += message.size_bytes
             self._last_sent_id = message.message_id
         else:
+            self._missing.discard(message.message_id)
             self._retransmitted_id = message.message_id
             if self._retransmitted_ns is None:
                 self._retransmitted_ns = now_ns
-        message.due_ns = now_ns + self.retry.delay_ns(message.attempts, self.random())
-        if self.retry_check_ns is None or message.due_ns < self.retry_check_ns:
-            self.retry_check_ns = message.due_ns
+        check_ns = self.retry_check_ns
+        if check_ns is None or check_ns > now_ns + min(self._round_trip.timeout_ns, self.retry.delay_ns_min):
+            self._check_at(now_ns + max(self._delay_ns(), message.wait_ns))
+
+    def _delay_ns(self) -> int:
+        expected_ns = self._round_trip.timeout_ns + self._in_flight_size_bytes * RETRANSMIT_NS_PER_BYTE
+        return self.retry.delay_ns(expected_ns, self._doublings, self._random_unit)
+
+    def _check_at(self, due_ns: int) -> None:
+        if self.retry_check_ns is None or due_ns < self.retry_check_ns:
+            self.retry_check_ns = due_ns
 
     def acknowledge(self, message_id: int) -> PendingMessage | None:
         """Forget the message and return it; None if no such one is pending."""
@@ -210,14 +263,61 @@ class Outbox(Struct, eq=False):
             message.skipped_count = message.message_id - first_id
         return message.skipped_count
 
-    def record_reply(self, message_id: int, arrived_id: int) -> None:
-        """Note that the receiver has answered ``message_id`` in some way and received IDs up to ``arrived_id``."""
+    def record_reply(self, message_id: int, arrived_id: int, now_ns: int, *, awaited: bool = False) -> None:
+        """Note that the receiver has answered ``message_id`` and has all IDs up to ``arrived_id``, unless
+        :meth:`record_missing` says less. ``awaited``: the reply itself is still to come."""
         self._retransmitted_ns = None
         self._silences = 0
         if message_id == self._retransmitted_id:
             self._retransmitted_id = 0
         if arrived_id > self._arrived_id:
+            if self._arrived_id < self._gap_id:
+                self._restart(arrived_id, now_ns)
             self._arrived_id = arrived_id
+        if self._doublings:
+            self._doublings, self._random_unit = 0, 0.0
+            self._check_at(now_ns)
+        if not awaited and now_ns < self._measured_next_ns:
+            return
+        message = self._pending.get(message_id)
+        if message is None or not message.in_flight:
+            return
+        if message.sent_again:
+            is_measurable = message.wait_ns > 0 and not awaited
+        else:  # the reply may have waited for a message that was sent again meanwhile
+            is_measurable = awaited or message.first_sent_ns > self._last_resent_ns
+        if is_measurable:
+            self._round_trip.measure(min(now_ns - message.first_sent_ns, self.retry.delay_ns_min))
+            self._measured_next_ns = now_ns + self._round_trip.smoothed_ns
+        if awaited:
+            message.wait_ns = min(2 * max(message.wait_ns, self._delay_ns()), self.retry.delay_ns_max)
+
+    def _restart(self, last_id: int, now_ns: int) -> None:
+        """Give messages time from now on: they may have waited at the receiver for one before them."""
+        first_id = max(self._arrived_id + 1, self.lowest_pending_id)
+        for message_id in range(first_id, min(last_id + 1, self._in_flight_end_id)):
+            message = self._pending.get(message_id)
+            if message is not None and message.in_flight and message_id not in self._missing:
+                message.sent_ns, message.wait_ns = now_ns, 0
+
+    @property
+    def _in_flight_end_id(self) -> int:
+        return min(self.lowest_pending_id + self.in_flight_max, self._next_id)
+
+    def record_missing(self, missing_ids: Iterable[int]) -> None:
+        """Note which IDs have not arrived, while later ones have: they are due one round trip after their sending."""
+        self._missing.clear()
+        self._gap_id = 0
+        likely_ns = self._round_trip.likely_ns
+        for message_id in missing_ids:
+            message = self._pending.get(message_id)
+            if message is None or not message.in_flight or message.queued:
+                continue
+            if not self._missing:
+                self._arrived_id = message_id - 1
+            self._gap_id = message_id
+            self._missing.add(message_id)
+            self._check_at(message.sent_ns + likely_ns)
 
     @property
     def silence_ns(self) -> int:
@@ -244,11 +344,13 @@ class Outbox(Struct, eq=False):
         for message in self._queue:
             message.queued = True
             message.in_flight = False
-            message.attempts = 0
+            message.wait_ns = 0
         self._in_flight_size_bytes = 0
         self.retry_check_ns = None
-        self._last_sent_id = self._arrived_id = self._retransmitted_id = 0
+        self._last_sent_id = self._arrived_id = self._gap_id = self._retransmitted_id = 0
         self._retransmitted_ns = None
+        self._missing.clear()
+        self._doublings, self._random_unit = 0, 0.0
 
     def retransmit_due(self, now_ns: int) -> bool:
         """Queue what is due at ``now_ns`` and may be sent again, before everything else, in ID order; return True if
@@ -256,22 +358,33 @@ class Outbox(Struct, eq=False):
         if self.retry_check_ns is None or now_ns < self.retry_check_ns:
             return False
         due: list[PendingMessage] = []
+        delay_ns, timed_out, is_first = self._delay_ns(), False, True
+        missing_ns = min(self._round_trip.likely_ns, delay_ns)
         next_check_ns: int | None = None
-        last_in_flight_id = self.lowest_pending_id + self.in_flight_max
-        for message_id in range(self.lowest_pending_id, min(last_in_flight_id, self._next_id)):
+        for message_id in range(self.lowest_pending_id, self._in_flight_end_id):
             message = self._pending.get(message_id)
             if message is None or not message.in_flight or message.queued:
                 continue
-            if message.due_ns <= now_ns:
-                if not due or (not self._retransmitted_id and message_id <= self._arrived_id):
-                    message.queued = True
+            missing = message_id in self._missing
+            due_ns = message.sent_ns + (missing_ns if missing else max(delay_ns, message.wait_ns))
+            if due_ns <= now_ns:
+                if missing or is_first or (not self._retransmitted_id and message_id <= self._arrived_id):
+                    message.queued, is_first = True, False
                     due.append(message)
+                    if not missing:
+                        timed_out, self._gap_id = True, max(self._gap_id, message_id)
                     continue
-                message.due_ns = now_ns + self.retry.delay_ns(message.attempts, self.random())
-            if next_check_ns is None or message.due_ns < next_check_ns:
-                next_check_ns = message.due_ns
+                due_ns = now_ns + delay_ns
+            elif not message.wait_ns:
+                is_first = False  # those behind it say less
+            if next_check_ns is None or due_ns < next_check_ns:
+                next_check_ns = due_ns
         self._queue.extendleft(reversed(due))
+        if timed_out:
+            self._doublings += 1
+            self._random_unit = self.random()
         if next_check_ns is not None:  # each check costs a pass over all that is in flight: not one per message
-            next_check_ns = max(next_check_ns, now_ns + self.retry.delay_ns_min // CHECKS_PER_DELAY)
+            shortest_ns = missing_ns if self._missing else delay_ns
+            next_check_ns = max(next_check_ns, now_ns + shortest_ns // CHECKS_PER_DELAY)
         self.retry_check_ns = next_check_ns
         return bool(due)

@@ -53,7 +53,8 @@ class Counters(Struct):
     acknowledged: int = 0  # replies that were the first to their message
     received: int = 0  # messages given to a server loop
     duplicates_dropped: int = 0  # messages and replies that had come before
-    early_dropped: int = 0  # messages that came before an earlier one; they come again
+    early_kept: int = 0  # messages that came before an earlier one, and wait for it
+    early_dropped: int = 0  # of such messages, those that had no room; they come again
     replies_resent: int = 0  # to duplicates
     replies_unsent: int = 0  # the sender's connection is gone or full; it will ask again
     replies_awaited: int = 0  # answers to retransmissions: the message has arrived, its reply will come
@@ -134,29 +135,29 @@ def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
             continue  # the remaining parts must be given too, so that all are dropped
 
 
-def receive_parts(socket: Socket) -> list[bytes] | None:
+def receive_parts(socket: Socket, parts_max: int = RECEIVED_PARTS_MAX) -> list[bytes] | None:
     """Receive one whole message; None if there is none. After None, ZeroMQ's descriptor reports the next one.
 
-    From a DEALER a message is surely whole only if it has one part: see envelope.py. Parts beyond
-    RECEIVED_PARTS_MAX are dropped.
+    From a DEALER a message is surely whole only if it has one part: see envelope.py. Parts beyond ``parts_max`` are
+    dropped, and never copied.
     """
     try:
         frame = socket.recv(NOBLOCK, copy=False)
-        return _all_parts(socket, frame)
+        return _all_parts(socket, frame, parts_max)
     except zmq.Again:
         return None
 
 
-def _all_parts(socket: Socket, frame: zmq.Frame) -> list[bytes]:
+def _all_parts(socket: Socket, frame: zmq.Frame, parts_max: int) -> list[bytes]:
     parts = [frame.bytes]
     while frame.more:  # three times as fast as recv_multipart, which asks the socket each time
         frame = socket.recv(NOBLOCK, copy=False)
-        if len(parts) < RECEIVED_PARTS_MAX:
+        if len(parts) < parts_max:
             parts.append(frame.bytes)
     return parts
 
 
-def receive_identified(socket: Socket) -> tuple[str, list[bytes]] | None:
+def receive_identified(socket: Socket, parts_max: int) -> tuple[str, list[bytes]] | None:
     """Receive one whole message with the public key that the ZAP authenticator admitted; None if there is none."""
     try:
         frame = socket.recv(NOBLOCK, copy=False)
@@ -164,7 +165,7 @@ def receive_identified(socket: Socket) -> tuple[str, list[bytes]] | None:
         return None
     key = frame.get("User-Id")
     assert isinstance(key, str)
-    return key, _all_parts(socket, frame)
+    return key, _all_parts(socket, frame, parts_max)
 
 
 def descriptor_of(socket: Socket) -> int:

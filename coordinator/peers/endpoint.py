@@ -23,7 +23,7 @@ from immortal.coordinator.peers.discovery import Discovery, Routes
 from immortal.coordinator.peers.security import PeerSecurity
 from immortal.protocol.client_frames import decode_client_frame, encode_client_frame
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FRAME_PARTS_MAX, FrameType, PeerFrame, decode_frame, encode_frame
 
 RETRY_DELAY_NS_MIN = 100_000_000  # before the second time that a frame is sent again
 RETRY_DELAY_NS_MAX = 5_000_000_000
@@ -93,7 +93,11 @@ class PeerEndpoint:
     def listen(self) -> None:
         self._post_permissions()  # ahead of all frames
         self._messenger.listen(
-            self._own_endpoint, self._frame_received, ordered=True, client_loop=self._client_frame_received
+            self._own_endpoint,
+            self._frame_received,
+            ordered=True,
+            client_loop=self._client_frame_received,
+            parts_max=FRAME_PARTS_MAX,
         )
 
     # --- the loop's port ---------------------------------------------------------------------------------------------

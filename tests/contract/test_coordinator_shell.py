@@ -27,7 +27,6 @@ from immortal.coordinator.driver.ports import problem_of
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log_port.writer import JOINED_SIZE_BYTES_MAX, LogWriter
-from immortal.coordinator.messenger.inbox import OrderedTracker
 from immortal.coordinator.notices import Notices
 from immortal.coordinator.service.runtime import Coordinator
 from immortal.messenger import Answer, Messenger, Outcome, Received
@@ -503,7 +502,7 @@ def test_a_coordinator_has_no_callbacks_for_its_peers_and_takes_their_messages_i
         assert [answer.outcome for answer in answers] == [Outcome.CALLBACK_UNKNOWN, Outcome.REPLIED]
         assert [answer.callback_id for answer in answers] == [0, 0]
         (conversation,) = ours._listeners.all[0]._inbox._plain.links.values()
-        assert isinstance(conversation.tracker, OrderedTracker)
+        assert conversation.window.ordered
         assert conversation.callbacks == {}
         theirs.listen(bob.peer, came.append)
         coordinator._peers.open(ef.OpenPeer("bob"))

@@ -25,6 +25,7 @@ from immortal.coordinator.messenger.envelope import (
 from immortal.coordinator.messenger.errors import UnknownEnvelopeError
 from immortal.coordinator.messenger.listener import Listener
 from immortal.messenger import Answer, Messenger, MessengerError, Outcome, Received, RetryPolicy, ServerLoop
+from tests.helpers.lossy import LossyNetwork
 from tests.helpers.messengers import WAIT_SECONDS, House, echo, listen_when_free
 from tests.helpers.proxy import DEADLINE_S, FaultProxy
 
@@ -170,6 +171,25 @@ def test_conversations_over_a_network_that_cuts_connections() -> None:
             proxy.cut()
         with asker.changed:
             assert asker.changed.wait_for(lambda: len(asker.ended) == CONVERSATIONS, DEADLINE_S)
+    assert sorted(asker.answers) == ALL_ANSWERS
+    assert teller.given == {name: teller.once_each() for name in NAMES}
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_conversations_over_a_network_that_loses_messages(ordered: bool) -> None:
+    """The callback comes first, then the loop, also where messages waited for one before them."""
+    teller = Teller()
+    with (
+        Messenger() as servers,
+        Messenger() as messenger,
+        LossyNetwork(servers.listen("tcp://127.0.0.1:*", teller.loop, ordered=ordered), loss=0.1) as network,
+    ):
+        asker = Asker(messenger, network.endpoint)
+        for name in NAMES:
+            asker.ask(name)
+        with asker.changed:
+            assert asker.changed.wait_for(lambda: len(asker.ended) == CONVERSATIONS, DEADLINE_S)
+        assert (servers.counters().early_kept > 0) == ordered
     assert sorted(asker.answers) == ALL_ANSWERS
     assert teller.given == {name: teller.once_each() for name in NAMES}
 

@@ -25,9 +25,11 @@ from immortal.protocol.messages import encode_attach_to, encode_incoming_rpc, en
 from immortal.protocol.peer_frames import FrameType, decode_frame
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import Trailer, decode_trailer
+from tests.helpers.lossy import LossyNetwork
 from tests.helpers.processes import TOLD, CoordinatorProcess, House, SocketApp
 from tests.helpers.proxy import FaultProxy
 
+LOSSY_S_MAX = 5.0  # 0.4 measured; 12 before retransmission followed the round trip
 RECONNECT_S_MAX = 0.5  # wanted; measured from "coordinator started"
 LARGE_SIZE_BYTES = 100_000
 KINDS = pytest.mark.parametrize("secured", [False, True], ids=["plain", "curve"])
@@ -191,6 +193,26 @@ def test_late_acknowledgements_and_a_slow_road(house: House) -> None:
         road.proxy.cut()
         road.feed(100)
         road.arrives()
+
+
+def test_a_road_that_loses_a_fifth_of_all_messages(house: House) -> None:
+    """One call at a time, then many: what is lost comes again after a round trip or two, not after seconds."""
+    with Road(house) as road:
+        road.feed(5)
+        road.arrives()
+        with LossyNetwork(road.bob_endpoint, loss=0.2, seed=5) as network:
+            road.proxy.retarget(network.endpoint)
+            road.proxy.cut()
+            begun_s = time.monotonic()
+            for _ in range(10):
+                road.feed(1)
+                road.bob.until(lambda: len(road.bob.state["told"]) == road.sent)
+            took_s = time.monotonic() - begun_s
+            road.feed(300)
+            road.arrives()
+            assert network.lost_count >= 3
+        print(f"10 calls, one after the other, with a fifth lost: {took_s:.2f} s")
+        assert took_s < LOSSY_S_MAX
 
 
 def test_a_peer_that_reads_slowly_takes_bounded_memory(house: House) -> None:

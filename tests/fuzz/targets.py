@@ -19,13 +19,15 @@ from immortal.coordinator.messenger.envelope import (
     Kind,
     as_conversation_message,
     decode_envelope,
+    decode_missing,
     decode_parts,
     encode_message,
+    encode_missing,
     encode_parts,
     encode_reply,
 )
 from immortal.coordinator.messenger.errors import EnvelopeError
-from immortal.coordinator.messenger.inbox import Arrival, DuplicateTracker, Inbox
+from immortal.coordinator.messenger.inbox import Arrival, Inbox
 from immortal.coordinator.messenger.limits import CALLBACKS_MAX, SPAN_MAX
 from immortal.protocol import app_handshake, extensions
 from immortal.protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
@@ -128,18 +130,31 @@ def _inbox(data: bytes, ordered: bool) -> None:
             continue
         conversation = kept.link(found.incarnation, found.link_id)
         conversations.append(conversation)
-        if conversation.see(found.message_id, found.lowest_pending_id, found.skipped_count) is Arrival.FIRST:
-            before = given[id(conversation)]
-            assert found.message_id not in before
-            assert not ordered or found.message_id > max(before, default=0)
-            before.add(found.message_id)
+        now_given: list[int] = []
+        arrival = conversation.see(found.message_id, found.lowest_pending_id, found.skipped_count)
+        if arrival is Arrival.EARLY:
+            assert ordered
+            conversation.keep_early(found.message_id, found.message_id, (b"early",))
+        elif arrival is Arrival.FIRST and conversation.early:
+            conversation.early[found.message_id] = found.message_id, 0
+        elif arrival is Arrival.FIRST:
+            now_given.append(found.message_id)
+        before = given[id(conversation)]
+        for message_id in now_given + (conversation.take_early() if conversation.early else []):
+            assert message_id not in before
+            assert not ordered or message_id > max(before, default=0)
+            before.add(message_id)
+        window = conversation.window
+        missing = decode_missing(encode_missing(window.lowest_pending_id, window.missing))
+        assert len(missing) == window.missing.bit_count() < SPAN_MAX
+        assert all(window.complete_id < message_id <= window.highest_seen for message_id in missing)
+        if arrival is Arrival.FIRST:
             if found.kind == Kind.TURN:
                 conversation.pop_callback(found.destination_callback_id)
                 conversation.keep_callback(found.source_callback_id, print)
             conversation.keep_reply(found.message_id, 1, (b"reply",))
         assert len(conversation.callbacks) <= CALLBACKS_MAX
-        if isinstance(conversation.tracker, DuplicateTracker):
-            assert conversation.tracker.unseen_count < SPAN_MAX
+        assert len(conversation.early) < SPAN_MAX
         assert len(kept) <= 4
         assert len(conversation.replies) <= SPAN_MAX
 

@@ -87,7 +87,7 @@ ROOMS = (
             "contract/test_messenger*.py",
             "contract/test_cut_links.py",
             "contract/test_peer_*.py",
-            "properties/test_duplicate_tracker.py",
+            "properties/test_receive_window.py",
             "security/test_peer_port.py",
             "security/test_warnings.py",
         ),

@@ -212,7 +212,7 @@ def test_a_silent_client_is_gone_and_may_come_back() -> None:
     driven.activate()
     for _ in range(10):
         driven.now_ns += S
-        assert driven.say(Ping(1))[-1] == Pong(1)
+        assert driven.say(Ping(1))[-1] == Pong(1, driven.publishing.report().streams[0].in_flight_bytes)
     driven.now_ns += 6 * S
     (last,) = driven.flush()
     assert isinstance(last, Finished)
@@ -366,3 +366,14 @@ def test_one_that_walks_for_too_long_is_brought_up_to_date_once_more(monkeypatch
         told += [answer for answer in driven.say(Received(1, total_bytes)) if isinstance(answer, Part)]
     assert [part.changes for part in told[-1:]] == [[("late", 55, b"v")]]
     assert told[-1].after == 50
+
+
+def test_a_ping_says_again_what_has_come_where_the_acknowledgement_was_lost() -> None:
+    driven = Driven()
+    heard = driven.activate()
+    driven.overrun()
+    heard += driven.flush()
+    came_bytes = sum(len(encode(one)) for one in heard if isinstance(one, Part))
+    assert came_bytes >= limits.WINDOW_BYTES_MIN
+    assert driven.say(Ping(1)) == [Pong(1, came_bytes)]
+    assert any(isinstance(one, Part) for one in driven.say(Ping(1, came_bytes)))

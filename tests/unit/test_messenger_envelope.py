@@ -15,12 +15,15 @@ from immortal.coordinator.messenger.envelope import (
     Kind,
     as_conversation_message,
     decode_envelope,
+    decode_missing,
     decode_parts,
     encode_message,
+    encode_missing,
     encode_parts,
     encode_reply,
 )
 from immortal.coordinator.messenger.errors import EnvelopeError
+from immortal.coordinator.messenger.limits import SPAN_MAX
 
 REPLIES = [kind for kind in Kind if kind not in (Kind.MESSAGE, Kind.TURN)]
 U32, U64 = st.integers(1, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -157,3 +160,21 @@ def test_the_parts_of_a_reply_that_is_cut_off(parts: list[bytes], data: st.DataO
     else:
         with pytest.raises(EnvelopeError, match=r"a reply ends inside|only .* are left"):
             decode_parts(whole[:cut], 0)
+
+
+@given(st.integers(1, 2**64 - 1), st.sets(st.integers(0, SPAN_MAX - 1), max_size=20))
+def test_what_is_missing(lowest_pending_id: int, distances: set[int]) -> None:
+    data = encode_missing(lowest_pending_id, sum(1 << distance for distance in distances))
+    assert decode_missing(data) == sorted(lowest_pending_id + distance for distance in distances)
+    assert len(data) <= 8 + SPAN_MAX // 8
+
+
+def test_the_bytes_of_what_is_missing() -> None:
+    assert encode_missing(258, 0b1_0000_0101).hex(" ") == "00 00 00 00 00 00 01 02 01 05"
+    assert encode_missing(258, 0) == (258).to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 7, 8 + SPAN_MAX // 8 + 1])
+def test_what_is_missing_in_a_wrong_size(size_bytes: int) -> None:
+    with pytest.raises(EnvelopeError, match=f"in {size_bytes} bytes, expected 8 to 1032"):
+        decode_missing(bytes(size_bytes))

@@ -8,7 +8,7 @@ import pytest
 
 from immortal.coordinator.messenger import inbox as messenger_inbox
 from immortal.coordinator.messenger.envelope import Kind
-from immortal.coordinator.messenger.inbox import Arrival, CachedReply, Inbox, LinkState, OrderedTracker
+from immortal.coordinator.messenger.inbox import Arrival, CachedReply, Inbox, LinkState, ReceiveWindow
 from immortal.coordinator.messenger.limits import (
     CALLBACK_OVERHEAD_BYTES,
     CALLBACKS_MAX,
@@ -20,7 +20,7 @@ from immortal.coordinator.messenger.limits import (
 
 
 def conversation(span_max: int = SPAN_MAX, **limits: int) -> LinkState:
-    return LinkState(1, 1, OrderedTracker(span_max), **limits)  # type: ignore[arg-type]
+    return LinkState(1, 1, ReceiveWindow(True, span_max), **limits)  # type: ignore[arg-type]
 
 
 def test_a_reply_is_kept_until_its_sender_has_it() -> None:

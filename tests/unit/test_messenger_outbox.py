@@ -7,13 +7,14 @@ from random import Random
 import pytest
 
 from immortal.coordinator.messenger.limits import SILENCE_NS
-from immortal.coordinator.messenger.outbox import CHECKS_PER_DELAY, Outbox, RetryPolicy
+from immortal.coordinator.messenger.outbox import CHECKS_PER_DELAY, Outbox, RetryPolicy, RoundTrip
 
 SECOND_NS = 1_000_000_000
 
 
 def outbox(**limits: int) -> Outbox:
-    return Outbox(RetryPolicy(), lambda: 0.0, **limits)
+    measured = RoundTrip(timeout_ns=SECOND_NS)
+    return Outbox(RetryPolicy(), lambda: 0.0, _round_trip=measured, **limits)  # type: ignore[arg-type]
 
 
 def add(box: Outbox, count: int, size_bytes: int = 1) -> None:
@@ -32,15 +33,16 @@ def send_all(box: Outbox, now_ns: int = 0) -> list[int]:
 
 def test_delays_double_up_to_the_longest() -> None:
     policy = RetryPolicy()
-    delays = [policy.delay_ns(attempts, 0.0) / SECOND_NS for attempts in range(1, 9)]
+    delays = [policy.delay_ns(5 * SECOND_NS, doublings, 0.0) / SECOND_NS for doublings in range(8)]
     assert delays == [1, 2, 4, 8, 16, 30, 30, 30]
-    assert policy.delay_ns(10_000, 0.0) == 30 * SECOND_NS
+    assert policy.delay_ns(SECOND_NS // 8, 3, 0.0) == SECOND_NS
+    assert policy.delay_ns(1, 10_000, 0.0) == 30 * SECOND_NS
 
 
 def test_jitter_only_shortens() -> None:
     policy = RetryPolicy(jitter=0.25)
-    assert policy.delay_ns(1, 0.5) == 0.875 * SECOND_NS
-    assert policy.delay_ns(1, 0.999999) >= 0.75 * SECOND_NS
+    assert policy.delay_ns(SECOND_NS, 0, 0.5) == 0.875 * SECOND_NS
+    assert policy.delay_ns(SECOND_NS, 0, 0.999999) >= 0.75 * SECOND_NS
 
 
 def test_ids_count_from_one_and_go_out_in_order() -> None:
@@ -136,14 +138,14 @@ def test_only_what_is_due_is_tried_again_in_id_order() -> None:
     add(box, 2)
     send_all(box, SECOND_NS // 2)
     box.acknowledge(2)
-    box.record_reply(2, 5)
+    box.record_reply(2, 5, 0)
     assert box.retry_check_ns == SECOND_NS
     assert not box.retransmit_due(SECOND_NS - 1)
     add(box, 1)
     assert box.retransmit_due(SECOND_NS)
     assert not box.retransmit_due(SECOND_NS), "once"
     assert send_all(box, SECOND_NS) == [1, 3, 6]
-    box.record_reply(3, 6)
+    box.record_reply(3, 6, 0)
     assert box.retransmit_due(SECOND_NS * 3 // 2)
     assert send_all(box, SECOND_NS * 3 // 2) == [4, 5]
 
@@ -152,7 +154,7 @@ def test_of_what_is_still_on_its_way_only_the_first_is_tried_again() -> None:
     box = outbox()
     add(box, 5)
     send_all(box, 0)
-    box.record_reply(1, 2)  # it has had 2, its replies are late
+    box.record_reply(1, 2, SECOND_NS)  # it has had 2, its replies are late
     assert box.retransmit_due(SECOND_NS)
     assert send_all(box, SECOND_NS) == [1, 2]
     assert box.retry_check_ns == 2 * SECOND_NS  # the others wait on
@@ -163,16 +165,16 @@ def test_until_the_last_question_is_answered_only_the_first_is_asked_again() -> 
     box = outbox()
     add(box, 4)
     send_all(box, 0)
-    box.record_reply(4, 4)
+    box.record_reply(4, 4, SECOND_NS)
     assert box.retransmit_due(SECOND_NS)
     assert send_all(box, SECOND_NS) == [1, 2, 3, 4]
-    box.record_reply(3, 4)  # perhaps what was sent first
+    box.record_reply(3, 4, SECOND_NS)  # perhaps what was sent first
     assert box.retransmit_due(3 * SECOND_NS)
     assert send_all(box, 3 * SECOND_NS) == [1]
-    box.record_reply(4, 4)  # what was asked last has become 1
+    box.record_reply(4, 4, 3 * SECOND_NS)  # what was asked last has become 1
     assert box.retransmit_due(5 * SECOND_NS)
-    assert send_all(box, 5 * SECOND_NS) == [2]
-    box.record_reply(2, 4)
+    assert send_all(box, 5 * SECOND_NS) == [1]
+    box.record_reply(1, 4, 5 * SECOND_NS, awaited=True)
     assert box.retransmit_due(10 * SECOND_NS)
     assert send_all(box, 10 * SECOND_NS) == [1, 2, 3, 4]
 
@@ -218,7 +220,7 @@ def test_a_message_says_how_many_below_it_will_not_come() -> None:
     box.retransmit_all()
     assert said() == [(2, 2, 0), (5, 2, 2), (7, 2, 1)]
     box.acknowledge(2)
-    box.record_reply(2, 7)
+    box.record_reply(2, 7, 0)
     assert box.retransmit_due(SECOND_NS)
     assert said() == [(5, 5, 2), (7, 5, 1)]
 
@@ -242,7 +244,7 @@ def test_silence_is_counted_from_the_first_question_and_lasts_longer_each_time()
         send_all(box, now_ns)
     box.retransmit_due(now_ns + SECOND_NS)
     send_all(box, now_ns + SECOND_NS)
-    box.record_reply(1, 1)
+    box.record_reply(1, 1, 0)
     assert box.silence_deadline_ns is None
     assert box.silence_ns == SILENCE_NS
 

@@ -60,9 +60,13 @@ class Deactivate(msgspec.Struct, tag="deactivate", array_like=True, frozen=True,
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
-    """Sign of life of a client, once a second."""
+    """Sign of life of a client, once a second, or sooner while it does not know whether anything was lost.
+
+    ``total_bytes``: as in Received.
+    """
 
     stream: int
+    total_bytes: int = 0
 
 
 class Look(msgspec.Struct, tag="look", array_like=True, frozen=True, gc=False):
@@ -132,9 +136,12 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True, gc=
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True, gc=False):
-    """Answer to a ping. ``stream`` 0: there is none."""
+    """Answer to a ping. ``stream`` 0: there is none. ``total_bytes``: of the stream's parts sent so far; -1: the
+    publisher, of an earlier build, does not say.
+    """
 
     stream: int
+    total_bytes: int = -1
 
 
 class StreamReport(msgspec.Struct, frozen=True):

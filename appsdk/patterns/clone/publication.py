@@ -124,11 +124,11 @@ class Publication:
                     self._say(route, Pong(0))
                 return
             stream.heard_ns = now_ns
-            if isinstance(request, Received):
+            if not isinstance(request, Deactivate):
+                self._dirty |= isinstance(request, Received) or not stream.has_room
                 stream.received(request.total_bytes)
-                self._dirty = True
-            elif isinstance(request, Ping):
-                self._say(route, Pong(request.stream))
+                if isinstance(request, Ping):
+                    self._say(route, Pong(request.stream, stream.sent_bytes))
             else:
                 self._say(route, Deactivated(request.stream))
                 self._forget(stream)

@@ -71,7 +71,7 @@ class Replica:
         self._told_table = ""
         self._staged: list[Told] = []
         self._staged_after: int | None = None
-        self._received_bytes = 0
+        self.received_bytes = 0
         self._acknowledged_bytes = 0
         self._dropped = 0  # of this stream
 
@@ -85,7 +85,7 @@ class Replica:
         self.subtrees = None
         self.is_whole = False
         self._staged, self._staged_after = [], None
-        self._received_bytes = self._acknowledged_bytes = self._dropped = 0
+        self.received_bytes = self._acknowledged_bytes = self._dropped = 0
         options = self.options
         table, number = ("", 0) if anew else (self.table, self.number)
         return Activate(
@@ -123,7 +123,7 @@ class Replica:
         return False
 
     def _part(self, part: Part, size_bytes: int) -> News | bool:
-        self._received_bytes += size_bytes
+        self.received_bytes += size_bytes
         if self._staged_after is not None:
             follows = part.after == self._staged_after
         else:
@@ -170,7 +170,7 @@ class Replica:
 
     def acknowledgement(self) -> int | None:
         """Return how many bytes of the stream have come, where that is to be acknowledged now."""
-        if self._received_bytes - self._acknowledged_bytes < self.options.window_bytes // 4:
+        if self.received_bytes - self._acknowledged_bytes < self.options.window_bytes // 4:
             return None
-        self._acknowledged_bytes = self._received_bytes
-        return self._received_bytes
+        self._acknowledged_bytes = self.received_bytes
+        return self.received_bytes

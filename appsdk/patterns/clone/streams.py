@@ -228,7 +228,7 @@ class Stream:
         self.walk: Walk | None = None
         self._next: int | None = None  # index of the view's part that it gets next
         self._part = 0  # of the walk
-        self._sent_bytes = 0
+        self.sent_bytes = 0
         self._received_bytes = 0
         self._told_dropped = 0
 
@@ -239,7 +239,7 @@ class Stream:
 
     @property
     def has_room(self) -> bool:
-        return self._sent_bytes - self._received_bytes < self.asked.window_bytes
+        return self.sent_bytes - self._received_bytes < self.asked.window_bytes
 
     @property
     def waiting_bytes(self) -> int:
@@ -253,7 +253,7 @@ class Stream:
 
     def received(self, total_bytes: int) -> None:
         """Note an acknowledgement. More than was sent counts as all."""
-        self._received_bytes = max(self._received_bytes, min(total_bytes, self._sent_bytes))
+        self._received_bytes = max(self._received_bytes, min(total_bytes, self.sent_bytes))
 
     @property
     def dropped(self) -> int:
@@ -300,7 +300,7 @@ class Stream:
                 if self._next is not None and self._next < view.first:
                     self._next = None  # it has walked for so long that what follows is not kept any more
                 return
-            self._sent_bytes += len(data)
+            self.sent_bytes += len(data)
             send(data)
 
     def report(self) -> StreamReport:
@@ -316,7 +316,7 @@ class Stream:
             self.asked.label,
             self.view.visible,
             self.asked.policy,
-            self._sent_bytes - self._received_bytes,
+            self.sent_bytes - self._received_bytes,
             self.waiting_bytes,
             self.asked.mark_bytes,
             self.dropped,

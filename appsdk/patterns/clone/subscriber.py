@@ -64,6 +64,8 @@ class Subscriber:
         self._is_asked = False
         self._heard_s = now_s
         self._pinged_s = now_s
+        self._unanswered = 0  # pings
+        self._is_sure = False  # that all has come which was sent before the last ping
         self._tries = 0
         self._next_try_s = now_s
         self._failed_until_s: dict[str, float] = {}  # by endpoint
@@ -85,7 +87,14 @@ class Subscriber:
         if not self._dealer.is_open:
             return self._next_try_s
         silence_s = limits.SILENCE_S if self.replica.subtrees is not None else limits.CONNECT_S
-        return min(self._pinged_s + limits.BEAT_S, self._heard_s + silence_s)
+        return min(self._pinged_s + self._pause_s, self._heard_s + silence_s)
+
+    @property
+    def _pause_s(self) -> float:
+        """Time between two pings."""
+        if self._is_sure and not self._unanswered:
+            return limits.BEAT_S
+        return float(min(limits.BEAT_S, limits.ASK_S * limits.ASK_GROWTH ** min(self._unanswered, 10)))
 
     def process(self, now_s: float, news_max: int = 1000) -> list[News]:
         """Process what has come and return the copy's changes; at most ``news_max``, the rest with the next call."""
@@ -176,8 +185,10 @@ class Subscriber:
         behind_since_s = self._behind_since_s
         request = self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
         self._is_asked = self._say(request)
+        self._is_sure = False
         if self._is_asked:
-            self._heard_s = now_s
+            self._heard_s = self._pinged_s = now_s
+            self._unanswered = 0
 
     def _keep_alive(self, now_s: float, *, reads: bool) -> None:
         if not self._dealer.is_open:
@@ -188,9 +199,10 @@ class Subscriber:
         if now_s - self._heard_s >= (limits.CONNECT_S if asks else limits.SILENCE_S):
             self.problem = f"{self._endpoint}: {self._watch.problem or 'it does not answer'}"
             self._retry(now_s)
-        elif now_s - self._pinged_s >= limits.BEAT_S:
+        elif now_s - self._pinged_s >= self._pause_s:
             self._pinged_s = now_s
-            self._say(Ping(self.replica.stream))
+            self._unanswered += 1
+            self._say(Ping(self.replica.stream, self.replica.received_bytes))
 
     def _say(self, request: Request) -> bool:
         """Send a request. False: there is no connection, or ZeroMQ has not made it yet."""
@@ -207,8 +219,8 @@ class Subscriber:
             self._retry(now_s)
             return None
         if isinstance(answer, Pong):
-            if answer.stream != self.replica.stream and self.replica.subtrees is not None:
-                self._ask(now_s)  # it has forgotten the stream
+            self._unanswered = 0
+            self._pong(answer, now_s)
             return None
         if isinstance(answer, Deactivated):
             self.has_ended = True
@@ -226,6 +238,18 @@ class Subscriber:
         else:
             self._acknowledge()
         return None
+
+    def _pong(self, answer: Pong, now_s: float) -> None:
+        """Ask again if the stream, or what was sent of it before this answer, is not there."""
+        replica = self.replica
+        if answer.stream != replica.stream:
+            if replica.subtrees is not None or (self._is_asked and answer.stream == 0):
+                self._ask(now_s)  # it has forgotten the stream, or has not heard of it
+        elif replica.subtrees is None or answer.total_bytes > replica.received_bytes:
+            replica.counts.holes += 1
+            self._ask(now_s)
+        else:
+            self._is_sure = True
 
     def _acknowledge(self) -> None:
         total_bytes = self.replica.acknowledgement()
