@@ -24,6 +24,7 @@ from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log_url import is_in_folder, split_url
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
+from immortal.protocol import distribution
 from immortal.protocol.command_line import counted
 from immortal.protocol.files import COORDINATOR_FILE_NAME, ProcessFile, openness, read_living
 
@@ -151,7 +152,7 @@ def _extras(settings: InstanceSettings) -> Iterator[Finding]:
     for extra, is_needed in needed.items():
         if is_needed and not installation.is_installed(extra):
             what = f"{settings.name} needs the extra {extra!r}, which is not installed"
-            yield problem(AREA, what, "its start fails", f"pip install 'immortal[{extra}]'")
+            yield problem(AREA, what, "its start fails", distribution.add_extra(extra))
 
 
 def _sockets(settings: InstanceSettings) -> Iterator[Finding]:

@@ -56,7 +56,7 @@ from immortal.coordinator.peers.machine_keys import ensure_machine_keys
 from immortal.coordinator.peers.security import insecurity_warning
 from immortal.coordinator.service import process
 from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
-from immortal.protocol import compiled
+from immortal.protocol import compiled, distribution
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
 
@@ -477,7 +477,7 @@ class Metrics:
 
             from immortal.coordinator.notices.metrics import ExecutionWait, NoticeMetrics, StatusCollector
         except ModuleNotFoundError:
-            raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
+            raise ImmortalError(f"metrics need prometheus-client: {distribution.add_extra('metrics')}") from None
         self._settings = settings
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(StatusCollector(settings.name, lambda: control.query(settings.folder, "status")))

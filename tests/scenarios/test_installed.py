@@ -74,7 +74,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, folder)
     left_out = ("__pycache__", "_compiled") if IS_THOROUGH else ("__pycache__",)
-    for name in ("immortal", *ROOMS, "bench"):  # in the first are links to the others
+    for name in ("src", "immortal", *ROOMS, "bench"):  # in the first two are links
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
     return folder
 

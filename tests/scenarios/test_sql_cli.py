@@ -162,7 +162,7 @@ def test_instances_that_are_called_as_tables_or_schemas(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["duckdb", "immortal.pipeline.sql.database"])  # the latter as without Arrow
 def test_without_the_extra_it_is_said(folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    assert "pip install 'immortal[sql]'" in immortal(folder, "sql", "select 1", status=1)
+    assert "pip install 'immortal-services[sql]'" in immortal(folder, "sql", "select 1", status=1)
 
 
 def test_unregistering_removes_what_was_made_of_the_log(tmp_path: Path) -> None:

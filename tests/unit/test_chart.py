@@ -248,4 +248,4 @@ def test_the_image_has_the_user_of_the_chart_and_all_that_a_wheel_is_made_of() -
     files = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "setup.py"}
     assert packages == ["immortal*"]
     rooms = {path.name for path in (ROOT / "immortal").iterdir() if path.is_symlink()}
-    assert set(sent) == {"immortal", *rooms} | files
+    assert set(sent) == {"immortal", "src", *rooms} | files
