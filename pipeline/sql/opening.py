@@ -135,7 +135,7 @@ def wrong_query(error: Exception) -> LogViewError:
 
     from immortal.pipeline.sql.database import OUR_TABLES
 
-    more = f"\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance"
+    more = f"\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance: 'show tables'"
     return LogViewError(f"{error}{more if isinstance(error, duckdb.CatalogException) else ''}")
 
 
