@@ -145,6 +145,19 @@ def test_a_name_without_a_log_and_one_whose_log_is_gone(registry: Registry) -> N
     assert lost == f"counter had a log, and there is none in {log}"
 
 
+def test_remedies_that_can_be_pasted(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remedy() -> str:
+        (found,) = (one for one in home.findings(registry) if one.level is Level.NOTE)
+        return found.remedy
+
+    named = f"immortal --home {registry.home} run counter"
+    assert remedy() == f"{named} MODULE:CLASS"
+    registry.remember_app("counter", "counter:Counter")
+    assert remedy() == named
+    monkeypatch.setenv("IMMORTAL_HOME", str(registry.home))
+    assert remedy() == "immortal run counter"
+
+
 def test_a_log_without_a_name(registry: Registry) -> None:
     start_once(registry, "counter")
     registry.path("counter").unlink()
