@@ -13,12 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.cli import main
+from immortal.coordinator.doctor.installation import EXTRAS
 from immortal.coordinator.project.new_project import make_project
 from immortal.protocol import distribution
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-_INSTALLS = re.compile(r"(?:pip install|uv add)[^`\n]*?\bimmortal[\w-]*")
+_INSTALLS = re.compile(r"(?:pip install|uv add)[^`\n]*?\b(immortal[\w-]*)(?!.* another project)")
 
 
 def test_the_project_and_those_that_init_makes_say_it(tmp_path: Path) -> None:
@@ -32,8 +33,17 @@ def test_the_project_and_those_that_init_makes_say_it(tmp_path: Path) -> None:
 def test_no_page_and_no_image_installs_another_projects_package() -> None:
     texts = {path: path.read_text() for path in (*PAGES, ROOT / "deploy" / "Dockerfile")}
     found = [(path.name, said) for path, text in texts.items() for said in _INSTALLS.findall(text)]
-    assert len(found) > 5
-    assert [one for one in found if not one[1].endswith((distribution.NAME, "immortal_services"))] == []
+    assert len(found) > 10
+    ours = (distribution.NAME, distribution.NAME.replace("-", "_"))
+    assert [one for one in found if not one[1].startswith(ours)] == []
+
+
+def test_the_page_has_the_extras_that_there_are() -> None:
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    table = page.partition("| extra | for |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == EXTRAS
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(EXTRAS) == extras.keys() - {"dev", "docs", "rivals"}
 
 
 def test_a_command_to_paste(monkeypatch: pytest.MonkeyPatch) -> None:
