@@ -165,7 +165,7 @@ class Coordinator:
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
         self._control = ControlServer(own_settings.folder)
         self._operator = OperatorEndpoint(
-            machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post
+            machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post, self.request_stop
         )
         self.peer_reset_done, self.operator_answered = self._operator.peer_reset_done, self._operator.operator_answered
         self._driver = Driver(
