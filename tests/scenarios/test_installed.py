@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from immortal.coordinator.project.new_project import make_project
 from scripts import release
 from scripts.release import run
 from tests.helpers.cli import Run, immortal
@@ -119,6 +120,19 @@ def test_a_wheel(kind: str, version: str, files: Path, python: Path, tmp_path: P
     assert "Success" in run(python, "-m", "mypy", "--strict", ".", cwd=project / "shop")
     assert json.loads(run(command, "doctor", "--json", cwd=project))["findings"][0]["level"] == "ok"
     count_through_kills(project, str(python))
+
+
+@pytest.mark.timeout(release.BUILD_TIMEOUT_S)
+def test_a_new_project_by_uv(files: Path, tmp_path: Path) -> None:
+    tools = release.environment(tmp_path / "tools", sys.executable)
+    run(tools, "-m", "pip", "install", "--quiet", "uv", cwd=tmp_path)
+    make_project(tmp_path / "shop", "shop", "shop")
+    uv = functools.partial(run, tools.with_name("uv"), cwd=tmp_path / "shop", UV_PYTHON=sys.executable)
+    uv("add", str(wheel_of(files, KINDS[0], OWN)))
+    assert " passed" in uv("run", "pytest", "-q", "-p", "no:cacheprovider")
+    assert "Success" in uv("run", "mypy", ".")
+    uv("add", "immortal-services[metrics]")
+    assert "extras: metrics;" in uv("run", "immortal", "doctor")
 
 
 def count_through_kills(folder: Path, python: str) -> None:

@@ -16,6 +16,7 @@ from immortal.cli import main
 from immortal.coordinator.doctor.installation import EXTRAS
 from immortal.coordinator.project.new_project import make_project
 from immortal.protocol import distribution
+from scripts.release import ReleaseError, notes_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -90,3 +91,14 @@ def test_it_refuses_to_run_beside_another_package(tmp_path: Path, monkeypatch: p
     another.rmdir()
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(main, ["status"]).exit_code == 0
+
+
+def test_the_notes_of_a_release_are_its_section() -> None:
+    text = "# Changelog\n\n## Unreleased\n{}\n## 0.2.0 - 2026-12-01\n\n### Added\n\n- A.\n\n## 0.1.0 - 2026-11-27\n\n- B.\n"
+    assert notes_of(text.format(""), "0.2.0", is_draft=False) == "### Added\n\n- A.\n"
+    assert notes_of(text.format(""), "0.1.0", is_draft=False) == "- B.\n"
+    assert notes_of(text.format("\n- C.\n"), "0.2.0", is_draft=True) == "- C.\n"
+    with pytest.raises(ReleaseError, match=r"entries under 'Unreleased': which are of 0\.2\.0\?"):
+        notes_of(text.format("\n- C.\n"), "0.2.0", is_draft=False)
+    with pytest.raises(ReleaseError, match=r"no section '## 0\.3\.0 - DATE'"):
+        notes_of(text.format(""), "0.3.0", is_draft=False)
