@@ -120,7 +120,7 @@ def write_sums(out: Path) -> None:
 
 def notes_of(changelog: str, version: str, *, is_draft: bool) -> str:
     """Return the section of the version, or for a draft what is unreleased. Raises ReleaseError where it is not so."""
-    sections = {
+    sections: dict[str, str] = {
         title.split(" - ")[0]: text.strip()
         for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*(?:\n|$))*)", changelog, re.MULTILINE)
     }
