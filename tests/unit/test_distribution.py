@@ -94,9 +94,7 @@ def test_it_refuses_to_run_beside_another_package(tmp_path: Path, monkeypatch: p
 
 
 def test_the_notes_of_a_release_are_its_section() -> None:
-    text = (
-        "# Changelog\n\n## Unreleased\n{}\n## 0.2.0 - 2026-12-01\n\n### Added\n\n- A.\n\n## 0.1.0 - 2026\n\n- B.\n"
-    )
+    text = "# Changelog\n\n## Unreleased\n{}\n## 0.2.0 - 2026-12-01\n\n### Added\n\n- A.\n\n## 0.1.0 - 2026\n\n- B.\n"
     assert notes_of(text.format(""), "0.2.0", is_draft=False) == "### Added\n\n- A.\n"
     assert notes_of(text.format(""), "0.1.0", is_draft=False) == "- B.\n"
     assert notes_of(text.format("\n- C.\n"), "0.2.0", is_draft=True) == "- C.\n"
