@@ -19,7 +19,7 @@ from typing import Any
 from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent / "src"
 sys.path.insert(0, str(ROOT))
 from immortal.protocol import compiled  # noqa: E402
 
@@ -89,7 +89,7 @@ class BuildCompiled(build_ext):
                 if all(path.exists() for path in in_place.values()):
                     put(in_place, paths)
                 else:
-                    with tempfile.TemporaryDirectory(prefix="immortal-compile-") as scratch:
+                    with tempfile.TemporaryDirectory(prefix="immortal-compile-") as scratch, contextlib.chdir(ROOT):
                         put(compile_set(TRANSLATORS[one], Path(scratch), list(paths)), paths)
             except (Exception, SystemExit) as error:
                 print(f"setup: pure Python {one.name}: it could not be compiled: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from immortal.coordinator.config import ConfigError, InstanceSettings, check_ins
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import Time
 from immortal.presenters.records import time_text
+from immortal.protocol import distribution
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, size_text
 from immortal.protocol.errors import ImmortalError
 
@@ -126,7 +127,7 @@ def _objects(url: str, *, make: bool) -> Objects:
 
 
 def _missing(error: ImportError) -> FailedError:
-    return FailedError(f"archives need the extra archive, pip install 'immortal[archive]': {error}")
+    return FailedError(f"archives need the extra archive ({error}): {distribution.add_extra('archive')}")
 
 
 def _last(there: Archive) -> ArchivedMoment:

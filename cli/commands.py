@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
-from immortal.protocol import compiled
+from immortal.protocol import compiled, distribution
 from immortal.protocol.command_line import Commands, echo
 
 _COMMANDS = {
@@ -116,11 +116,14 @@ class _Main(Commands):
     help=f"The registry folder, or postgresql://USER@HOST/DATABASE for one of many machines; or set {HOME_VARIABLE}.",
 )
 @click.version_option(
-    package_name="immortal", prog_name="immortal", message=f"%(prog)s, version %(version)s, {compiled.describe()}"
+    package_name=distribution.NAME,
+    prog_name="immortal",
+    message=f"%(prog)s, version %(version)s, {compiled.describe()}",
 )
 @click.pass_context
 def main(ctx: click.Context, home: str) -> None:
     """Virtual resiliency: services that survive kill -9 with nothing lost and nothing doubled."""
+    distribution.refuse_another()
     ctx.obj = registry = Registry(home)
     if registry.copy is not None and registry.copy.problem:
         echo(f"{registry.copy.problem}; the registry as it was last is in {registry.home}", err=True)

@@ -25,7 +25,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
 from immortal.presenters.status import operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
-from immortal.protocol.files import ProcessFile, is_living
+from immortal.protocol.files import ProcessFile, is_living, is_near
 from immortal.protocol.safe_output import printable
 
 STOP_TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and then for processes that do not end
@@ -61,7 +61,7 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
         _refuse_strangers(settings)
         echo(f"{name} does not run")
         return
-    with _Process(found) as process:
+    with _Process(found) if is_near(found) else _Elsewhere(settings, found) as process:
         process.send(signal.SIGTERM)
         waiting = _Waiting(settings, "stopped", timeout_s)
         while not process.has_ended(STOP_POLL_S):
@@ -132,6 +132,20 @@ class _Process:
 
     def has_ended(self, timeout_s: float) -> bool:
         return self._descriptor < 0 or bool(select.select([self._descriptor], [], [], timeout_s)[0])
+
+
+class _Elsewhere(_Process):
+    """A coordinator in another container that shares the folder with this one: it is asked at its socket."""
+
+    def __init__(self, settings: InstanceSettings, known: ProcessFile) -> None:
+        self._folder, self._known, self._descriptor = settings.folder, known, -1
+
+    def send(self, number: signal.Signals) -> None:
+        control.query(self._folder, "stop")
+
+    def has_ended(self, timeout_s: float) -> bool:
+        time.sleep(timeout_s)
+        return control.running(self._folder) != self._known
 
 
 class _Waiting:

@@ -18,7 +18,7 @@ from immortal.protocol.command_line import FailedError, counted, echo, echo_json
 from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
+    from immortal.pipeline.sql.database import Database
 
 
 ROWS_SHOWN_MAX = 1_000  # as a table, for people
@@ -70,16 +70,16 @@ def sql(
         with open_sql(registry, names, at, query, trust_pickle=trust_pickle, unsealed=unsealed) as database:
             if not unsealed:
                 database.seal()
-            _run(database.connection, query, as_csv=as_csv, as_json=as_json, parquet=parquet)
+            _run(database, query, as_csv=as_csv, as_json=as_json, parquet=parquet)
     except MomentError as error:
         raise click.UsageError(f"--at {error}") from None
 
 
-def _run(connection: DuckDBPyConnection, query: str, *, as_csv: bool, as_json: bool, parquet: Path | None) -> None:
+def _run(database: Database, query: str, *, as_csv: bool, as_json: bool, parquet: Path | None) -> None:
     import duckdb
 
     try:
-        found = connection.sql(query)
+        found = database.run(query)
         if found is None:
             raise FailedError("the query gives no rows: one such as select was expected")
         if parquet is not None:

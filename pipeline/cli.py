@@ -13,6 +13,7 @@ import click
 
 from immortal.pipeline.errors import one_line_error
 from immortal.pipeline.progress import Progress, progress
+from immortal.protocol import distribution
 from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
 from immortal.protocol.files import opener
 
@@ -79,7 +80,7 @@ decode_option = click.option(
 def _require_packages() -> None:
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        raise FailedError(f"the pipeline needs {', '.join(missing)}: pip install 'immortal[spark]'")
+        raise FailedError(f"the pipeline needs {', '.join(missing)}: {distribution.add_extra('spark')}")
 
 
 def _open(paths: list[str]) -> Fleet:

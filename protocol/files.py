@@ -144,11 +144,14 @@ class ProcessFile(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a running process.
 
     ``process_start_ticks``: the kernel's start time, which tells it from a later process with the same ID.
+    ``pid_namespace``: the one in which ``pid`` means it; 0: not known. ``control``: the socket of a coordinator, or "".
     """
 
     pid: int
     started_ns: int
     process_start_ticks: int = 0
+    pid_namespace: int = 0
+    control: str = ""
 
 
 P = TypeVar("P", bound=ProcessFile)
@@ -157,7 +160,12 @@ P = TypeVar("P", bound=ProcessFile)
 def own_fields() -> dict[str, Any]:
     """Fields that describe this process."""
     pid = os.getpid()
-    return {"pid": pid, "started_ns": time.time_ns(), "process_start_ticks": _start_ticks(pid) or 0}
+    return {
+        "pid": pid,
+        "started_ns": time.time_ns(),
+        "process_start_ticks": _start_ticks(pid) or 0,
+        "pid_namespace": _pid_namespace(),
+    }
 
 
 def read(path: Path, kind: type[P]) -> P | None:
@@ -174,9 +182,36 @@ def read_living(path: Path, kind: type[P]) -> P | None:
     return found if found is not None and is_living(found) else None
 
 
+def is_near(process: ProcessFile) -> bool:
+    """Return False for a process of another PID namespace, as of another container: its ID does not mean it here."""
+    return process.pid_namespace in (0, _pid_namespace())
+
+
 def is_living(process: ProcessFile) -> bool:
+    if process.control and not is_near(process):
+        return _is_listened_at(process.control)
     ticks = _start_ticks(process.pid)
     return ticks is not None and process.process_start_ticks in (0, ticks)
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _is_listened_at(path: str) -> bool:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return True  # more want to ask than the kernel lets wait
+        except OSError:
+            return False
+    return True
 
 
 def _start_ticks(pid: int) -> int | None:

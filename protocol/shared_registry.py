@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from immortal.protocol import distribution
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import PUBLIC_FILE_MODE, acquire_lock, make_folder, open_beside, open_lock
 from immortal.protocol.process import at_fork, disown_in_child
@@ -477,7 +478,7 @@ def import_driver() -> None:
     try:
         import psycopg  # noqa: F401
     except ImportError:
-        raise SharedHomeError("a registry in PostgreSQL needs psycopg: pip install 'immortal[postgres]'") from None
+        raise SharedHomeError(f"a registry in PostgreSQL needs psycopg: {distribution.add_extra('postgres')}") from None
 
 
 def _connect(url: str) -> Connection[tuple[Any, ...]]:

@@ -162,12 +162,12 @@ def copy_checkout(folder: Path) -> None:
     )
     if listed.returncode != 0:
         left_out = shutil.ignore_patterns(".venv", "build", "dist", "_compiled", "__pycache__", ".git", ".immortal")
-        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
+        shutil.copytree(ROOT, folder, symlinks=True, dirs_exist_ok=True, ignore=left_out)
         return
     for name in filter(None, os.fsdecode(listed.stdout).split("\0")):
-        if (ROOT / name).is_file():
+        if os.path.lexists(ROOT / name):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float:

@@ -9,6 +9,7 @@ import click
 
 from immortal.cli.options import pass_registry
 from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import distribution
 from immortal.protocol.command_line import FailedError, echo
 
 LOOPBACK = "127.0.0.1"
@@ -55,7 +56,7 @@ def web(
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise FailedError(f"the page needs {error.name}: install immortal[web]") from None
+        raise FailedError(f"the page needs {error.name}: {distribution.add_extra('web')}") from None
     from immortal.web.auth import new_token, read_token
     from immortal.web.server import serve
 

@@ -127,7 +127,7 @@ def run(order: SqlOrder) -> Found:
             statements = database.connection.extract_statements(order.query)
             if [one.type for one in statements] != [duckdb.StatementType.SELECT]:
                 raise WebError("one query that only reads was expected, such as select ... from ...")
-            made = database.connection.sql(order.query)
+            made = database.run(order.query)
             rows = made.fetchmany(ROWS_SHOWN_MAX + 1)
         except duckdb.Error as error:
             raise wrong_query(error) from None

@@ -19,7 +19,15 @@ from typing import Any
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
 from immortal.appsdk.dispatch.delivery import Delivery
-from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, OutputReady, Refusal, SnapshotBegun
+from immortal.appsdk.dispatch.events import (
+    BecamePrimary,
+    Event,
+    Goodbye,
+    JournalGrew,
+    OutputReady,
+    Refusal,
+    SnapshotBegun,
+)
 from immortal.appsdk.dispatch.invocation import answer_query
 from immortal.appsdk.dispatch.lifecycle import HookGate, Life, guarded
 from immortal.appsdk.dispatch.records import Records
@@ -69,6 +77,8 @@ from immortal.protocol.verdicts import (
     decode_verdicts,
     encode_unsaved,
 )
+
+JOURNAL_RESULTS_FEW, JOURNAL_RESULTS_MANY, JOURNAL_SIZE_BYTES_LARGE = 100, 1_000, 1 << 20
 
 
 class Dispatcher:
@@ -120,6 +130,7 @@ class Dispatcher:
         self._extended = False  # the coordinator has used an extension, so it took our Hello
         self._primary = False
         self.forks_next = True  # False: the child of the last checkpoint hung
+        self._journals_told: dict[str, tuple[int, int]] = {}  # the longest of each handler: results, bytes
         self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
         self._awaiting_initial = False
         self._blob: list[bytes] = []
@@ -363,7 +374,21 @@ class Dispatcher:
             self.outbox.send(encode_message(MessageType.UPGRADE_FAILED, error.reason.encode("utf-8", "replace")))
             raise
 
+    def _grown_journals(self) -> Iterator[Event]:
+        """Tell of handlers that wait again and again, and don't go on with `continue_as`."""
+        for task in self.tasks.all_waiting:
+            if (count := len(task.entries)) < JOURNAL_RESULTS_FEW:
+                continue
+            size_bytes = sum(len(entry.value) for entry in task.entries)
+            told_count, told_bytes = self._journals_told.get(task.name, (0, 0))
+            is_long = count >= max(JOURNAL_RESULTS_MANY, 2 * told_count)
+            if is_long or size_bytes >= max(JOURNAL_SIZE_BYTES_LARGE, 2 * told_bytes):
+                self._journals_told[task.name] = count, size_bytes
+                yield JournalGrew(task.name, count, size_bytes)
+
     def _take_checkpoint(self) -> Iterator[Event]:
+        if self._primary:
+            yield from self._grown_journals()
         if self._upgraded and not self._primary:
             self._checkpoint(self._life.encode())
             if self.definition.retries_refused and self._failures.can_fail:

@@ -50,7 +50,15 @@ class MessageFailed(Struct, frozen=True):
     verdict: Verdict
 
 
-Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | MessageFailed
+class JournalGrew(Struct, frozen=True):
+    """The journal of a waiting handler has grown long, or has doubled since that was told."""
+
+    handler: str
+    results_count: int
+    size_bytes: int
+
+
+Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | MessageFailed | JournalGrew
 
 
 # How long handlers take, sampled: some messages are timed each time that somebody has asked, and all others are not.

@@ -24,10 +24,12 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
+from immortal.protocol import distribution
+
 try:
     from pydantic_ai import Agent
 except ModuleNotFoundError as error:
-    raise ImportError(f"agents need Pydantic AI ({error}): pip install 'immortal[pydantic-ai]'") from None
+    raise ImportError(f"agents need Pydantic AI ({error}): {distribution.add_extra('pydantic-ai')}") from None
 from pydantic_ai.agent import EventStreamHandler
 from pydantic_ai.capabilities import WrapRunHandler
 from pydantic_ai.durable_exec import (

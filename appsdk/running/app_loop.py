@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable
 
 from immortal.appsdk.calls.outbox import Chunk
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
-from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, MessageFailed, Refusal, SnapshotBegun
+from immortal.appsdk.dispatch.events import (
+    BecamePrimary,
+    Event,
+    Goodbye,
+    JournalGrew,
+    MessageFailed,
+    Refusal,
+    SnapshotBegun,
+)
 from immortal.appsdk.errors import AppError, Refused, StateError
 from immortal.appsdk.state.snapshots import CHUNK_SIZE_BYTES_MAX, Snapshot
 from immortal.protocol.errors import RemoteProtocolError
@@ -35,6 +43,7 @@ class AppLoop:
         coordinator: str,
         on_primary: Callable[[], None],
         on_failure: Callable[[Verdict], None] = lambda verdict: None,
+        on_journal: Callable[[JournalGrew], None] = lambda grown: None,
     ) -> None:
         self.dispatcher = dispatcher
         self.snapshot: Snapshot | None = None
@@ -45,6 +54,7 @@ class AppLoop:
         self._coordinator = coordinator
         self._on_primary = on_primary
         self._on_failure = on_failure
+        self._on_journal = on_journal
         self._snapshot_ends: deque[int] = deque()  # up to which byte of all output each of its pending chunks goes
         self.output_ended = False
         self._failure: AppError | None = None
@@ -69,6 +79,8 @@ class AppLoop:
             self._on_primary()
         elif isinstance(event, MessageFailed):
             self._on_failure(event.verdict)
+        elif isinstance(event, JournalGrew):
+            self._on_journal(event)
         elif isinstance(event, SnapshotBegun):
             if self.snapshot is not None:
                 raise RemoteProtocolError("a checkpoint was asked for while another one is on its way")

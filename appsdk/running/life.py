@@ -12,6 +12,7 @@ from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
 from immortal.appsdk.calls.user_code import FailureReporter, is_user_failure, user_traceback
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.dispatch.events import JournalGrew
 from immortal.appsdk.effects.effect import EffectRunner
 from immortal.appsdk.effects.runner import LocalEffectRunner, StubEffectRunner, load_stand_ins
 from immortal.appsdk.errors import AppError, Disconnected, HookError, UsageError
@@ -66,7 +67,7 @@ class AppLife:
         reporter = FailureReporter(lambda text: say(definition.name, text))
         # A run that is looked at tells whoever looks, in its own way.
         failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed
-        self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, failed)
+        self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, failed, self._journal_grew)
         limit = QueryLimit()
         self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
@@ -89,6 +90,14 @@ class AppLife:
         folder, limit_bytes = options.timings
         self._timings = HandlerTimings(folder, limit_bytes, lambda text: say(definition.name, text))
         return self._timings.make_delivery
+
+    def _journal_grew(self, grown: JournalGrew) -> None:
+        say(
+            self.dispatcher.definition.name,
+            f"warning: {grown.handler} waits, and has had {grown.results_count:,} results ({grown.size_bytes:,} bytes)"
+            " since it began: each checkpoint has them all, and each recovery runs it over them again. Let it go on"
+            " with 'return immortal.continue_as(...)' from time to time (docs/how-to/async.md, Long lives)",
+        )
 
     def start(self) -> None:
         """Start the watchdog: the callbacks of :meth:`__init__` may be called from here on."""

@@ -46,6 +46,7 @@ from immortal.appsdk.running.options import (
 )
 from immortal.appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, authenticate, connect, read_secret
 from immortal.appsdk.running.user_modules import HiddenModules, UserCode, add_to_path, is_import, load_module
+from immortal.protocol import distribution
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory
 
@@ -323,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what handlers print is seen as they do, also in a file
     try:
+        distribution.refuse_another()
         how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)
     except ImmortalError as error:
         say(options.target, str(error))

@@ -14,12 +14,13 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogUnavailableError
+from immortal.protocol import distribution
 
 try:
     from immortal.coordinator.archive.archive import Archive, Cipher
     from immortal.coordinator.objects.store import Objects, store_of
 except ImportError as error:
-    raise LogError(f"archives need the extra archive, pip install 'immortal[archive]': {error}") from None
+    raise LogError(f"archives need the extra archive ({error}): {distribution.add_extra('archive')}") from None
 
 from immortal.coordinator.archive.chain import encrypted_parts, needed_objects
 from immortal.coordinator.archive.format import Moment, PackedRow, Part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import socket
 import stat
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from immortal.coordinator.doctor import installation
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.coordinator.instances.own_logs import FOLDER_NAME as KEYS_FOLDER_NAME
 from immortal.coordinator.instances.own_logs import OWN_LOGS_FILE_NAME
-from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log_url import is_in_folder, split_url
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
+from immortal.protocol import distribution
 from immortal.protocol.command_line import counted
 from immortal.protocol.files import COORDINATOR_FILE_NAME, ProcessFile, openness, read_living
 
@@ -68,6 +70,13 @@ def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
     yield from _running(settings)
 
 
+def _command(settings: InstanceSettings, verb: str, *options: str) -> str:
+    """Return a command of ours for an instance, to be pasted: with its home where the command would take another."""
+    home, usual = settings.folder.parent, os.environ.get(HOME_VARIABLE) or HOME_DEFAULT
+    is_usual = "://" in usual or home.absolute() == Path(usual).absolute()
+    return shlex.join(["immortal", *([] if is_usual else ["--home", str(home)]), verb, settings.name, *options])
+
+
 def _folder(folder: Path) -> Iterator[Finding]:
     try:
         status = folder.stat()
@@ -81,13 +90,18 @@ def _folder(folder: Path) -> Iterator[Finding]:
     if openness(folder) is not None:
         mode = f"{folder} has mode {stat.S_IMODE(status.st_mode):04o}: others can write in it"
         why = "they could put their own keys, addresses and settings there: it is refused"
-        yield problem(AREA, mode, why, f"look at what is in it, then: chmod go-w {folder}")
+        yield problem(AREA, mode, why, f"look at what is in it, then: chmod go-w {shlex.quote(str(folder))}")
     if status.st_uid != os.geteuid():
         what = f"{folder} belongs to user {status.st_uid}, this is user {os.geteuid()}"
         why = "what runs here makes files that the other can't read, or fails"
         yield problem(AREA, what, why, "run all commands as the user who owns it")
     elif not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        yield problem(AREA, f"{folder} can't be written to", "no instance in it can run", f"chmod u+rwx {folder}")
+        yield problem(
+            AREA,
+            f"{folder} can't be written to",
+            "no instance in it can run",
+            f"chmod u+rwx {shlex.quote(str(folder))}",
+        )
 
 
 def _secrets(settings: InstanceSettings) -> Iterator[Finding]:
@@ -97,7 +111,9 @@ def _secrets(settings: InstanceSettings) -> Iterator[Finding]:
             mode = stat.S_IMODE(path.stat().st_mode)
             if mode & 0o077:
                 why = "who reads it can speak as this instance, or as its app"
-                yield problem(AREA, f"{path} has mode {mode:04o}: others can use it", why, f"chmod 600 {path}")
+                yield problem(
+                    AREA, f"{path} has mode {mode:04o}: others can use it", why, f"chmod 600 {shlex.quote(str(path))}"
+                )
 
 
 def _log(settings: InstanceSettings) -> Iterator[Finding]:
@@ -117,11 +133,16 @@ def _log(settings: InstanceSettings) -> Iterator[Finding]:
             AREA,
             f"{settings.name} had a log, and there is none in {settings.log}",
             "its next start begins anew, with an empty state, and its peers stop their streams with it",
-            f"bring the log back from a copy; or begin anew: 'immortal unregister {settings.name} --delete-log'",
+            f"bring the log back from a copy; or begin anew: {_command(settings, 'unregister', '--delete-log')}",
         )
     else:
         what = f"{settings.name} was never started: it has no log yet"
-        yield note(AREA, what, "what peers send it waits with them", f"immortal run {settings.name} MODULE:CLASS")
+        yield note(
+            AREA,
+            what,
+            "what peers send it waits with them",
+            _command(settings, "run", *([] if settings.app else ["MODULE:CLASS"])),
+        )
 
 
 def _logs_without_names(home: Path, names: list[str]) -> Iterator[Finding]:
@@ -151,7 +172,7 @@ def _extras(settings: InstanceSettings) -> Iterator[Finding]:
     for extra, is_needed in needed.items():
         if is_needed and not installation.is_installed(extra):
             what = f"{settings.name} needs the extra {extra!r}, which is not installed"
-            yield problem(AREA, what, "its start fails", f"pip install 'immortal[{extra}]'")
+            yield problem(AREA, what, "its start fails", distribution.add_extra(extra))
 
 
 def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
@@ -168,7 +189,7 @@ def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
             AREA,
             f"{settings.name} does not run, and has sockets: {', '.join(map(str, stale))}",
             "its coordinator was killed, or its machine went down; nothing is lost by that",
-            f"immortal run {settings.name}: it takes their place, and replays",
+            f"none is needed: the next start takes their place, and replays: {_command(settings, 'run')}",
         )
 
 
@@ -181,7 +202,9 @@ def _running(settings: InstanceSettings) -> Iterator[Finding]:
         return
     except control.ControlError as error:
         why = "its app and its peers may get no answer, either"
-        yield problem(AREA, str(error), why, f"'immortal status {name}'; 'kill -9' of the process loses nothing")
+        yield problem(
+            AREA, str(error), why, f"kill -9 of its process loses nothing; {_command(settings, 'status')} shows it"
+        )
         return
     ahead_s = answer.get("ahead_s")
     if isinstance(ahead_s, int | float) and ahead_s:
@@ -190,7 +213,7 @@ def _running(settings: InstanceSettings) -> Iterator[Finding]:
             Area.CLOCK,
             f"the machine's clock is {way}: it has jumped, and is not believed yet",
             "times of records and schedules go by the instance's time until then",
-            f"see whether the clock is right; if it is, 'immortal clock {name} --accept' takes it at once",
+            f"see whether the clock is right; if it is, take it at once: {_command(settings, 'clock', '--accept')}",
         )
 
 
@@ -240,4 +263,4 @@ def _short_sockets() -> Iterator[Finding]:
         if stale:
             what = f"{counted(len(stale), 'socket')} in {folder} without a process"
             why = "of instances that were killed, or whose home is gone"
-            yield note(AREA, what, why, f"none is needed: rm {folder}/{stale[0]}{' ...' if len(stale) > 1 else ''}")
+            yield note(AREA, what, why, f"none is needed: {shlex.join(['rm', *(f'{folder}/{one}' for one in stale)])}")

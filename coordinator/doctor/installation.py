@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import platform
 import re
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -12,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import immortal
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
-from immortal.protocol import compiled
+from immortal.protocol import compiled, distribution
 
 AREA = Area.INSTALLATION
-PACKAGE = "immortal"
 EXTRAS = ("archive", "http", "metrics", "postgres", "pydantic-ai", "spark", "sql", "web")
 """Extras for users; the others are for work on the project itself."""
 PYTHON_MIN = (3, 11)
@@ -27,16 +28,16 @@ _BOUND = re.compile(r"(>=|<)\s*([0-9.]+)")
 def findings() -> Iterator[Finding]:
     yield from _python()
     try:
-        version, required = metadata.version(PACKAGE), metadata.requires(PACKAGE) or []
+        version, required = metadata.version(distribution.NAME), metadata.requires(distribution.NAME) or []
     except metadata.PackageNotFoundError:
         yield problem(
             AREA,
-            f"the package {PACKAGE!r} is not installed for {sys.executable}: these are its sources alone",
+            f"the package {distribution.NAME!r} is not installed for {sys.executable}: these are its sources alone",
             "nothing says which versions of other packages it works with, and tests find no fixtures of it",
-            f"{sys.executable} -m pip install FOLDER-OF-THE-SOURCES",
+            distribution.pip("install", str(_root())),
         )
     else:
-        yield ok(AREA, f"immortal {version} in {Path(compiled.__file__).parents[2]}")
+        yield ok(AREA, f"{distribution.NAME} {version} in {_root()}")
         yield from _packages(required)
         yield _extras(required)
     yield from _native()
@@ -77,14 +78,14 @@ def _extras(required: Sequence[str]) -> Finding:
     there = {extra: is_installed(extra, required) for extra in EXTRAS}
     installed = ", ".join(extra for extra in EXTRAS if there[extra]) or "none"
     missing = ", ".join(extra for extra in EXTRAS if not there[extra]) or "none"
-    return ok(AREA, f"extras: {installed}; not installed: {missing} (pip install 'immortal[NAME]')")
+    return ok(AREA, f"extras: {installed}; not installed: {missing} ({distribution.add_extra('NAME')})")
 
 
 def is_installed(extra: str, required: Sequence[str] | None = None) -> bool:
     """Return whether all packages of ``extra`` are installed. False if Immortal itself is not installed."""
     if required is None:
         try:
-            required = metadata.requires(PACKAGE) or []
+            required = metadata.requires(distribution.NAME) or []
         except metadata.PackageNotFoundError:
             return False
     names = [name for name, _, marker in map(_parts, required) if f'extra == "{extra}"' in marker.replace("'", '"')]
@@ -120,7 +121,7 @@ def is_within(version: str, bounds: str) -> bool:
 
 
 def _install(name: str, bounds: str) -> str:
-    return f"{sys.executable} -m pip install '{name}{bounds}'"
+    return distribution.pip("install", f"{name}{bounds}")
 
 
 def _native() -> Iterator[Finding]:
@@ -138,7 +139,7 @@ def _native() -> Iterator[Finding]:
                 AREA,
                 f"{description} is built without encryption (CURVE)",
                 "peers and clients prove who they are by it: no connection over TCP comes up",
-                f"{sys.executable} -m pip install --force-reinstall --only-binary pyzmq pyzmq",
+                distribution.pip("install", "--force-reinstall", "--only-binary", "pyzmq", "pyzmq"),
             )
     try:
         lmdb = importlib.import_module("lmdb")
@@ -162,7 +163,7 @@ def _broken(name: str, error: ImportError) -> Finding:
         AREA,
         f"{name} can't be imported: {error}",
         "it is installed for another Python, or not whole",
-        f"{sys.executable} -m pip install --force-reinstall {name}",
+        distribution.pip("install", "--force-reinstall", name),
     )
 
 
@@ -176,14 +177,31 @@ def _compiled() -> Iterator[Finding]:
         yield note(AREA, description, why, f"take {compiled.PURE_VARIABLE} out of the environment")
         return
     lacks = [*([] if shutil.which("cc") or shutil.which("gcc") else ["a C compiler"]), *_headers()]
-    needed = f"install {' and '.join(lacks)} (on Debian: apt-get install gcc python3-dev), then " if lacks else ""
-    again = "scripts/setup" if _is_checkout() else "pip install --force-reinstall --no-cache-dir --no-deps immortal"
-    yield note(AREA, description, why, f"{needed}{again}; pip's -v shows what the compiler says")
+    if not lacks:
+        yield note(AREA, description, why, _compile())
+    else:
+        why += f". It lacks {' and '.join(lacks)}, which Debian calls gcc and python3-dev"
+        yield note(AREA, description, why, f"apt-get install gcc python3-dev && {_compile()}")
 
 
 def _headers() -> list[str]:
     return [] if Path(sysconfig.get_path("include"), "Python.h").exists() else ["the header files of this Python"]
 
 
-def _is_checkout() -> bool:
-    return (Path(compiled.__file__).parents[2] / "setup.py").exists()
+def _compile() -> str:
+    """Return the command that compiles this installation, from its sources."""
+    if (setup := _root() / "scripts" / "setup").exists():
+        return shlex.quote(str(setup))
+    try:
+        source = distribution.origin()
+    except metadata.PackageNotFoundError:
+        source = str(_root())
+    if source.endswith(".whl"):  # the sources are beside it in a release
+        source = re.sub(r"-py3-none-any\.whl$|-cp\d+-[^/]*\.whl$", ".tar.gz", source)
+    options = ("--force-reinstall", "--no-cache-dir", "--no-deps", "--no-binary", distribution.NAME)
+    return distribution.pip("install", *options, source)
+
+
+def _root() -> Path:
+    """Return the folder above the package; for a checkout its root."""
+    return Path(immortal.__file__).resolve().parents[1]

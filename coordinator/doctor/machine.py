@@ -147,7 +147,7 @@ def _memory(instances_count: int) -> Iterator[Finding]:
             MEMORY,
             "vm.overcommit_memory is 2: memory is promised only once",
             'a checkpoint with checkpoint="fork" needs room for a second copy of the app, and fails without',
-            "sysctl vm.overcommit_memory=0, or swap of the size of the largest app",
+            "sysctl -w vm.overcommit_memory=0",
         )
     if "[always]" in _text("/sys/kernel/mm/transparent_hugepage/enabled"):
         yield note(

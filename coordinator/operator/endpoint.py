@@ -34,9 +34,11 @@ class OperatorEndpoint:
         clock: InstanceClock,
         auditor: Auditor,
         post: Callable[[ev.Event], None],
+        request_stop: Callable[[], None],
     ) -> None:
         self._machine, self._app, self._peers, self._log = machine, app, peers, log
         self._clock, self._auditor, self._post = clock, auditor, post
+        self._request_stop = request_stop
         self._verbs: dict[str, Callable[[ControlRequest], None]] = {
             "status": lambda request: request.answer(self._status()),
             "checkpoint": self._checkpoint,
@@ -45,6 +47,7 @@ class OperatorEndpoint:
             "peers": lambda request: request.answer({"peers": self._peers_status()}),
             "clients": lambda request: request.answer(machine.view.clients()),
             "hand-over": self._hand_over,
+            "stop": self._stop,
             "reclaim": lambda request: post(ev.Reclaimed(request)),
             **dict.fromkeys(operator_verbs.VERBS, self._post_change),
         }
@@ -74,6 +77,11 @@ class OperatorEndpoint:
     def _checkpoint(self, request: ControlRequest) -> None:
         self._post(ev.CheckpointRequested())
         request.answer({"asked": True})
+
+    def _stop(self, request: ControlRequest) -> None:
+        """Stop as by SIGTERM, for who can send none: what runs in another container."""
+        request.answer({"asked": True})
+        self._request_stop()
 
     def _hand_over(self, request: ControlRequest) -> None:
         try:

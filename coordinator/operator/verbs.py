@@ -12,6 +12,7 @@ retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next 
 signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
 expel          {"group": "...", "member": "...", "who": "..."}
 
+stop           {}: as SIGTERM does
 hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
 """
 

@@ -56,7 +56,7 @@ from immortal.coordinator.peers.machine_keys import ensure_machine_keys
 from immortal.coordinator.peers.security import insecurity_warning
 from immortal.coordinator.service import process
 from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
-from immortal.protocol import compiled
+from immortal.protocol import compiled, distribution
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
 
@@ -165,7 +165,7 @@ class Coordinator:
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
         self._control = ControlServer(own_settings.folder)
         self._operator = OperatorEndpoint(
-            machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post
+            machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post, self.request_stop
         )
         self.peer_reset_done, self.operator_answered = self._operator.peer_reset_done, self._operator.operator_answered
         self._driver = Driver(
@@ -477,7 +477,7 @@ class Metrics:
 
             from immortal.coordinator.notices.metrics import ExecutionWait, NoticeMetrics, StatusCollector
         except ModuleNotFoundError:
-            raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
+            raise ImmortalError(f"metrics need prometheus-client: {distribution.add_extra('metrics')}") from None
         self._settings = settings
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(StatusCollector(settings.name, lambda: control.query(settings.folder, "status")))

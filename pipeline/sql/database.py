@@ -22,6 +22,7 @@ from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.log import LogReader
 from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from immortal.pipeline.sql.states import state_tables, with_instance
+from immortal.protocol.errors import ImmortalError
 from immortal.replay.errors import LogViewError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Database:
         self._logs = {log.name: log for log in logs}
         self._decode = decode
         self.cuts: dict[str, LogCut] = {}
+        self._listed: list[str] | None = None
 
     def prepare(self, query: str) -> None:
         """Make the tables that ``query`` names. Raises LogViewError, LogError and what a replay raises."""
@@ -77,6 +79,9 @@ class Database:
         self._cut()
         if not self._logs:
             raise LogViewError("no instance that is asked for has a log")
+        if _SHOW_TABLES.fullmatch(query):
+            self._listed = list(self._all_tables())
+            return
         if wanted & {"messages", "records", "outputs", "clients"}:
             self._make_log_views()
         if "messages" in wanted:
@@ -99,6 +104,12 @@ class Database:
             self._make_fleet_table(table, states)
         for name in wanted & states.keys():
             self._make_state(name, states[name])
+
+    def run(self, query: str) -> Any:
+        """Run the query that was prepared; return DuckDB's relation, None without rows. Raises duckdb.Error."""
+        if self._listed is not None:  # DuckDB has only the tables that a query names
+            return self.connection.sql("select unnest($1) as name", params=[self._listed])
+        return self.connection.sql(query)
 
     def seal(self, memory_mb: int | None = None) -> None:
         """From here on queries reach the tables that were made, and no file.
@@ -127,6 +138,22 @@ class Database:
             raise LogViewError(f"this is no query: {error}") from None
         instances = {name for name in self._logs if {name.lower(), _schema_of(name).lower()} & fronts}
         return instances | {name for name in OUR_TABLES if name in fronts}
+
+    def _all_tables(self) -> Iterator[str]:
+        """All tables that there are, as a query names them."""
+        yield from OUR_TABLES
+        for name, log in self._logs.items():
+            state = f"{_typed(_schema_of(name))}.{state_rows.STATE}"
+            yield state if name in OUR_TABLES else _typed(name)
+            try:
+                tables = (
+                    state_tables(log.settings, log.reader, self.cuts[name].last) if self.cuts[name].last >= 0 else {}
+                )
+            except ImmortalError:
+                continue  # a query of it says why
+            for table in tables:
+                if table != state_rows.STATE and not table.startswith("$"):
+                    yield f"{_typed(_schema_of(name))}.{_typed(table)}"
 
     # --- where logs are cut ------------------------------------------------------------------------------------------
 
@@ -297,6 +324,7 @@ def open_database(logs: Sequence[Log], decode: Decode) -> Iterator[Database]:
         connection.close()
 
 
+_SHOW_TABLES = re.compile(r"\s*show\s+(all\s+)?tables\s*;?\s*", re.IGNORECASE)
 _NAME_IN_QUERY = re.compile(r'"((?:[^"]|"")*)"|(\w+)')  # the first of ``counter.words AS w``, ``"service-0".words``
 
 
@@ -311,6 +339,10 @@ def _schema_of(instance: str) -> str:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+def _typed(name: str) -> str:
+    return name if re.fullmatch(r"[a-z_]\w*", name) else _quoted(name)
 
 
 def _text(text: str) -> str:

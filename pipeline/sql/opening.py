@@ -16,7 +16,7 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log import log_exists
 from immortal.coordinator.log.moment import MomentError, Time, parse_moment
-from immortal.protocol import decoding
+from immortal.protocol import decoding, distribution
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.errors import LogViewError
 
@@ -48,7 +48,7 @@ def open_sql(
 
         from immortal.pipeline.sql.database import open_database
     except ImportError as error:
-        raise LogViewError(f"queries need the extra sql, pip install 'immortal[sql]': {error}") from None
+        raise LogViewError(f"queries need the extra sql ({error}): {distribution.add_extra('sql')}") from None
     with ExitStack() as stack:
         logs = _logs(registry, names, at, stack, trust_pickle=trust_pickle)
         database = stack.enter_context(open_database(logs, _decode({log.name: log.settings for log in logs})))
@@ -135,7 +135,7 @@ def wrong_query(error: Exception) -> LogViewError:
 
     from immortal.pipeline.sql.database import OUR_TABLES
 
-    more = f"\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance"
+    more = f"\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance: 'show tables'"
     return LogViewError(f"{error}{more if isinstance(error, duckdb.CatalogException) else ''}")
 
 

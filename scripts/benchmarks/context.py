@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 from immortal.bench.processes import BenchError
 from immortal.coordinator.service.process import die_with_parent
+from immortal.protocol import distribution
 
 T = TypeVar("T")
 
@@ -119,7 +120,18 @@ def prepare_environment() -> None:
 # The machine and the versions that figures belong to.
 
 
-PACKAGES = ("immortal", "lmdb", "pyzmq", "msgspec", "fastcrc", "grpcio", "dbos", "sqlalchemy", "psycopg", "restate-sdk")
+PACKAGES = (
+    distribution.NAME,
+    "lmdb",
+    "pyzmq",
+    "msgspec",
+    "fastcrc",
+    "grpcio",
+    "dbos",
+    "sqlalchemy",
+    "psycopg",
+    "restate-sdk",
+)
 
 
 def describe(folder: Path) -> dict[str, Any]:

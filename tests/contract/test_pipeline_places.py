@@ -359,4 +359,6 @@ def test_without_the_extra_one_line_says_so(tmp_path: Path, package: str) -> Non
         f"log_folders([{f'{url}#alice'!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "archives need the extra archive, pip install 'immortal[archive]'" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert "archives need the extra archive (" in last
+    assert last.endswith("-m pip install 'immortal-services[archive]'")

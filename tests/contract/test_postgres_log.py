@@ -716,7 +716,7 @@ def test_a_program_without_psycopg_says_what_to_install() -> None:
         "except LogError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "pip install 'immortal[postgres]'" in done.stdout, done
+    assert "pip install 'immortal-services[postgres]'" in done.stdout, done
 
 
 # --- the schema and who may do what -----------------------------------------------------------------------------------

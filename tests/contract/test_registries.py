@@ -400,7 +400,7 @@ def test_what_is_no_registry_is_said(shared: Fleet, postgres: Postgres, monkeypa
     place_of(f"{shared.url}#shop").migrate()
     shared.machine("a").register("shop", PEER)
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(SharedHomeError, match=r"pip install 'immortal\[postgres\]'"):
+    with pytest.raises(SharedHomeError, match=r"pip install 'immortal-services\[postgres\]'"):
         shared.machine("other")
-    with pytest.raises(NotConnectable, match=r"pip install 'immortal\[postgres\]'"):
+    with pytest.raises(NotConnectable, match=r"pip install 'immortal-services\[postgres\]'"):
         Finder("shop", shared.url).find()

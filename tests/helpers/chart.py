@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ WAIT_S = 60.0
 _SETPRIV = ("setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
 # Root without them is a user like any: modes of files count.
 WITHOUT_CAPABILITIES = _SETPRIV if os.geteuid() == 0 and shutil.which("setpriv") else ()
+OWN_NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 # In a process of its own: Helm is Go, which has threads and signal handlers.
 _HELM = """
 import json, sys
@@ -73,9 +74,9 @@ class Pod:
     """A pod of the StatefulSet, as the kubelet runs it: the same commands, environment, probes and hooks.
 
     What is mounted is a folder each, ``address`` stands for the pod's own. ``secrets``: by name and key. ``code``: the
-    files of the app's image. Its processes share a namespace, as in the chart, and have no capabilities. What else a
-    container has is left out: its root filesystem and its user. IMMORTAL_IMAGE_BIN names the programs of an environment
-    that was made as the image is, by default those of the tests.
+    files of the app's image. Its processes have no capabilities, and for root each container has a PID namespace,
+    unless the chart shares one. What else a container has is left out: its root filesystem and its user.
+    IMMORTAL_IMAGE_BIN names the programs of an environment that was made as the image is; default: those of the tests.
     """
 
     def __init__(
@@ -157,8 +158,14 @@ class Pod:
         wait_for(is_ready, lambda: self.log("coordinator") + self.log("app"), WAIT_S)
 
     def kill(self, name: str) -> None:
-        self.processes[name].kill()
+        os.kill(self._process_id(name), signal.SIGKILL)
         self.processes[name].wait(WAIT_S)
+
+    def _process_id(self, name: str) -> int:
+        """Of the container's first process: `unshare` passes no signal on."""
+        own = self.processes[name].pid
+        children = Path(f"/proc/{own}/task/{own}/children").read_text().split() if self.has_namespaces else []
+        return int(children[0]) if children else own
 
     def end(self) -> tuple[subprocess.CompletedProcess[str], dict[str, int]]:
         """As a pod is deleted: what the app's hook said, and the status of each container."""
@@ -167,7 +174,7 @@ class Pod:
         for name in reversed(self.processes):
             process = self.processes[name]
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+                os.kill(self._process_id(name), signal.SIGTERM)
             statuses[name] = process.wait(self.spec["terminationGracePeriodSeconds"])
         return hook, statuses
 
@@ -196,7 +203,17 @@ class Pod:
     def _argv(self, name: str, *command: str) -> list[str]:
         locked = self.containers[name]["securityContext"]
         assert (locked["capabilities"], locked["allowPrivilegeEscalation"]) == ({"drop": ["ALL"]}, False)
-        return [*WITHOUT_CAPABILITIES, *self._own(name, command)]
+        namespace: Sequence[str] = ()
+        if self.has_namespaces:
+            namespace = OWN_NAMESPACE
+            if name in self.processes and self.processes[name].poll() is None:  # executed in a container that runs
+                target = f"--target={self._process_id(name)}"
+                namespace = ("nsenter", target, "--pid", "--mount", f"--wd={self._work}")
+        return [*namespace, *WITHOUT_CAPABILITIES, *self._own(name, command)]
+
+    @property
+    def has_namespaces(self) -> bool:
+        return os.geteuid() == 0 and not self.spec["shareProcessNamespace"]
 
     def _own(self, name: str, texts: Any) -> list[str]:
         """``texts`` of a container, with the folders of its volumes in place of where they are mounted there."""

@@ -113,8 +113,11 @@ def test_a_pod_takes_calls_comes_back_and_ends_with_a_checkpoint(pods: ExitStack
     with pytest.raises(urllib.error.HTTPError, match="401"):
         metrics_of(metrics_port, "another one")
 
+    checkpoints_count = pod.log("coordinator").count('"checkpoint taken"')
     hook, statuses = pod.end()
-    assert (hook.returncode, "counter is stopped, with checkpoint" in hook.stdout) == (0, True), hook
+    if hook.returncode != -signal.SIGKILL:  # as the app's process ends, so does what is executed in its container
+        assert (hook.returncode, "counter is stopped, with checkpoint" in hook.stdout) == (0, True), hook
+    assert pod.log("coordinator").count('"checkpoint taken"') == checkpoints_count + 1
     assert statuses == {"coordinator": 0, "app": 0}
 
     pod.start()  # another pod with the same volume
@@ -197,7 +200,8 @@ def test_a_standby_takes_over_and_the_pod_that_was_killed_follows(
     first.until_ready()
     assert phase(first) == "following"
     hook, statuses = second.end()
-    assert (hook.returncode, statuses) == (0, {"coordinator": 0, "app": 0}), hook
+    assert hook.returncode in (0, -signal.SIGKILL), hook
+    assert statuses == {"coordinator": 0, "app": 0}
     wait_for(lambda: phase(first) == "normal", lambda: first.log("coordinator"), WAIT_S)
     assert add(first, 1) == 7
 

@@ -1,34 +1,37 @@
-"""Wheels, pure and compiled, in fresh environments outside of the checkout: a project's tests pass, a counter survives.
+"""A release's files, or a wheel of these sources, in fresh environments outside of the checkout.
 
-By itself it tries one wheel on the Python of the tests; scripts/wheels tries both on all that it finds. The packages
-that Immortal needs come from the package index that pip is set up for.
+A project's tests and type checks pass, a counter survives. By itself it builds one wheel, for the Python of the tests;
+scripts/release gives it all files of a release, for each Python that is found. The packages that Immortal needs come
+from the package index that pip is set up for.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from immortal.protocol import compiled
+from immortal.coordinator.project.new_project import make_project
+from scripts import release
+from scripts.release import run
 from tests.helpers.cli import Run, immortal
-from tests.helpers.interpreters import VARIABLE, interpreters
 from tests.unit.test_wheel import ROOMS
 
 ROOT = Path(__file__).parents[2]
-PYTHONS = interpreters()
-IS_THOROUGH = os.environ.get(VARIABLE) == "all"
+OWN = f"3.{sys.version_info[1]}"
+RELEASE = os.environ.get(release.FOLDER_VARIABLE)
+PYTHONS = release.interpreters() if RELEASE else {OWN: sys.executable}
 CAN_COMPILE = shutil.which("cc") is not None
-KINDS = ["pure", "compiled"] if IS_THOROUGH else ["compiled"] if CAN_COMPILE else ["pure"]
-BUILD_TIMEOUT_S = 1200  # mypyc and a C compiler, on a slow and busy machine
+KINDS = ["pure", "compiled"] if RELEASE else ["compiled"] if CAN_COMPILE else ["pure"]
 COUNTER = """
 from immortal import Immortal, rpc
 
@@ -46,65 +49,47 @@ class Counter(Immortal):
 """
 
 
-def run(*command: str, cwd: Path, **variables: str) -> str:
-    """What it prints. It sees nothing of the checkout."""
-    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", compiled.PURE_VARIABLE)
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**environment, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BUILD_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-4000:]}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, in which pip may build. Where the tests' own Python is the only one, what is compiled for it comes along,
-    and is not made again."""
-    folder = tmp_path_factory.mktemp("sources") / "immortal"
-    folder.mkdir()
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release; else a wheel by itself, from a copy, with what is compiled here for the tests' own Python."""
+    if RELEASE:
+        return Path(RELEASE)
+    sources, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("release")
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / name, folder)
-    left_out = ("__pycache__", "_compiled") if IS_THOROUGH else ("__pycache__",)
-    for name in ("immortal", *ROOMS, "bench"):  # in the first are links to the others
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
-    return folder
+        shutil.copy(ROOT / name, sources)
+    for name in ("src", "immortal", *ROOMS, "bench"):  # in the first two are links
+        left_out = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=left_out)
+    sdist = release.build_sdist(sources, out)
+    source = sources if CAN_COMPILE else sdist
+    release.build_wheel(source, out, sys.executable, "--no-build-isolation", pure=not CAN_COMPILE)
+    release.write_sums(out)
+    return out
 
 
-@functools.cache
-def pure_wheel(sources: Path) -> Path:
-    """One for all Pythons."""
-    folder = sources.parent / "pure"
-    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
-    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", *options)
-    run(*pip, str(sources), cwd=sources.parent, **{compiled.PURE_VARIABLE: "1"})
-    (wheel,) = folder.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    return wheel
+def wheel_of(files: Path, kind: str, version: str) -> Path:
+    (found,) = files.glob("*-py3-none-any.whl" if kind == "pure" else f"*-cp{version.replace('.', '')}-*.whl")
+    return found
 
 
-@functools.cache
-def compiled_wheel(sources: Path, version: str) -> Path:
-    """One for each Python. Thoroughly: with compilers from the index, and no package that is installed here."""
-    folder = sources.parent / f"compiled-{version}"
-    options = ("--no-deps", "--wheel-dir", str(folder), str(sources))
-    if not IS_THOROUGH:
-        run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", *options, cwd=sources.parent)
-        (wheel,) = folder.glob("*.whl")
-        return wheel
-    environment = sources.parent / f"build-{version}"
-    run(PYTHONS[version], "-m", "venv", str(environment), cwd=sources.parent)
-    run(str(environment / "bin" / "python"), "-m", "pip", "wheel", *options, cwd=sources.parent)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+@pytest.mark.timeout(release.BUILD_TIMEOUT_S)
+def test_the_files_of_a_release(files: Path) -> None:
+    sums = dict(reversed(line.split("  ")) for line in (files / release.SUMS).read_text().splitlines())
+    assert sums == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files.iterdir()
+        if path.name != release.SUMS
+    }
+    for wheel in files.glob("*.whl"):
+        folders = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+        assert {name for name in folders if not name.endswith(".dist-info")} == {"immortal"}
+    assert len(list(files.glob("*.tar.gz"))) == 1
+    if RELEASE:
+        assert (files / release.NOTES).read_text().strip()
+        (sbom,) = files.glob("*.cdx.json")
+        listed = json.loads(sbom.read_text())
+        assert listed["metadata"]["component"]["name"] == "immortal-services"
+        assert {"msgspec", "psycopg", "prometheus_client"} <= {one["name"] for one in listed["components"]}
 
 
 @pytest.fixture(params=PYTHONS)
@@ -115,31 +100,40 @@ def version(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def python(version: str, tmp_path: Path) -> Iterator[Path]:
     """A fresh environment."""
-    environment = tmp_path / "environment"
-    run(PYTHONS[version], "-m", "venv", str(environment), cwd=tmp_path)
-    yield environment / "bin" / "python"
-    shutil.rmtree(environment)
+    yield release.environment(tmp_path / "environment", PYTHONS[version])
+    shutil.rmtree(tmp_path / "environment")
 
 
-@pytest.mark.timeout(BUILD_TIMEOUT_S)
+@pytest.mark.timeout(release.BUILD_TIMEOUT_S)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wheel(kind: str, version: str, sources: Path, python: Path, tmp_path: Path) -> None:
-    if kind == "compiled" and not CAN_COMPILE:
-        pytest.skip("there is no C compiler here")
-    wheel = pure_wheel(sources) if kind == "pure" else compiled_wheel(sources, version)
-    run(str(python), "-m", "pip", "install", "--quiet", str(wheel), "pytest", cwd=tmp_path)
+def test_a_wheel(kind: str, version: str, files: Path, python: Path, tmp_path: Path) -> None:
+    run(python, "-m", "pip", "install", "--quiet", wheel_of(files, kind, version), "mypy", "pytest", cwd=tmp_path)
     project = tmp_path / "project"
     project.mkdir()
-    command = str(python.with_name("immortal"))
+    command = python.with_name("immortal")
     said = run(command, "--version", cwd=project)
     assert said.strip().endswith("compiled codec and core" if kind == "compiled" else "(none is compiled)")
-    place = run(str(python), "-c", "import immortal; print(immortal.__file__)", cwd=project)
+    place = run(python, "-c", "import immortal; print(immortal.__file__)", cwd=project)
     assert place.startswith(str(python.parents[1]))
 
     run(command, "init", "shop", cwd=project)
-    assert " passed" in run(str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project / "shop")
+    assert " passed" in run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project / "shop")
+    assert "Success" in run(python, "-m", "mypy", "--strict", ".", cwd=project / "shop")
     assert json.loads(run(command, "doctor", "--json", cwd=project))["findings"][0]["level"] == "ok"
     count_through_kills(project, str(python))
+
+
+@pytest.mark.timeout(release.BUILD_TIMEOUT_S)
+def test_a_new_project_by_uv(files: Path, tmp_path: Path) -> None:
+    tools = release.environment(tmp_path / "tools", sys.executable)
+    run(tools, "-m", "pip", "install", "--quiet", "uv", cwd=tmp_path)
+    make_project(tmp_path / "shop", "shop", "shop")
+    uv = functools.partial(run, tools.with_name("uv"), cwd=tmp_path / "shop", UV_PYTHON=sys.executable)
+    uv("add", str(wheel_of(files, KINDS[0], OWN)))
+    assert " passed" in uv("run", "pytest", "-q", "-p", "no:cacheprovider")
+    assert "Success" in uv("run", "mypy", ".")
+    uv("add", "immortal-services[metrics]")
+    assert "extras: metrics;" in uv("run", "immortal", "doctor")
 
 
 def count_through_kills(folder: Path, python: str) -> None:

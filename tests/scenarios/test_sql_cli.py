@@ -45,6 +45,13 @@ def test_messages_are_those_of_the_log(folder: Path) -> None:
     }  # fmt: skip
 
 
+def test_show_tables_names_all_that_a_query_may_ask_for(folder: Path) -> None:
+    found = [row["name"] for row in rows(folder, "SHOW TABLES;")]
+    assert {"messages", "waiting", "counter", "counter.words", "reader.seen"} <= set(found)
+    for name in found:
+        rows(folder, f"select * from {name} limit 1")
+
+
 def test_states_are_tables(folder: Path) -> None:
     query = "select w.key, w.times, c.total from counter.words w, counter c order by 1"
     assert rows(folder, query) == [{"key": "cat", "times": 1, "total": 3}, {"key": "the", "times": 2, "total": 3}]
@@ -162,7 +169,7 @@ def test_instances_that_are_called_as_tables_or_schemas(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["duckdb", "immortal.pipeline.sql.database"])  # the latter as without Arrow
 def test_without_the_extra_it_is_said(folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    assert "pip install 'immortal[sql]'" in immortal(folder, "sql", "select 1", status=1)
+    assert "pip install 'immortal-services[sql]'" in immortal(folder, "sql", "select 1", status=1)
 
 
 def test_unregistering_removes_what_was_made_of_the_log(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from immortal.coordinator.project.new_project import TEMPLATES, make_project
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 NAMES = ["right.py", "wrong.py", "steps.py", "service.py"]
@@ -101,3 +103,12 @@ def test_pyright_sees_steps_where_they_are_written_out(by_pyright: Said) -> None
     assert by_pyright["steps.py"].keys() == expected.keys(), by_pyright["steps.py"]
     for line, text in expected.items():
         assert text in by_pyright["steps.py"][line]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_new_project_is_right(template: str, tmp_path: Path) -> None:
+    """It sees the package where the environment has it, as an editable installation or a wheel does."""
+    make_project(tmp_path, "shop", template)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=CHECK_S, check=False)
+    assert done.stdout == "Success: no issues found in 2 source files\n"

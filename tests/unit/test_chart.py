@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from immortal.coordinator.config.settings_file import check_settings
 from immortal.coordinator.service.runtime import STOP_TIMEOUT_S
@@ -241,11 +243,17 @@ def test_the_image_has_the_user_of_the_chart_and_all_that_a_wheel_is_made_of() -
     user = yaml.safe_load((CHART / "values.yaml").read_text())["user"]
     assert f"\nUSER {user}:{user}\n" in text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (extras,) = set(re.findall(r"ARG EXTRAS=(.*)", text))
-    assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
+    (extras,) = re.findall(r"immortal-services\[(.*)\]", text)
+    needed = project["project"]["dependencies"]
+    for extra in extras.split(","):
+        needed = [*needed, *project["project"]["optional-dependencies"][extra]]
+    locked = (DEPLOY / "requirements.lock").read_text()
+    pinned = dict(re.findall(r"^([\w-]+)==([^ ]+)[^\\]* \\\n    --hash=sha256:[0-9a-f]{64}", locked, re.MULTILINE))
+    for one in map(Requirement, needed):
+        assert pinned.get(canonicalize_name(one.name), "none") in one.specifier, f"{one}: run scripts/lock"
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     sent = re.findall(r"^!(.+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
     files = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "setup.py"}
     assert packages == ["immortal*"]
     rooms = {path.name for path in (ROOT / "immortal").iterdir() if path.is_symlink()}
-    assert set(sent) == {"immortal", *rooms} | files
+    assert set(sent) == {"immortal", "src", "deploy/requirements.lock", *rooms} | files

@@ -125,6 +125,8 @@ def test_without_its_compiler_the_installation_goes_on_in_pure_python(
             path.touch()
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, copied)
+    (copied / "src").mkdir()
+    (copied / "src" / "immortal").symlink_to("../immortal")
     missing = copied / "missing" / compiler
     missing.mkdir(parents=True)
     (missing / "__init__.py").write_text(f"raise ImportError('there is no {compiler}')\n")

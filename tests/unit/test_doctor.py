@@ -20,8 +20,9 @@ from immortal.coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_N
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.log import create_log
-from immortal.protocol import compiled
+from immortal.protocol import compiled, distribution
 
+ROOT = Path(__file__).parents[2]
 MOUNTS = """\
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
 31 27 0:41 / /run rw - tmpfs tmpfs rw,size=1k
@@ -89,7 +90,7 @@ def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.Mon
 
 
 def test_sources_that_nobody_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "PACKAGE", "immortal-elsewhere")
+    monkeypatch.setattr(distribution, "NAME", "immortal-elsewhere")
     (found,) = of_level(installation.findings(), Level.PROBLEM)
     assert "is not installed for" in found
 
@@ -104,7 +105,8 @@ def test_the_source_runs_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
     (none,) = (one for one in installation.findings() if one.level is Level.NOTE)
     assert "none is compiled" in none.what
-    assert "install a C compiler" in none.remedy
+    assert "It lacks a C compiler" in none.why
+    assert none.remedy == f"apt-get install gcc python3-dev && {ROOT}/scripts/setup"
 
 
 # --- a home -----------------------------------------------------------------------------------------------------------
@@ -141,6 +143,19 @@ def test_a_name_without_a_log_and_one_whose_log_is_gone(registry: Registry) -> N
     log.rename(log.with_name("elsewhere"))
     (lost,) = of_level(home.findings(registry), Level.PROBLEM)
     assert lost == f"counter had a log, and there is none in {log}"
+
+
+def test_remedies_that_can_be_pasted(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remedy() -> str:
+        (found,) = (one for one in home.findings(registry) if one.level is Level.NOTE)
+        return found.remedy
+
+    named = f"immortal --home {registry.home} run counter"
+    assert remedy() == f"{named} MODULE:CLASS"
+    registry.remember_app("counter", "counter:Counter")
+    assert remedy() == named
+    monkeypatch.setenv("IMMORTAL_HOME", str(registry.home))
+    assert remedy() == "immortal run counter"
 
 
 def test_a_log_without_a_name(registry: Registry) -> None:

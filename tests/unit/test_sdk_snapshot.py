@@ -6,8 +6,10 @@ import struct
 
 import pytest
 
+import immortal
 from immortal import Immortal, peer, rpc
-from immortal.appsdk.dispatch.events import BecamePrimary, SnapshotBegun
+from immortal.appsdk.dispatch.dispatcher import JOURNAL_RESULTS_MANY
+from immortal.appsdk.dispatch.events import BecamePrimary, JournalGrew, SnapshotBegun
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.state.snapshots import SnapshotReader
 from immortal.errors import StateError
@@ -133,3 +135,39 @@ def test_texts() -> None:
     assert reader.receive_data(written(1, "attribute 'ü'".encode())) == b""
     with pytest.raises(StateError, match="attribute 'ü'"):
         reader.end("left with status 0")
+
+
+class Polling(Immortal):
+    """Never goes on with continue_as."""
+
+    seen: int
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    @rpc(id=1)
+    async def poll(self, rounds: int) -> None:
+        for _ in range(rounds):
+            await self.look.step()
+        await immortal.event("more")
+
+    @rpc(id=2)
+    def look(self) -> int:
+        self.seen += 1
+        return self.seen
+
+
+def grown(life: Life) -> list[JournalGrew]:
+    return [event for event in life.events if isinstance(event, JournalGrew)]
+
+
+def test_a_journal_that_grows_is_told_of_and_again_when_it_has_doubled() -> None:
+    life = first_start(Polling)
+    life.give(logged(1, [call(1, JOURNAL_RESULTS_MANY - 1)]) + TAKE)
+    assert grown(life) == []
+    life.give(logged(2, [call(1, JOURNAL_RESULTS_MANY)]) + TAKE + TAKE)
+    life.give(logged(3, [call(1, 2 * JOURNAL_RESULTS_MANY - 1)]) + TAKE)
+    (one,) = grown(life)
+    assert (one.handler, one.results_count) == ("Polling.poll", JOURNAL_RESULTS_MANY)
+    life.give(logged(4, [call(1, 2 * JOURNAL_RESULTS_MANY)]) + TAKE)
+    assert grown(life)[1].results_count == 2 * JOURNAL_RESULTS_MANY

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from immortal.protocol import distribution
+
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements-dev.lock"
 COMPILER = " ".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"])
@@ -284,7 +286,7 @@ def test_the_lock_is_written_without_a_place() -> None:
             "platform_machine": "x86_64",
         },
         "install": [
-            {"download_info": project, "metadata": {"name": "immortal", "version": "1"}},
+            {"download_info": project, "metadata": {"name": "immortal-services", "version": "1"}},
             {"download_info": file, "metadata": {"name": "Zope.Interface", "version": "1.0"}},
             {"download_info": dict(file), "metadata": {"name": "a_b", "version": "1.0"}},
         ],
@@ -300,7 +302,7 @@ def requirements(extra: str, optional: dict[str, list[str]]) -> set[Requirement]
     found = set()
     for line in optional[extra]:
         one = Requirement(line)
-        if one.name == "immortal":
+        if one.name == distribution.NAME:
             found |= {each for named in one.extras for each in requirements(named, optional)}
         else:
             found.add(one)

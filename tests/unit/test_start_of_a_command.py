@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import json, sys
+import json, pathlib, sys  # pathlib loads urllib until Python 3.12
 before = set(sys.modules)
 from immortal.cli import main
 main(["--help"], standalone_mode=False)
@@ -39,6 +39,7 @@ OURS = {
     "immortal.protocol",
     "immortal.protocol.command_line",
     "immortal.protocol.compiled",
+    "immortal.protocol.distribution",
     "immortal.protocol.errors",
     "immortal.protocol.extensions",
     "immortal.protocol.files",

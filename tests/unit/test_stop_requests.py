@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import socket
+from pathlib import Path
+
 from immortal.coordinator.service.process import SIGNAL_COALESCE_S, StopRequests
+from immortal.protocol.files import ProcessFile, is_living, is_near, own_fields
 
 
 def test_signals_of_one_moment_are_one_wish() -> None:
@@ -15,3 +20,17 @@ def test_signals_of_one_moment_are_one_wish() -> None:
     now_s += 0.02
     requests.signalled()
     assert requests.count == 2
+
+
+def test_a_coordinator_of_another_container_lives_as_long_as_it_listens(tmp_path: Path) -> None:
+    """Its process ID means another process here, or none."""
+    path = str(tmp_path / "control.sock")
+    distant = ProcessFile(pid=os.getpid(), started_ns=0, pid_namespace=1, control=path)
+    assert not is_near(distant)
+    assert not is_living(distant)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        assert is_living(distant)
+    assert not is_living(distant)
+    assert is_living(ProcessFile(**own_fields()))

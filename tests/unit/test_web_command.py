@@ -15,7 +15,7 @@ def test_without_its_packages_it_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "starlette", None)
     result = CliRunner().invoke(main, ["--home", str(tmp_path), "web"])
     assert result.exit_code == 1
-    assert "install immortal[web]" in result.stderr
+    assert "install 'immortal-services[web]'" in result.stderr
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "example.org", "::"])

@@ -27,9 +27,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
-    for name in (*ROOMS, "bench", "immortal", "examples", "scripts", "tests"):  # all that might be taken along
+    for name in (*ROOMS, "bench", "immortal", "src", "examples", "scripts", "tests"):  # all that might be taken along
         ignored = shutil.ignore_patterns("__pycache__", "_compiled", "corpus")
-        shutil.copytree(ROOT / name, source / name, symlinks=name == "immortal", ignore=ignored)
+        shutil.copytree(ROOT / name, source / name, symlinks=name in ("immortal", "src"), ignore=ignored)
     missing = folder / "missing"
     for compiler in ("Cython", "mypyc"):
         (missing / compiler).mkdir(parents=True)
@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
         timeout=100,
     )
-    (built,) = folder.glob("immortal-*.whl")
+    (built,) = folder.glob("immortal_services-*.whl")
     unpacked = folder / "unpacked"
     with zipfile.ZipFile(built) as archive:
         archive.extractall(unpacked)

@@ -13,10 +13,12 @@ The web process is a caller from outside, and keeps nothing: it may be killed at
 of it. `docs/how-to/integrations.md`.
 """
 
+from immortal.protocol import distribution
+
 try:
     import sse_starlette.sse  # noqa: F401  # which needs Starlette
 except ModuleNotFoundError as error:
-    raise ImportError(f"the bridge to ASGI needs Starlette ({error}): pip install 'immortal[http]'") from None
+    raise ImportError(f"the bridge to ASGI needs Starlette ({error}): {distribution.add_extra('http')}") from None
 
 from immortal.appsdk.integrations.asgi.middleware import ImmortalMiddleware
 from immortal.appsdk.integrations.asgi.progress import progress

@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from immortal.coordinator.core.errors import LogError, LogFormatError, LogLockedError
+from immortal.protocol import distribution
 
 try:
     from psycopg import Connection, errors
 except ImportError as error:  # first: the modules below need it too
-    raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
+    raise LogError(f"a log in PostgreSQL needs psycopg ({error}): {distribution.add_extra('postgres')}") from None
 
 from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
 from immortal.coordinator.log.backends.postgres import schema

@@ -24,7 +24,7 @@ from immortal.coordinator.core.errors import DamagedLogError, LogError, LogUnava
 from immortal.coordinator.log.backend import Append, Row, Span
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.objects import DamagedObjectError, ObjectError, StoreError
-from immortal.protocol import decoding
+from immortal.protocol import decoding, distribution
 
 if TYPE_CHECKING:
     from immortal.coordinator.objects.store import Objects
@@ -83,7 +83,7 @@ def _folder(url: str, instance: str) -> Objects:
         from immortal.coordinator.objects.store import Objects, store_of
     except ImportError as error:
         raise LogError(
-            f"checkpoints in {url} need the extra archive, pip install 'immortal[archive]': {error}"
+            f"checkpoints in {url} need the extra archive ({error}): {distribution.add_extra('archive')}"
         ) from None
     try:
         return Objects(store_of(url), url.rstrip("/")).below(instance)
