@@ -223,7 +223,9 @@ class Effects:
         self, function: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[object, None, R]: ...
     @overload
-    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]: ...
+    def __call__(
+        self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[object, None, R]: ...
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``await immortal.effect(fetch, url)`` runs ``fetch`` outside and returns its result.
 
