@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import sys
 import weakref
 from asyncio import events
@@ -266,7 +265,11 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not self.must_end and not isinstance(error, ControlFlowSignal):
-            logging.getLogger("asyncio").error("%s: %s", self.name, context.get("message"), exc_info=error)
+            self.report(str(context.get("message")), error)
+
+    def report(self, text: str, error: BaseException | None) -> None:
+        """Write that a task or callback has failed and that nobody has awaited it."""
+        raise NotImplementedError
 
     def _refusal(self, name: str) -> UsageError:
         return UsageError(

@@ -19,6 +19,7 @@ from immortal.appsdk.calls.failures import encode_failed, text_of
 from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure, place_of, running
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.log import HandlerLog
 from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
 from immortal.appsdk.state.schema import StateSchema
@@ -453,6 +454,9 @@ class Task(Owner):
             made: random.Random = context.make_stream(moment, *key)
             stream = self._streams[key] = made
         return stream
+
+    def report(self, text: str, error: BaseException | None) -> None:
+        self._variables.copy().run(HandlerLog().error, text, exception=error)
 
     # --- saving, and running again ----------------------------------------------------------------------------------
 

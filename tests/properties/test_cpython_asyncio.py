@@ -54,6 +54,9 @@ class DrivenLoop(HandlerLoop):
         heapq.heappush(self._timers, (due_ns, self.next_future_number(), handle))
         return _Timer(self)
 
+    def report(self, text: str, error: BaseException | None) -> None:
+        pass
+
     def run_until_complete(self, future: Any) -> Any:
         task = asyncio.ensure_future(future, loop=self)
         while not task.done():

@@ -301,6 +301,14 @@ class Desk(Immortal):
         return [*found, winner.index]
 
     @rpc
+    async def forgets(self) -> None:
+        async def fail() -> None:
+            raise ValueError("forgotten")
+
+        asyncio.create_task(fail())  # noqa: RUF006 (that is what is wrong here)
+        await asyncio.sleep(1)
+
+    @rpc
     async def refused(self, index: int) -> str:
         return str(await OUTSIDE[index][0]())
 
@@ -359,6 +367,15 @@ def test_a_set_of_calls_begins_and_ends_in_one_order() -> None:
         with env:
             found.add(str(env.start(Desk, "desk").call(Desk.waits_for_a_set)))
     assert len(found) == 1
+
+
+def test_a_failed_task_that_nobody_awaits_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Environment() as env:
+        desk = env.start(Desk, "desk")
+        desk.call(Desk.forgets)
+        desk.crash()
+        desk.recover()
+    assert capfd.readouterr().err.count("Task exception was never retrieved") == 1
 
 
 @pytest.mark.parametrize("index", range(len(OUTSIDE)))
