@@ -149,15 +149,18 @@ class Failures:
         caller = None if failure.step else who_waits(message)
         return verdict_on(error, failure, None if caller is None else caller.name, message)
 
-    def note(self, verdict: Verdict) -> None:
-        """A new one: the coordinator hears of it before what follows from it."""
+    def note(self, verdict: Verdict, error: HandlerError) -> None:
+        """A new one: the coordinator hears of it before what follows from it, and so do people."""
+        context = self._context
+        if context.reporter is not None and verdict.key not in self.known:
+            context.reporter.failed(verdict, error.arguments, context.instance_name)
         self._add(verdict.without_dead_letter())
-        self._context.outbox.report(encode_verdict(verdict))
+        context.outbox.report(encode_verdict(verdict))
 
-    def _tell(self, verdict: Verdict) -> bool:
+    def _tell(self, verdict: Verdict, error: HandlerError) -> bool:
         """Report the failure of an async handler or a step, with nothing to undo; False: it can't fail alone."""
         if self.can_fail and verdict.key not in self.known:
-            self.note(verdict)
+            self.note(verdict, error)
         return self.can_fail
 
     def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:

@@ -65,7 +65,7 @@ class StubEffectRunner:
             except BaseException as error:
                 if not is_user_failure(error):
                     raise
-                wait_s = request.wait_s(error, attempt)
+                wait_s = request.wait_s(error, attempt, self._now_ns())
                 if wait_s is None:
                     request.raised(error, attempt)
                 else:

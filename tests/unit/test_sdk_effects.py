@@ -552,10 +552,24 @@ def test_how_often_to_retry() -> None:
         {"factor": float("inf")},
         {"on": ValueError},
         {"on": (BaseException,)},
+        {"not_on": ValueError},
+        {"give_up_after": 5},
     ]
     for keywords in wrong:
         with pytest.raises(UsageError, match=rf"Retry\({next(iter(keywords))}=.* expected"):
             Retry(**keywords)
+
+
+def test_what_to_retry() -> None:
+    """The nearest class that is named decides; by default all but what is plainly the program's own."""
+    errors = [ConnectionError(), ValueError(), KeyError(), TypeError(), SystemExit()]
+
+    def retried(**options: Any) -> list[str]:
+        return [type(error).__name__ for error in errors if Retry(**options).is_for(error)]
+
+    assert retried() == ["ConnectionError", "ValueError", "SystemExit"]
+    assert retried(on=(KeyError, OSError)) == ["ConnectionError", "KeyError"]
+    assert retried(not_on=(OSError,)) == ["ValueError", "KeyError", "TypeError", "SystemExit"]
 
 
 def test_how_many_at_once() -> None:
