@@ -278,7 +278,8 @@ class EffectRequest:
     ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has
     begun, from 1; 0: none yet. ``failure``: of the attempt before it, in words. ``since_ns``: when its handler asked
-    for it, by the instance's time. ``report``: told of the error with which it fails for good, and of the attempts.
+    for it, by the instance's time; 0: the log does not say. ``report``: told of the error with which it fails for good,
+    and of the attempts.
     """
 
     __slots__ = (
@@ -388,7 +389,7 @@ class EffectRequest:
         if retry.attempts is not None and attempt >= retry.attempts:
             return None
         wait_s = retry.wait_s(attempt)
-        if retry.give_up_after is not None:
+        if retry.give_up_after is not None and self.since_ns:
             left_s = retry.give_up_after.total_seconds() - (now_ns - self.since_ns) / 1e9
             return None if wait_s > left_s else wait_s
         return wait_s
