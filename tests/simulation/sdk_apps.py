@@ -295,6 +295,9 @@ class _MarkingReporter(FailureReporter):
     def failed(self, verdict: Verdict, arguments: str = "", instance: str = "") -> None:
         self._marks[f"verdict: {verdict.kind.name}"] += 1
 
+    def declared(self, *arguments: Any) -> None:
+        pass
+
 
 class SdkApp:
     """As :class:`tests.simulation.apps.App`."""
