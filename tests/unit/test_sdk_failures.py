@@ -716,6 +716,25 @@ def test_a_first_start_that_fails_stops() -> None:
         first_start_with_verdicts(Beginning)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_app_that_becomes_primary_tells_what_no_other_app_has(
+    capsys: pytest.CaptureFixture[str], is_known: bool
+) -> None:
+    """One that follows comes to the same failures as the one that it follows."""
+    life = first_start_with_verdicts(Shelf, "shelf")
+    again = Life.of(Shelf)
+    again.dispatcher.context.reporter = FailureReporter("Shelf")
+    record = logged(1, [call(1, "bad")])
+    life.give(record)
+    known = verdicts_record() + initial_record(life.output.initial_message, "shelf")
+    again.give(checkpoint_record(life.output.blobs[0]) + known + record)
+    if is_known:
+        again.give(verdicts_record(*life.verdicts))
+    assert capsys.readouterr().err == ""
+    again.give(TAKE_FIRST)
+    assert capsys.readouterr().err.count("Shelf.put raised ValueError: no bad here") == (not is_known)
+
+
 class Desk(Immortal):
     names: list[str]
 
