@@ -323,6 +323,11 @@ class WaitingEffects:
         """Return the request that runs for the effect; None: it does not run yet, or not here."""
         return self._requests.get(number)
 
+    @property
+    def retried(self) -> list[EffectRequest]:
+        """Return the requests that have failed and are tried again."""
+        return [request for request in self._requests.values() if request.failure]
+
     def try_now(self, number: int) -> bool:
         """Make the next attempt now; return False if the effect did not wait for one."""
         request = self._requests.get(number)
