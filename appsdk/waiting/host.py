@@ -424,7 +424,8 @@ class HandlerRuns:
 
 
 def _names(handler: AnyHandler) -> Iterable[str]:
-    return () if isinstance(handler, LocalFunction) else handler.signature.parameters
+    signature = getattr(handler, "signature", None)  # a local function has none, nor a node's hook
+    return () if signature is None else signature.parameters
 
 
 # How many ``async def`` handlers run at once: of the class, of one handler, of one handler for each key.
