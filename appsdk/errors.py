@@ -142,10 +142,11 @@ class Failure:
 class HandlerError(AppError):
     """A logged message can't be handled. ``sequence_id`` and ``message_index`` (from 0) say which one.
 
-    ``failure``: how it may fail alone; None: it can't.
+    ``failure``: how it may fail alone; None: it can't. ``arguments``: of the call, as text, "" if it has none.
     """
 
     exit_status = EXIT_HANDLER_FAILED
+    arguments = ""
 
     def __init__(self, text: str, sequence_id: int, message_index: int, failure: Failure | None = None) -> None:
         super().__init__(text)

@@ -247,9 +247,10 @@ class Effects:
     ) -> Effects:
         """Return ``immortal.effect`` with these options in place of its own. Raises UsageError, DefinitionError.
 
-        ``retry``: by default, one attempt. ``timeout``: of each attempt. ``raises``: exceptions that are raised in the
-        handler as what they are, at once; all others become EffectFailed. ``key``: in place of the key that the SDK
-        makes (see :func:`~immortal.effect_context`).
+        ``retry``: by default, ``Retry()``: attempts without end, but one where an error is the program's own.
+        ``timeout``: of each attempt. ``raises``: exceptions that are raised in the handler as what they are, at once;
+        all others become EffectFailed when no attempt is left. ``key``: in place of the key that the SDK makes (see
+        :func:`~immortal.effect_context`).
         """
         options = self._options
         if retry is not None:

@@ -53,7 +53,8 @@ def format_wait(wait: Values) -> str:
         return f"until {_second(wait['due'])}, since {since}"
     if kind == "effect":
         tries = f", attempt {wait['attempt']}" if wait["attempt"] > 1 else ""
-        return f"{wait['for']}{tries}, since {since}"
+        failed = f"; the attempt before failed: {wait['failure']}" if wait["failure"] else ""
+        return f"{wait['for']}{tries}, since {since}{failed}"
     return f"{wait['for']}, since {since}"
 
 
@@ -84,7 +85,7 @@ def describe_wait_end(name: str, number: int, wait: Values) -> str:
         if not wait["failure"]:
             return "ends with its result, or when no attempt is left"
         now = f"'immortal handlers {name} retry-effect {number}' makes the next attempt now"
-        return f"ends with its result, or when no attempt is left; the attempt before failed: {wait['failure']}; {now}"
+        return f"ends with its result, or when no attempt is left; {now}"
     return "-"
 
 

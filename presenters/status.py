@@ -236,7 +236,8 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
         yield f"messages that were refused as they are nested too deeply: {senders}"
     failed = {kind: count for kind, count in verdicts.items() if isinstance(count, int) and count}
     if failed:
-        yield f"calls that failed: {', '.join(f'{count} {kind}' for kind, count in failed.items())}"
+        counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
+        yield f"calls that failed: {counts} (the app's output has each, and why)"
     if letters.get("count"):
         size, dropped = size_text(letters.get("bytes", 0)), letters.get("dropped")
         more = f"; dropped for lack of room: {dropped}" if dropped else ""

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from immortal.appsdk.client import CallRaised, ClientError, connect
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
 from immortal.presenters.dead_letters import dead_letter_rows
@@ -29,6 +30,7 @@ from immortal.web.site import Site, form_of, settings_of, site_of, stream
 
 ASK_S = 1.5  # an app that is busy for longer is said to be
 HANDLERS_SHOWN_MAX = 200
+FAILED_SHOWN_MAX = 20
 
 Values = dict[str, Any]
 
@@ -92,8 +94,28 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
         "letters": row.status.get("letters") or {},
         "clients": row.status.get("clients") or {},
         "callers": _clients(settings) if runs else [],
+        "failed": _failed(site, settings),
         "verdicts": {kind: count for kind, count in (row.status.get("verdicts") or {}).items() if count},
     }
+
+
+def _failed(site: Site, settings: InstanceSettings) -> list[Values]:
+    """The last calls that failed, whoever waited for them."""
+    try:
+        with site.logs.reader(settings) as reader:
+            verdicts = reader.last_verdicts(FAILED_SHOWN_MAX)
+    except LogError:  # the page says elsewhere what is wrong with the log
+        return []
+    return [
+        {
+            "record": one.sequence_id,
+            "message": one.message_index,
+            "method": one.method,
+            "caller": "its handler" if one.step else format_caller({"caller": one.caller}),
+            "why": ": ".join(filter(None, (one.type_name, one.text))),
+        }
+        for one in verdicts
+    ]
 
 
 def _streams(status: Values, peers: Values) -> list[Values]:

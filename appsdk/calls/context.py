@@ -50,6 +50,7 @@ class Context:
         "outbox",
         "peers",
         "record_time_ns",
+        "reporter",
         "run_contexts",
         "seed",
         "sequence_id",
@@ -73,6 +74,7 @@ class Context:
         )
         self.multicasts: Any = None  # an immortal.appsdk.ordering.multicasts.Multicasts, or None as for tasks
         self.nodes: Any = None  # an immortal.appsdk.nodes.nodes.Nodes, or None as for tasks
+        self.reporter: Any = None  # an immortal.appsdk.handlers.log.FailureReporter, or None: nobody is told
         self.carries = False  # a handle was encoded: what is sent now may hold it
         self.instance_name = ""  # what a call that waits for an answer gives as its caller
         self.sites = CallSites()

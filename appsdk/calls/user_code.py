@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextvars
 import gc
 import os
+import re
 import reprlib
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice, zip_longest
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from immortal.appsdk.errors import AppError, HandlerError
-from immortal.protocol.safe_output import RateLimit, printable
-from immortal.protocol.verdicts import Verdict, VerdictKind
 
 
 class ControlFlowSignal(BaseException):
@@ -200,19 +199,60 @@ Result = TypeVar("Result")
 
 ARGUMENT_CHARACTERS_MAX = 200
 ARGUMENT_ITEMS_MAX = 8
-FAILURES_TOLD_EACH_S = 10.0
 
 # The second where a module is compiled.
 _OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("immortal", "appsdk", ""))
 
-_shortener = reprlib.Repr()
+SECRET = re.compile(
+    r"passw|passphrase|passcode|secret|token|credential|authori[sz]ation|cookie|(api|private|access)_?key|card_?number"
+    r"|^(pin|cvv|cvc|iban|pwd)$",
+    re.IGNORECASE,
+)
+"""Names of parameters, attributes and keys whose values are not shown."""
+HIDDEN = "***"
+
+_SEARCHED_CHARACTERS_MAX = 10_000
+_named_value = re.compile(
+    r"""(?P<name>\w+)(?P<sign>['"]?\s*[=:]\s*)(?P<value>b?'(?:[^'\\]|\\.)*'|b?"(?:[^"\\]|\\.)*"|[^,)}\]]+)"""
+)
+
+
+def _hide(found: re.Match[str]) -> str:
+    return f"{found['name']}{found['sign']}{HIDDEN}" if SECRET.search(found["name"]) else found[0]
+
+
+class _Text(str):
+    """Text that is its own ``repr``."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+class _Shortener(reprlib.Repr):
+    """Hides what is named as a secret is, before it cuts anything."""
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        try:
+            value = _Text(_named_value.sub(_hide, repr(value)[:_SEARCHED_CHARACTERS_MAX]))
+        except Exception:  # a __repr__ of the user's, which is called once more and told of
+            return super().repr_instance(value, level)
+        return super().repr_instance(value, level)
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        shown = {key: _Text(HIDDEN) if SECRET.search(str(key)) else one for key, one in value.items()}
+        return super().repr_dict(shown, level)
+
+
+_shortener = _Shortener()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARACTERS_MAX
 _shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxset = ARGUMENT_ITEMS_MAX
 
 
-def describe_arguments(arguments: tuple[Any, ...]) -> str:
+def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = ()) -> str:
+    """Return arguments as text, shortened. ``names``: of their parameters; what is :data:`SECRET` is not shown."""
+    shown = zip_longest(arguments, islice(names, len(arguments)), fillvalue="")
     try:
-        return f"({', '.join(map(_shortener.repr, arguments))})"
+        return f"({', '.join(HIDDEN if SECRET.search(name) else _shortener.repr(one) for one, name in shown)})"
     except BaseException as error:  # a __repr__ of the user's
         if not is_user_failure(error):
             raise
@@ -241,11 +281,18 @@ def user_traceback(error: BaseException) -> str:
 
 
 def handler_failed(
-    method: str, arguments: tuple[Any, ...], error: BaseException, sequence_id: int, message_index: int
+    method: str,
+    arguments: tuple[Any, ...],
+    error: BaseException,
+    sequence_id: int,
+    message_index: int,
+    names: Iterable[str] = (),
 ) -> HandlerError:
-    return HandlerError(
+    """``names``: of the parameters, as far as they are known."""
+    described = describe_arguments(arguments, names)
+    made = HandlerError(
         f"{method} raised {type(error).__name__} at record {sequence_id}, message {message_index}; the app stops\n"
-        f"  arguments: {describe_arguments(arguments)}\n"
+        f"  arguments: {described}\n"
         f"{user_traceback(error)}\n"
         f"  The call is in the log: nothing is lost, and nothing after it has been handled. Fix the handler and "
         f"start the\n"
@@ -254,6 +301,8 @@ def handler_failed(
         sequence_id,
         message_index,
     )
+    made.arguments = described
+    return made
 
 
 def run_user_code(what: str, function: Callable[[], Result], error_type: type[AppError]) -> Result:
@@ -266,32 +315,3 @@ def run_user_code(what: str, function: Callable[[], Result], error_type: type[Ap
         if not is_user_failure(error):
             raise
         raise error_type(f"{what} raised {type(error).__name__}; the app stops\n{user_traceback(error)}") from error
-
-
-class FailureReporter:
-    """Tells the user of messages that have failed alone: the first of each kind whole, then once in a while how many.
-
-    ``say``: shows a text to the user.
-    """
-
-    def __init__(self, say: Callable[[str], None], clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
-        self._clock_s = clock_s
-        self._limit = RateLimit(burst=1, interval_ns=int(FAILURES_TOLD_EACH_S * 1e9))
-
-    def failed(self, verdict: Verdict) -> None:
-        count = self._limit.admit((verdict.method, verdict.type_name), int(self._clock_s() * 1e9))
-        if count is None:
-            return
-        others = f" (and {count} more of this kind since the last time)" if count else ""
-        self._say("\n".join([f"warning: {in_words(verdict)}{others}", *filter(None, verdict.trace.split("\n"))]))
-
-
-def in_words(verdict: Verdict) -> str:
-    """Describe in one line what happened to a message."""
-    where = f"at record {verdict.sequence_id}, message {verdict.message_index}"
-    told = "its caller is told so" if verdict.caller is not None or verdict.step else "it is a dead letter"
-    if verdict.kind is VerdictKind.REFUSED:
-        return f"a call {where} is refused: {printable(verdict.text)}; {told}"
-    state = "the state is as it was before" if verdict.kind is VerdictKind.UNDONE else "the state stays as it is"
-    return f"{verdict.method} raised {printable(verdict.type_name)} {where}: the call fails, {state}; {told}"

@@ -309,8 +309,9 @@ class Delivery:
         self, method_id: int | None, name: str, arguments: tuple[Any, ...], error: BaseException, index: int
     ) -> HandlerError:
         """The handler has raised."""
-        made = handler_failed(name, arguments, error, self._context.sequence_id, index)
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
+        names = () if handler is None else handler.signature.parameters
+        made = handler_failed(name, arguments, error, self._context.sequence_id, index, names)
         if handler is not None and (policy := self._definition.policy(handler)) != "stop":
             made.failure = failure_of(policy, name, method_id, error, shares_trace=self._definition.share_tracebacks)
         return made

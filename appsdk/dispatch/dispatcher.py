@@ -445,6 +445,7 @@ class Dispatcher:
             self._primary = True
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True
+            self._failures.tell_people()
             self._rewinds.guards()
             self.tasks.time_impulses.start()
             self._gate.begin()

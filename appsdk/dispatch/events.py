@@ -8,8 +8,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from immortal.protocol.verdicts import Verdict
-
 
 class BecamePrimary(Struct, frozen=True):
     """All that was logged is handled: the hooks may start."""
@@ -44,12 +42,6 @@ class Flush(Struct, frozen=True):
     """Output must be sent before more input is handled: that may end the process."""
 
 
-class MessageFailed(Struct, frozen=True):
-    """A message has failed alone; ``verdict`` is on its way to the coordinator."""
-
-    verdict: Verdict
-
-
 class JournalGrew(Struct, frozen=True):
     """The journal of a waiting handler has grown long, or has doubled since that was told."""
 
@@ -58,7 +50,7 @@ class JournalGrew(Struct, frozen=True):
     size_bytes: int
 
 
-Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | MessageFailed | JournalGrew
+Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | JournalGrew
 
 
 # How long handlers take, sampled: some messages are timed each time that somebody has asked, and all others are not.

@@ -53,7 +53,8 @@ def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None
         return lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)
 
     def run(instance: object, caller: str, number: int, *arguments: Any) -> None:
-        tasks.answers.answer(handler, caller, number, *tasks.handler_runs.run_handler(handler, arguments))
+        came = tasks.handler_runs.run_handler(handler, arguments, caller=caller)
+        tasks.answers.answer(handler, caller, number, *came)
         tasks.drain()
 
     return run

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import method_of
-from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, MessageFailed, OutputReady
+from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, OutputReady
 from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.verdicts import Failures, RewindNeededError, awaited_part, message_at, offset_behind
 from immortal.appsdk.errors import HandlerError
@@ -276,12 +276,11 @@ class Records:
         if not known and self._failures.did_not_fail(verdict):
             raise error  # when it was handled before: no replay can be right
         if verdict.kind is VerdictKind.UNDONE:
-            self._failures.note(verdict)
+            self._failures.note(verdict, error)
             raise RewindNeededError(verdict, error.failure.method_id if error.failure else None)
         self._context.tasks.drain()
         if not known:
-            self._failures.note(verdict)
-            yield MessageFailed(verdict)
+            self._failures.note(verdict, error)
         known_verdict = self._failures.known[verdict.key]
         yield from self._end_waiting(known_verdict, message)
         self._failures.answer(known_verdict, message)

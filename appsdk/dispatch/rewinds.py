@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.dispatch.events import Event, MessageFailed
+from immortal.appsdk.dispatch.events import Event
 from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.records import Records, SingleStepNeededError
 from immortal.appsdk.dispatch.verdicts import Failures, RewindNeededError
@@ -38,7 +38,6 @@ class Rewinds:
             except RewindNeededError as needed:
                 self._undo(needed, record)
                 rewound = True
-                yield MessageFailed(needed.verdict)
             except SingleStepNeededError as closer:
                 sequence_id = record.header.sequence_id
                 self._records.closely = sequence_id, closer.message_index

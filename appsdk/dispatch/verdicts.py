@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -85,6 +86,9 @@ def offset_behind(content: bytes, offset: int, count: int) -> int:
     return offset
 
 
+UNTOLD_MAX = 1000
+
+
 class _Row:
     """Failures of one method in a row: none of its calls has come to its end in between."""
 
@@ -107,6 +111,7 @@ class Failures:
         self._tripped: set[int] = set()
         self._repeating: MessageKey | None = None  # a rewind is on its way up to there
         self.taken_back: dict[int, list[Verdict]] = {}  # behind which record; of what the log says of those to come
+        self._untold: dict[MessageKey, Callable[[], None]] = {}  # of an app that is not primary
         self._held_answers: list[tuple[Verdict, bytes]] | None = None  # of messages that are left out
         context.tasks.handler_runs.verdicts = self.known
         context.tasks.handler_runs.tell = self._tell
@@ -121,6 +126,7 @@ class Failures:
         self.can_fail = self._fails_alone
         for verdict in verdicts:
             self._add(verdict)
+            self._untold.pop(verdict.key, None)
 
     def _add(self, verdict: Verdict) -> None:
         if verdict.kind is VerdictKind.TAKEN_BACK:
@@ -149,15 +155,30 @@ class Failures:
         caller = None if failure.step else who_waits(message)
         return verdict_on(error, failure, None if caller is None else caller.name, message)
 
-    def note(self, verdict: Verdict) -> None:
-        """A new one: the coordinator hears of it before what follows from it."""
+    def note(self, verdict: Verdict, error: HandlerError) -> None:
+        """A new one: the coordinator hears of it before what follows from it, and so do people."""
+        context = self._context
+        if context.reporter is not None and verdict.key not in self.known:
+            self._untold[verdict.key] = partial(
+                context.reporter.failed, verdict, error.arguments, context.instance_name
+            )
+            if context.tasks.queries.is_live:
+                self.tell_people()
+            elif len(self._untold) > UNTOLD_MAX:
+                del self._untold[next(iter(self._untold))]
         self._add(verdict.without_dead_letter())
-        self._context.outbox.report(encode_verdict(verdict))
+        context.outbox.report(encode_verdict(verdict))
 
-    def _tell(self, verdict: Verdict) -> bool:
+    def tell_people(self) -> None:
+        """Report the failures that no other app has reported: this one is primary."""
+        for report in self._untold.values():
+            report()
+        self._untold.clear()
+
+    def _tell(self, verdict: Verdict, error: HandlerError) -> bool:
         """Report the failure of an async handler or a step, with nothing to undo; False: it can't fail alone."""
         if self.can_fail and verdict.key not in self.known:
-            self.note(verdict)
+            self.note(verdict, error)
         return self.can_fail
 
     def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:

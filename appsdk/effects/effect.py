@@ -32,36 +32,74 @@ from immortal.protocol import decoding
 CONCURRENT_EFFECTS = 32  # that run at once, by default: more threads than that rarely get more done
 
 
+PROGRAM_ERRORS: tuple[type[Exception], ...] = (
+    TypeError,
+    NameError,
+    AttributeError,
+    LookupError,  # as KeyError, IndexError
+    ArithmeticError,  # as ZeroDivisionError
+    AssertionError,
+    ImportError,
+    SyntaxError,
+    NotImplementedError,
+    RecursionError,
+    UsageError,
+    DefinitionError,
+)
+"""Exceptions that are plainly the program's own: by default an effect that raises one has failed at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Retry policy of an effect: how often, and after which exceptions (``on``, timeouts included).
+    """Retry policy of an effect: how often, and after which exceptions (timeouts included).
 
-    ``attempts`` counts the first one; None: without end. Between the first two attempts lies ``first_wait``, then each
-    time ``factor`` times as much, at most ``max_wait``. After a restart of the app counting begins anew.
-    Raises UsageError.
+    ``attempts`` counts the first one, anew after a restart of the app; None: without end. Between the first two
+    attempts lies ``first_wait``, then each time ``factor`` times as much, at most ``max_wait``; each wait is shortened
+    at random, by half at most. No attempt begins later than ``give_up_after`` (None: no limit) after the handler asked.
+    An exception is retried if it is one of ``on`` and none of ``not_on``; where it is one of both, the nearer of its
+    classes decides, and ``on``. What is no Exception, as SystemExit, counts as one. Raises UsageError.
     """
 
-    attempts: int | None = 5
+    attempts: int | None = None
     first_wait: timedelta = timedelta(seconds=1)
     factor: float = 2.0
     max_wait: timedelta = timedelta(minutes=1)
     on: tuple[type[Exception], ...] = (Exception,)
+    not_on: tuple[type[Exception], ...] = PROGRAM_ERRORS
+    give_up_after: timedelta | None = None
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """Restore a pickled one; that of an earlier version lacks the last fields."""
+        fields = dataclasses.fields(self)
+        for one, value in zip(fields, [*state, *(one.default for one in fields[len(state) :])], strict=True):
+            object.__setattr__(self, one.name, value)
 
     def __post_init__(self) -> None:
         if self.attempts is not None and (not _is_int(self.attempts) or self.attempts < 1):
             raise UsageError(f"Retry(attempts={self.attempts!r}): a number from 1 was expected, or None: without end")
-        for name in ("first_wait", "max_wait"):
+        for name in ("first_wait", "max_wait", "give_up_after"):
             wait = getattr(self, name)
+            if name == "give_up_after" and wait is None:
+                continue
             if not isinstance(wait, timedelta) or wait < timedelta():
                 raise UsageError(f"Retry({name}={wait!r}): a timedelta was expected, such as timedelta(seconds=1)")
         if not isinstance(self.factor, int | float) or not 1 <= self.factor < float("inf"):
             raise UsageError(f"Retry(factor={self.factor!r}): a number from 1 was expected")
-        given: Any = self.on
-        if not isinstance(given, tuple) or not all(isinstance(e, type) and issubclass(e, Exception) for e in given):
-            raise UsageError(f"Retry(on={given!r}): a tuple of exceptions was expected, such as (ConnectionError,)")
+        for name in ("on", "not_on"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not all(isinstance(e, type) and issubclass(e, Exception) for e in given):
+                raise UsageError(
+                    f"Retry({name}={given!r}): a tuple of exceptions was expected, such as (ConnectionError,)"
+                )
+
+    def is_for(self, error: BaseException) -> bool:
+        """Tell whether an attempt that raised ``error`` is retried."""
+        kinds = type(error).__mro__ if isinstance(error, Exception) else (Exception,)
+        nearest = next((one for one in kinds if one in self.on or one in self.not_on), None)
+        return nearest in self.on
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds between this attempt (from 1) and the next."""
+        """Seconds between this attempt (from 1) and the next, at most."""
         try:
             wait_s = self.first_wait.total_seconds() * self.factor ** (attempt - 1)
         except OverflowError:
@@ -73,14 +111,11 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-ONCE = Retry(attempts=1)
-
-
 @dataclass(frozen=True, slots=True)
 class EffectOptions:
     """Holds the options that ``immortal.effect.options(...)`` was given. ``raises``: by name."""
 
-    retry: Retry = ONCE
+    retry: Retry = Retry()
     timeout: timedelta | None = None
     raises: dict[str, type[Exception]] = dataclasses.field(default_factory=dict)
     key: str | None = None
@@ -242,7 +277,9 @@ class EffectRequest:
 
     ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has
-    begun, from 1; 0: none yet. ``failure``: of the attempt before it, in words.
+    begun, from 1; 0: none yet. ``failure``: of the attempt before it, in words. ``since_ns``: when its handler asked
+    for it, by the instance's time; 0: the log does not say. ``report``: told of the error with which it fails for good,
+    and of the attempts.
     """
 
     __slots__ = (
@@ -257,6 +294,8 @@ class EffectRequest:
         "is_done",
         "number",
         "options",
+        "report",
+        "since_ns",
         "stand_in",
         "try_now",
     )
@@ -270,7 +309,11 @@ class EffectRequest:
         make_key: Callable[[], str],
         send: Callable[[bool, bytes], None],
         variables: contextvars.Context | None = None,
+        since_ns: int = 0,
+        report: Callable[[BaseException, int], None] = lambda error, attempts: None,
     ) -> None:
+        self.since_ns = since_ns
+        self.report = report
         self._variables = contextvars.Context() if variables is None else variables
         self.number = number
         self.options = options
@@ -337,13 +380,19 @@ class EffectRequest:
         """Return the context for the function."""
         return EffectContext(self.key, attempt)
 
-    def wait_s(self, error: BaseException, attempt: int) -> float | None:
-        """Return the seconds to wait after a failed attempt (from 1) before the next one; None: it was the last."""
+    def wait_s(self, error: BaseException, attempt: int, now_ns: int) -> float | None:
+        """Return the seconds to wait at most after a failed attempt (from 1) before the next one; None: it was the
+        last. ``now_ns``: the instance's time."""
         retry = self.options.retry
-        is_tried_again = isinstance(error, retry.on) or (Exception in retry.on and not isinstance(error, Exception))
-        if declared_name(self.options.raises, error) is not None or not is_tried_again:
+        if declared_name(self.options.raises, error) is not None or not retry.is_for(error):
             return None
-        return None if retry.attempts is not None and attempt >= retry.attempts else retry.wait_s(attempt)
+        if retry.attempts is not None and attempt >= retry.attempts:
+            return None
+        wait_s = retry.wait_s(attempt)
+        if retry.give_up_after is not None and self.since_ns:
+            left_s = retry.give_up_after.total_seconds() - (now_ns - self.since_ns) / 1e9
+            return None if wait_s > left_s else wait_s
+        return wait_s
 
     def returned(self, value: Any) -> None:
         """Complete the effect with a value.
@@ -355,6 +404,8 @@ class EffectRequest:
 
     def raised(self, error: BaseException, attempts: int = 1) -> None:
         """Complete the effect with an error after so many attempts."""
+        if not self.is_cancelled:
+            self.report(error, attempts)
         try:
             self._answer(True, self._function.encode_error(error, attempts, self.options.raises))
         except UsageError as problem:  # a declared exception that is too large

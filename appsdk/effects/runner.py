@@ -9,6 +9,7 @@ the user's code is at. The loop is there when the first effect needs it.
 from __future__ import annotations
 
 import importlib
+import random
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
+SAY_FROM_ATTEMPT = 3  # those before are not told of: what the next one mends needs nobody
 
 
 class _Attempt:
@@ -48,9 +50,11 @@ class _Attempt:
 
 class LocalEffectRunner:
     """An EffectRunner. ``places``: how many attempts run at once. ``warn`` is told, by any thread, what people should
-    know."""
+    know. ``now_ns``: the instance's time."""
 
-    def __init__(self, places: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, places: int, warn: Callable[[str], None], now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._now_ns = now_ns
+        self._random = random.Random()  # noqa: S311 (spreads attempts; nothing of it is in a log)
         self._places_count = self._free_count = places
         self._warn = warn
         self._warned: set[str] = set()
@@ -192,10 +196,11 @@ class LocalEffectRunner:
                 error = problem
         if request.is_cancelled or self._is_stopped:
             return
-        wait_s = request.wait_s(error, attempt.number)
+        wait_s = request.wait_s(error, attempt.number, self._now_ns())
         if wait_s is None:
             request.raised(error, attempt.number)
             return
+        wait_s *= self._random.uniform(0.5, 1)  # else all that failed with a service come back to it at once
         request.failure = f"{type(error).__name__}: {encodable(error)}"
         self._say_retry(request.name, attempt.number, request.failure, wait_s)
         following = _Attempt(request, attempt.number + 1)
@@ -224,6 +229,8 @@ class LocalEffectRunner:
     # --- what people should know --------------------------------------------------------------------------------------
 
     def _say_retry(self, name: str, attempt: int, failure: str, wait_s: float) -> None:
+        if attempt < SAY_FROM_ATTEMPT:
+            return
         now_s = time.monotonic()
         with self._lock:
             is_quiet = now_s < self._quiet_until_s.get(name, 0.0)
@@ -231,7 +238,8 @@ class LocalEffectRunner:
                 self._quiet_until_s[name] = now_s + SAY_INTERVAL_S
         if not is_quiet:
             self._warn(
-                f"warning: attempt {attempt} at the effect {name} has failed ({failure}); the next in {wait_s:g} s"
+                f"warning: attempt {attempt} at the effect {name} has failed ({failure}); the next in {wait_s:.3g} s. "
+                f"'immortal handlers' shows what waits for it"
             )
 
     def _warn_of(self, name: str) -> None:

@@ -17,14 +17,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.user_code import running
-from immortal.protocol.safe_output import printable, printable_json
+from immortal.appsdk.calls.user_code import running, user_traceback
+from immortal.protocol.safe_output import RateLimit, printable, printable_json, printable_lines
+from immortal.protocol.verdicts import Verdict, VerdictKind
 
 if TYPE_CHECKING:
     from immortal.appsdk.handlers.definition import Definition
@@ -105,8 +106,12 @@ def _place(context: Context, task: Any, frame: FrameType) -> dict[str, Any]:
     if context.sequence_id < 0:
         return {}
     name = task.name if task is not None else _handler_above(context.definition, frame)
-    place = {"record": f"{context.sequence_id}:{context.message_index}"}
+    place = {"record": _record(context)}
     return place if name is None else {"handler": name, **place}
+
+
+def _record(context: Context) -> str:
+    return f"{context.sequence_id}:{max(context.message_index, 0)}"
 
 
 def is_first_time(context: Context, task: Any) -> bool:
@@ -136,6 +141,93 @@ def _handler_above(definition: Definition, frame: FrameType | None) -> str | Non
     return None
 
 
+# Failures of user code: a line for each, with its traceback, as it happens for the first time.
+
+
+FAILURES_AT_ONCE_MAX = 20  # lines of one kind; then one each second, with the number of those left out
+
+
+class FailureReporter:
+    """Writes a line for each failure of an instance's code: whose call, where in the log, what to do. Any thread.
+
+    ``label``: in place of the instance's name where the log does not say it.
+    """
+
+    def __init__(self, label: str, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._label = label
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._limit = RateLimit(burst=FAILURES_AT_ONCE_MAX, interval_ns=1_000_000_000)
+
+    def failed(self, verdict: Verdict, arguments: str = "", instance: str = "") -> None:
+        """Report a message, or a step of an ``async def`` handler, that has failed alone."""
+        name, record = instance or self._label, f"{verdict.sequence_id}:{verdict.message_index}"
+        if verdict.kind is VerdictKind.REFUSED:
+            level, text = "warning", f"a call is refused: {verdict.text}"
+        else:
+            state = "as it was before" if verdict.kind is VerdictKind.UNDONE else "as it is"
+            level, text = "error", f"{verdict.method} raised {verdict.type_name}: {verdict.text}; the state is {state}"
+        if verdict.is_dead_letter:
+            remedy = f"mend it, then try it again: immortal dead-letters {name} retry {record}"
+        else:
+            remedy = f"mend it, and let it be called again: immortal log show {name} --from {verdict.sequence_id}"
+        caller = "the handler that awaits it" if verdict.step else caller_in_words(verdict.caller)
+        trace = verdict.trace
+        if verdict.type_name == "EffectFailed":  # of which the effect's own line has the rest
+            trace = trace.partition("\n    in the effect:")[0]
+        self._write(level, name, text, verdict.method, arguments, caller, record, remedy, trace)
+
+    def declared(
+        self, context: Context, handler: str, describe: Callable[[], str], caller: str | None, error: BaseException
+    ) -> None:
+        """Report that a handler raised what it declares, unless this is a replay."""
+        if _is_shown("info") and is_first_time(context, None):
+            text, record = f"{handler} raised {_text(error)}, which it declares", _record(context)
+            self._write("info", context.instance_name, text, handler, describe, caller_in_words(caller), record)
+
+    def effect_failed(self, instance: str, effect: Any, error: BaseException, attempts: int) -> None:
+        """Report that an effect has failed for good. ``effect``: a waiting :class:`Effect`."""
+        task, times = effect.task, "" if attempts == 1 else f" after {attempts} attempts"
+        text = f"the effect {effect.function.name} has failed for good{times}: {_text(error)}"
+        level, remedy, trace = "info", "", ""
+        if not isinstance(error, tuple(effect.options.raises.values())):
+            level, trace = "error", user_traceback(error)
+            remedy = f"its handler has EffectFailed: mend what {effect.function.name} needs, and call that again"
+        record, caller = "{}:{}".format(*task.began_at), caller_in_words(task.caller)
+        # another thread than the handlers' counts no handles
+        arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.described_arguments
+        self._write(level, instance, text, task.name, arguments, caller, record, remedy, trace)
+
+    def _write(
+        self,
+        level: str,
+        instance: str,
+        text: str,
+        handler: str,
+        arguments: str | Callable[[], str],
+        caller: str,
+        record: str,
+        remedy: str = "",
+        trace: str = "",
+    ) -> None:
+        with self._lock:
+            count = self._limit.admit((level, text.partition(":")[0]), self._clock_ns())
+        if count is None or not _is_shown(level):
+            return
+        fields = {"handler": handler, "arguments": arguments if isinstance(arguments, str) else arguments()}
+        fields |= {"caller": caller, "record": record, "remedy": remedy}
+        if count:
+            fields["more_of_this_kind"] = str(count)
+        write_line(level, instance or self._label, text, {name: one for name, one in fields.items() if one}, trace)
+
+
+def caller_in_words(caller: str | None) -> str:
+    """Describe the caller of a verdict or of a handler."""
+    if caller is None:
+        return "nobody waits"
+    return f"client {caller[1:]}" if caller.startswith("~") else caller or "itself"
+
+
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
@@ -144,10 +236,13 @@ def _is_shown(level: str) -> bool:
     return least not in LEVELS or LEVELS.index(level) >= LEVELS.index(least)
 
 
-def write_line(level: str, instance: str, text: str, fields: Mapping[str, Any]) -> None:
-    """One line on stderr, whatever is in it. Raises nothing."""
+def write_line(level: str, instance: str, text: str, fields: Mapping[str, Any], trace: str = "") -> None:
+    """One line on stderr, whatever is in it, and in the human format ``trace`` behind it. Raises nothing."""
     try:
-        sys.stderr.write(f"{_line(level, instance, text, fields)}\n")
+        if trace and os.environ.get(FORMAT_VARIABLE) == "json":
+            fields, trace = {**fields, "traceback": trace}, ""
+        behind = "".join(f"\n{one}" for one in printable_lines(trace)) if trace else ""
+        sys.stderr.write(f"{_line(level, instance, text, fields)}{behind}\n")
         sys.stderr.flush()
     except Exception:  # nobody reads it any more, or no line can be made of it
         return

@@ -43,13 +43,14 @@ from pydantic_ai.durable_exec import (
     record_durable_unit,
     replay_scope,
 )
+from pydantic_ai.exceptions import FallbackExceptionGroup, UnexpectedModelBehavior, UserError
 from pydantic_ai.messages import ModelMessage, ModelRequest
 from pydantic_ai.models import Model, ModelRequestContext
 from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import AgentDepsT, RunContext
 
 from immortal.appsdk.calls.codec import encode_value
-from immortal.appsdk.effects.effect import EffectFunction, Retry, current_context
+from immortal.appsdk.effects.effect import PROGRAM_ERRORS, EffectFunction, Retry, current_context
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.functions import effect, now, uuid4
 from immortal.appsdk.waiting.impulses import Effect
@@ -66,6 +67,8 @@ Config = dict[str, Any]
 """Keywords of ``immortal.effect.options``: ``retry`` and ``timeout``."""
 
 TOOL_KEY = "immortal"  # in the metadata of a tool
+RETRY = Retry(not_on=(*PROGRAM_ERRORS, UserError, UnexpectedModelBehavior, FallbackExceptionGroup))
+"""Retry policy of a step that has none of its own: the library's own errors come again, as the program's do."""
 
 
 async def run_step(body: Body) -> object:
@@ -125,7 +128,7 @@ class _Backend(JournalCallableOperationBackend[Config]):
             own.run(current_context.set, current_context.get())
             return await asyncio.create_task(_with_threads(body), context=own)
 
-        options = effect.options(**config)._options
+        options = effect.options(**{"retry": RETRY, **config})._options
         payload = await Effect(loop, _Step(name, perform), (), options)
         record_durable_unit(executed=is_run_here)
         return payload
@@ -136,9 +139,9 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
     changes nothing outside handlers.
 
     ``model_retry``, ``model_timeout``: of each model request, as in ``immortal.effect.options``; ``tool_retry``,
-    ``tool_timeout``: of each tool call. For one tool, the metadata ``{"immortal": {"retry": ..., "timeout": ...}}``;
-    ``{"immortal": False}`` lets it run in the handler, and be repeated by replays: it may await what a handler awaits,
-    and gets the handler's ``self``, or a peer, as its deps.
+    ``tool_timeout``: of each tool call. By default they are tried without end, as effects are. For one tool, the
+    metadata ``{"immortal": {"retry": ..., "timeout": ...}}``; ``{"immortal": False}`` lets it run in the handler, and
+    be repeated by replays: it may await what a handler awaits, and gets the handler's ``self``, or a peer, as its deps.
     ``models``: those besides the agent's own that runs name. ``event_stream_handler``: gets a request's events while it
     streams, beside the handlers; for an attempt that a crash has ended, again. ``name``: in the journal, by default the
     agent's. Raises UsageError.

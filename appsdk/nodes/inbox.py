@@ -115,7 +115,9 @@ class Inbox:
         number: int,
     ) -> None:
         tasks = self._context.tasks
-        run = partial(tasks.handler_runs.run_handler, handler, values, waits=caller is not None, node=node)
+        run = partial(
+            tasks.handler_runs.run_handler, handler, values, waits=caller is not None, node=node, caller=caller
+        )
         try:
             raised, value = self._context.run_contexts.run(run)
         except HandlerError as error:

@@ -13,36 +13,25 @@ from collections.abc import Callable, Iterable
 
 from immortal.appsdk.calls.outbox import Chunk
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
-from immortal.appsdk.dispatch.events import (
-    BecamePrimary,
-    Event,
-    Goodbye,
-    JournalGrew,
-    MessageFailed,
-    Refusal,
-    SnapshotBegun,
-)
+from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, JournalGrew, Refusal, SnapshotBegun
 from immortal.appsdk.errors import AppError, Refused, StateError
 from immortal.appsdk.state.snapshots import CHUNK_SIZE_BYTES_MAX, Snapshot
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType
 from immortal.protocol.varint import encode_zigzag
-from immortal.protocol.verdicts import Verdict
 
 SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed over and not taken
 _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the one that coordinators read
 
 
 class AppLoop:
-    """``on_primary``: called when the app begins to work. ``on_failure``: told of each message that has failed alone.
-    ``coordinator``: which one it is, for messages."""
+    """``on_primary``: called when the app begins to work. ``coordinator``: which one it is, for messages."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         coordinator: str,
         on_primary: Callable[[], None],
-        on_failure: Callable[[Verdict], None] = lambda verdict: None,
         on_journal: Callable[[JournalGrew], None] = lambda grown: None,
     ) -> None:
         self.dispatcher = dispatcher
@@ -53,7 +42,6 @@ class AppLoop:
         self.lock = threading.Lock()  # of what is pending: nobody else's bytes may come in between
         self._coordinator = coordinator
         self._on_primary = on_primary
-        self._on_failure = on_failure
         self._on_journal = on_journal
         self._snapshot_ends: deque[int] = deque()  # up to which byte of all output each of its pending chunks goes
         self.output_ended = False
@@ -77,8 +65,6 @@ class AppLoop:
             raise Refused(f"the coordinator{self._coordinator} refuses: {event.reason}")
         if isinstance(event, BecamePrimary):
             self._on_primary()
-        elif isinstance(event, MessageFailed):
-            self._on_failure(event.verdict)
         elif isinstance(event, JournalGrew):
             self._on_journal(event)
         elif isinstance(event, SnapshotBegun):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
-from immortal.appsdk.calls.user_code import FailureReporter, is_user_failure, user_traceback
+from immortal.appsdk.calls.user_code import is_user_failure, user_traceback
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.dispatch.events import JournalGrew
@@ -17,13 +17,13 @@ from immortal.appsdk.effects.effect import EffectRunner
 from immortal.appsdk.effects.runner import LocalEffectRunner, StubEffectRunner, load_stand_ins
 from immortal.appsdk.errors import AppError, Disconnected, HookError, UsageError
 from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.running import tracing
 from immortal.appsdk.running.app_loop import AppLoop
 from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
 from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
 from immortal.protocol.safe_output import printable_message
-from immortal.protocol.verdicts import Verdict
 
 if TYPE_CHECKING:
     from immortal.appsdk.running.timed import HandlerTimings
@@ -47,7 +47,7 @@ class AppLife:
         coordinator: str = "",
     ) -> None:
         self._wake = wake
-        self._effects = _effect_runner(definition)
+        self._effects = _effect_runner(definition, lambda: self.loop.now_ns())
         effects: EffectRunner | None = self._effects
         if effects is not None and options.effects:
             effects = StubEffectRunner(effects, load_run_stand_ins(options, definition.name))
@@ -64,10 +64,9 @@ class AppLife:
         )
         self.dispatcher.healing.may_recover = not (options.rewound or trace)
         self.dispatcher.bound_encoding(limited)
-        reporter = FailureReporter(lambda text: say(definition.name, text))
-        # A run that is looked at tells whoever looks, in its own way.
-        failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed
-        self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, failed, self._journal_grew)
+        if not trace:  # a run that is looked at tells whoever looks, in its own way
+            self.dispatcher.context.reporter = FailureReporter(definition.name)
+        self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, self._journal_grew)
         limit = QueryLimit()
         self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
@@ -155,10 +154,10 @@ def show(text: str) -> None:
     print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
 
 
-def _effect_runner(definition: Definition) -> LocalEffectRunner | None:
+def _effect_runner(definition: Definition, now_ns: Callable[[], int]) -> LocalEffectRunner | None:
     if not any(one.has_tasks for one in definition.chain):
         return None
-    return LocalEffectRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
+    return LocalEffectRunner(definition.concurrent_effects, lambda text: say(definition.name, text), now_ns)
 
 
 def load_run_stand_ins(options: RunOptions, label: str) -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from immortal.appsdk.calls.user_code import is_user_failure
-from immortal.appsdk.effects.effect import EffectRequest, current_context
+from immortal.appsdk.effects.effect import EffectRequest, current_context, encodable
 from immortal.appsdk.errors import UsageError
 
 EffectStubs = Mapping[Callable[..., Any], Callable[..., Any]]
@@ -60,15 +60,17 @@ class StubEffectRunner:
                     f"a handler asks for the effect {request.name}({given}), and the test does not say what is to run "
                     f"in its place: env.start(..., effects={{{request.function.__name__}: ...}})"
                 )
+            request.attempt = attempt
             try:
                 value = self._call(stand_in, request, attempt)
             except BaseException as error:
                 if not is_user_failure(error):
                     raise
-                wait_s = request.wait_s(error, attempt)
+                wait_s = request.wait_s(error, attempt, self._now_ns())
                 if wait_s is None:
                     request.raised(error, attempt)
                 else:
+                    request.failure = f"{type(error).__name__}: {encodable(error)}"
                     self._plan(request, due_ns + int(wait_s * 1e9), attempt + 1)
             else:
                 request.returned(value)

@@ -191,6 +191,8 @@ class World:
                 lines.append(f"the app of {node.name!r} is down")
             elif app is not None and app.dispatcher.tasks.count:
                 lines.append(f"{node.name!r} has {app.dispatcher.tasks.count} async handlers that wait")
+                retried = app.dispatcher.tasks.effects.retried
+                lines += [f"the effect {one.name} is tried again: {one.failure}" for one in retried]
             if node.definition is not None:
                 absent = {peer.name for peer in node.definition.peers.values()} - self.nodes.keys()
                 lines += [f"{node.name!r} has a peer {name!r}, which was not started" for name in sorted(absent)]

@@ -48,9 +48,11 @@ class Endings:
         if error is not None and declared is None:
             self._failed(task, task.failure(error))
             return
+        arguments = task.decoded_arguments()
+        if error is not None:
+            self._handler_runs.declared(task.handler, arguments, task.caller, error)
         if task.caller is None:
             return
-        arguments = task.decoded_arguments()
         if error is not None and declared is not None:
             encode = partial(encode_raised, declared, error)
         else:
@@ -78,7 +80,7 @@ class Endings:
         failed = replace(failure, policy="keep", task=task.number)
         verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
         verdict = self._handler_runs.verdicts.get(verdict.key, verdict)
-        if not self._handler_runs.tell(verdict):
+        if not self._handler_runs.tell(verdict, error):
             raise error
         if task.caller is not None:
             self._answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))

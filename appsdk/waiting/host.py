@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import events
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from immortal.appsdk.calls.codec import ArgumentCodec, encode_value
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import answer_of, encode_failed, failure_of, reference, verdict_on
 from immortal.appsdk.calls.outbox import Send, encode_call, make_writer
-from immortal.appsdk.calls.user_code import handed_to, handler_failed, is_user_failure
+from immortal.appsdk.calls.user_code import describe_arguments, handed_to, handler_failed, is_user_failure
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition, Peer
@@ -286,7 +286,7 @@ AnyHandler: TypeAlias = Handler[Any, Any] | LocalFunction
 class HandlerRuns:
     """``definition`` and ``instance`` are of the class that runs; ``verdicts`` are those that are known.
 
-    ``tell``: of one verdict more; False: the message can't fail alone.
+    ``tell``: of one verdict more, and the error behind it; False: the message can't fail alone.
     """
 
     definition: Definition
@@ -296,7 +296,7 @@ class HandlerRuns:
         self.instance: Any = None
         self.queries = queries
         self.verdicts: Mapping[MessageKey, Verdict] = {}
-        self.tell: Callable[[Verdict], bool] = lambda verdict: False
+        self.tell: Callable[[Verdict, HandlerError], bool] = lambda verdict, error: False
         self.check: Callable[[], StateError | None] | None = None  # the state, behind each handler that may change it
 
     def use(self, definition: Definition, instance: Any) -> None:
@@ -306,10 +306,16 @@ class HandlerRuns:
         self.queries.use(definition.state())
 
     def run_handler(
-        self, handler: AnyHandler, arguments: tuple[Any, ...], *, waits: bool = True, node: Any = None
+        self,
+        handler: AnyHandler,
+        arguments: tuple[Any, ...],
+        *,
+        waits: bool = True,
+        node: Any = None,
+        caller: str | None = None,
     ) -> tuple[bool, bytes]:
         """Run a ``def`` handler, the instance's or of ``node``, for somebody who ``waits``: (whether it raised, what
-        for them). Raises HandlerError."""
+        for them). ``caller``: for people. Raises HandlerError."""
         try:
             if handler.is_query:
                 value = self.queries.run(handler, self.instance, *arguments)  # type: ignore[arg-type]  # a local function is none
@@ -324,6 +330,7 @@ class HandlerRuns:
                     self._require_savable(handler)
                 raise failed from error
             self._require_savable(handler)
+            self.declared(handler, arguments, caller, error)
             if not waits:
                 return True, NOTHING
             return True, self.encoded(handler, arguments, partial(encode_raised, declared, error))
@@ -378,12 +385,21 @@ class HandlerRuns:
         """Make the HandlerError of a handler that raised ``error``. ``task``: number of one that waits."""
         context, definition = self.context, self.definition
         name = handler.function.__qualname__
-        made = handler_failed(name, arguments, error, context.sequence_id, max(context.message_index, 0))
+        index = max(context.message_index, 0)
+        made = handler_failed(name, arguments, error, context.sequence_id, index, _names(handler))
         if (policy := definition.policy(handler)) != "stop":
             shares_trace = definition.share_tracebacks
             made.failure = failure_of(policy, name, handler.method_id, error, task, shares_trace=shares_trace)
         made.__cause__ = error
         return made
+
+    def declared(
+        self, handler: AnyHandler, arguments: tuple[Any, ...], caller: str | None, error: BaseException
+    ) -> None:
+        """Tell people that ``handler`` raised what it declares."""
+        if self.context.reporter is not None:
+            describe = partial(describe_arguments, arguments, _names(handler))
+            self.context.reporter.declared(self.context, handler.function.__qualname__, describe, caller, error)
 
     def run_step(self, task: int, step: int, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
         """A ``def`` handler that the ``async def`` handler with the number ``task`` awaits: as :meth:`run_handler`.
@@ -401,10 +417,15 @@ class HandlerRuns:
                     raise
                 error.failure = failure = replace(error.failure, task=task, step=step)
                 verdict = verdict_on(error, failure, None, b"")
-                if failure.policy != "keep" or not self.tell(verdict):
+                if failure.policy != "keep" or not self.tell(verdict, error):
                     raise
         where = reference(context.instance_name, verdict.sequence_id, verdict.message_index)
         return True, encode_failed(verdict.type_name, verdict.text, where)
+
+
+def _names(handler: AnyHandler) -> Iterable[str]:
+    signature = getattr(handler, "signature", None)  # a local function has none, nor a node's hook
+    return () if signature is None else signature.parameters
 
 
 # How many ``async def`` handlers run at once: of the class, of one handler, of one handler for each key.

@@ -323,6 +323,11 @@ class WaitingEffects:
         """Return the request that runs for the effect; None: it does not run yet, or not here."""
         return self._requests.get(number)
 
+    @property
+    def retried(self) -> list[EffectRequest]:
+        """Return the requests that have failed and are tried again."""
+        return [request for request in self._requests.values() if request.failure]
+
     def try_now(self, number: int) -> bool:
         """Make the next attempt now; return False if the effect did not wait for one."""
         request = self._requests.get(number)
@@ -373,7 +378,15 @@ class WaitingEffects:
         make_key = partial(self._key, effect.options.key, task.number, task.generation, effect.step)
         send = partial(self._send, effect.number, effect.what, effect.detail)
         request = EffectRequest(
-            effect.number, effect.function, effect.encoded, effect.options, make_key, send, effect.variables
+            effect.number,
+            effect.function,
+            effect.encoded,
+            effect.options,
+            make_key,
+            send,
+            effect.variables,
+            effect.since_ns,
+            partial(self._report, effect),
         )
         self._requests[effect.number] = request
         runner.start(request)
@@ -386,6 +399,11 @@ class WaitingEffects:
         digest = hashlib.blake2b(key=self._context.seed, digest_size=16)
         digest.update(f"{self._context.instance_name}\n{task_number} {generation} {step}".encode())
         return str(uuid.UUID(bytes=digest.digest(), version=4))
+
+    def _report(self, effect: Effect, error: BaseException, attempts: int) -> None:
+        """Any thread."""
+        if self._context.reporter is not None:
+            self._context.reporter.effect_failed(self._context.instance_name, effect, error, attempts)
 
     def _send(self, number: int, what: str, detail: int, raised: bool, value: bytes) -> None:
         """Any thread. Raises UsageError for what is too large."""

@@ -66,25 +66,26 @@ def _queued(tasks: Tasks, call: SavedTask) -> Values:
     """A call that waits for its turn."""
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
-    arguments, place = tasks.codec(handler).decode(call.arguments), (call.sequence_id, call.message_index)
+    arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
+    place = call.sequence_id, call.message_index
     told = _call(call, handler.function.__qualname__, arguments, place)
     return told | {"waits": [waits], "at": [], "cancelled": []}
 
 
 def _described(tasks: Tasks, task: Task) -> Values:
-    return _call(task, task.name, task.decoded_arguments(), task.began_at) | {
+    return _call(task, task.name, task.described_arguments(), task.began_at) | {
         "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
         "at": [[_place(frame) for frame in frames] for frames in task.frames()],
         "cancelled": [_cancellation(task, entry) for entry in task.cancelled],
     }
 
 
-def _call(one: Task | SavedTask, name: str, arguments: tuple[Any, ...], place: tuple[int, int]) -> Values:
+def _call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, int]) -> Values:
     """``place``: of the message that began it."""
     return {
         "id": one.number,
         "handler": name,
-        "arguments": encodable(describe_arguments(arguments)),
+        "arguments": encodable(arguments),
         "since_ns": one.started_ns,
         "caller": one.caller,
         "call_number": one.call_number,

@@ -183,6 +183,10 @@ class Task(Owner):
     def decoded_arguments(self) -> tuple[Any, ...]:
         return self.tasks.codec(self.handler).decode(self.arguments)
 
+    def described_arguments(self) -> str:
+        """Return its arguments as text, without secrets."""
+        return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters)
+
     # --- running ----------------------------------------------------------------------------------------------------
 
     def advance(self, wake: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()) -> None:
@@ -527,4 +531,4 @@ class Task(Owner):
 
     def _title(self) -> str:
         since = datetime_of(self.started_ns).isoformat()
-        return f"{self.name}{describe_arguments(self.decoded_arguments())}, which waits since {since},"
+        return f"{self.name}{self.described_arguments()}, which waits since {since},"

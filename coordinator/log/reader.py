@@ -221,6 +221,11 @@ class LogReader:
         with self.view() as view:
             return verdicts.load_verdicts(view, first_and_last_sequence_id(view)[0])
 
+    def last_verdicts(self, count_max: int) -> list[Verdict]:
+        """Read the last verdicts on records that are kept, the newest first. Raises DamagedLogError."""
+        with self.view() as view:
+            return verdicts.load_last_verdicts(view, count_max)
+
     def letter(self, key: MessageKey) -> Letter | None:
         """A dead letter; None where there is none. Raises DamagedLogError."""
         with self.view() as view:

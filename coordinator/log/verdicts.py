@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -66,7 +67,15 @@ def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:
 
     Raises DamagedLogError if any is damaged.
     """
-    rows = view.scan("verdicts", log_format.record_key(first_sequence_id))
+    return _unsealed(view.scan("verdicts", log_format.record_key(first_sequence_id)))
+
+
+def load_last_verdicts(view: View, count_max: int) -> list[Verdict]:
+    """Return the last verdicts, the newest first. Raises DamagedLogError if any is damaged."""
+    return _unsealed(islice(view.scan_back("verdicts"), count_max))
+
+
+def _unsealed(rows: Iterable[tuple[Readable, Readable]]) -> list[Verdict]:
     return [log_format.unseal(b"verdicts", bytes(key), bytes(value), _VERDICT) for key, value in rows]
 
 

@@ -214,6 +214,7 @@ def test_a_sound_log_and_what_its_reader_finds(log: Path) -> None:
     assert severe(log) == []
     with open_reader(log, "alice") as reader:
         assert reader.verdicts() == [LETTER.without_dead_letter(), ANSWERED, STEP, LATER.without_dead_letter()]
+        assert reader.last_verdicts(2) == [LATER.without_dead_letter(), STEP]
         assert [letter.verdict for letter in reader.letters()] == [LETTER, LATER]
         assert reader.letter(LETTER.key) == next(reader.letters())
         assert (reader.audit(), reader.problems) == (AUDIT, [])

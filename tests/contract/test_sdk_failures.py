@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from immortal import Immortal, rpc
-from immortal.appsdk.calls.user_code import FailureReporter
 from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.running.options import RunOptions
-from immortal.appsdk.running.runner import run_connection, say
+from immortal.appsdk.running.runner import run_connection
 from immortal.errors import HandlerError, RecoveryNeeded
 from immortal.protocol.messages import MessageType
 from immortal.protocol.verdicts import Verdict, VerdictKind, decode_handling, decode_verdict
@@ -66,7 +66,7 @@ def start(it: ScriptedCoordinator) -> None:
     it.start_first()
 
 
-def test_the_user_sees_what_failed_once_and_then_how_many(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_user_sees_each_failure(capfd: pytest.CaptureFixture[str]) -> None:
     def script(it: ScriptedCoordinator) -> None:
         start(it)
         it.send(logged(1, [call(1, "a"), *[call(1, "bad")] * 3, call(1, "b")]))
@@ -79,17 +79,20 @@ def test_the_user_sees_what_failed_once_and_then_how_many(capfd: pytest.CaptureF
     verdicts = [decode_verdict(one.data) for one in it.output.messages if one.message_type == MessageType.VERDICT]
     assert [(one.message_index, one.kind) for one in verdicts] == [(index, VerdictKind.UNDONE) for index in (1, 2, 3)]
     told = capfd.readouterr().err
-    assert told.count("Shelf.put raised ValueError at record 1, message 1: the call fails, the state is as it was") == 1
-    assert 'raise ValueError("no bad here")' in told
-    assert "message 2" not in told
+    for index in (1, 2, 3):
+        assert (
+            "error   Shelf> Shelf.put raised ValueError: no bad here; the state is as it was before  handler=Shelf.put "
+            f"""arguments=('bad') caller="nobody waits" record=1:{index} remedy="mend it, then try it again: """
+            f'immortal dead-letters Shelf retry 1:{index}"'
+        ) in told
+    assert told.count("error ") == 3
+    assert told.count('raise ValueError("no bad here")') == 3
     assert not has(it.output, MessageType.LEAVING)
 
 
 def test_what_came_from_outside_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     trace = "    Traceback\n    ValueError: \x1b[2J\x9bforged"
-    FailureReporter(lambda text: say("Shelf", text)).failed(
-        Verdict(1, 0, VerdictKind.UNDONE, "ValueError", trace=trace, method="Shelf.put")
-    )
+    FailureReporter("Shelf").failed(Verdict(1, 0, VerdictKind.UNDONE, "ValueError", trace=trace, method="Shelf.put"))
     assert capsys.readouterr().err.endswith("\n    Traceback\n    ValueError: \\x1b[2J\\x9bforged\n")
 
 

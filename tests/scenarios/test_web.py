@@ -724,6 +724,7 @@ def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Flee
         until(lambda: "Desk.sends" not in server.ask("/i/desk")[1])
 
         until(lambda: server.ask("/i/desk/dead-letters")[1].count("Try again") == 2)
+        assert "Failed calls <small>the last 2</small>" in server.ask("/i/desk")[1]
         page.goto(f"{server.url}/i/desk/dead-letters")
         assert "ValueError" in page.locator("tbody").inner_text()
         looks_right(shown, "dead-letters")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from immortal.appsdk.calls.user_code import FailureReporter, run_user_code
+from immortal.appsdk.calls.user_code import run_user_code
+from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.running.runner import say
 from immortal.cli import main
 from immortal.coordinator.core import notices
@@ -161,13 +163,11 @@ def test_a_call_cannot_forge_a_line_of_its_app(text: str, capsys: pytest.Capture
         run_user_code("a handler", fail, HookError)
     say("Counter", str(raised.value))
     trace = f"Traceback\n{text}"
-    FailureReporter(lambda said: say("Counter", said)).failed(
-        Verdict(1, 0, VerdictKind.UNDONE, f"E{text}", text, method="Counter.add", trace=trace)
-    )
-    FailureReporter(lambda said: say("Counter", said)).failed(
-        Verdict(1, 0, VerdictKind.REFUSED, text=text, cause=Cause.ARGUMENTS)
-    )
-    check_lines(capsys.readouterr().err, lambda line: line.startswith("app Counter: "))
+    reporter = FailureReporter("Counter")
+    reporter.failed(Verdict(1, 0, VerdictKind.UNDONE, f"E{text}", text, method="Counter.add", trace=trace), text)
+    reporter.failed(Verdict(1, 0, VerdictKind.REFUSED, text=text, cause=Cause.ARGUMENTS), text, text)
+    own = re.compile(r"app Counter: |\d\d:\d\d:\d\d\.\d{3} (error|warning) ")
+    check_lines(capsys.readouterr().err, lambda line: own.match(line) is not None)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -20,13 +20,15 @@ from zlib import crc32
 import immortal
 from immortal import Immortal, Impulses, every, impulse, peer, rpc
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
-from immortal.appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
+from immortal.appsdk.dispatch.events import BecamePrimary, Event, SnapshotBegun
 from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.state.snapshots import Copies
 from immortal.errors import RecoveryNeeded
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.readers import Record
+from immortal.protocol.verdicts import Verdict
 from tests.simulation.apps import IMPULSES_OUTSTANDING_MAX, Outside
 from tests.simulation.callers import METHODS_THAT_FAIL, method_of_request, served_value
 from tests.simulation.failing import Death
@@ -285,6 +287,18 @@ class BusyCopies(Copies):
         return wanted or (copy is not None and len(copy.tail) > self._records_max)
 
 
+class _MarkingReporter(FailureReporter):
+    def __init__(self, marks: Marks) -> None:
+        super().__init__("")
+        self._marks = marks
+
+    def failed(self, verdict: Verdict, arguments: str = "", instance: str = "") -> None:
+        self._marks[f"verdict: {verdict.kind.name}"] += 1
+
+    def declared(self, *arguments: Any) -> None:
+        pass
+
+
 class SdkApp:
     """As :class:`tests.simulation.apps.App`."""
 
@@ -303,6 +317,7 @@ class SdkApp:
         self.rng, self.failures = random.Random(rng.random()), node.checker.failures
         self._dispatcher = CheckedDispatcher(definition_of(cls), node, rng)
         self._dispatcher.context.record_time_ns = node.now_ns  # a first start asks the clock
+        self._dispatcher.context.reporter = _MarkingReporter(marks)
         self._queue = self._dispatcher.outbox.impulses
         self.context = self._dispatcher.context
         self._impulses: Impulses | None = None
@@ -359,8 +374,6 @@ class SdkApp:
         dispatcher = self._dispatcher
         dispatcher.receive_data(data)
         while (event := self._next_event()) is not None:
-            if isinstance(event, MessageFailed):
-                self._marks[f"verdict: {event.verdict.kind.name}"] += 1
             if isinstance(event, BecamePrimary):
                 self._become_primary()
             elif isinstance(event, SnapshotBegun):

@@ -314,6 +314,22 @@ def test_a_verdict_on_a_record_to_come_is_told_before_it() -> None:
     assert told(follower) == [refused]
 
 
+@pytest.mark.parametrize("writer_is_first", [True, False])
+def test_the_following_app_hears_that_the_log_has_its_verdict(writer_is_first: bool) -> None:
+    """So it does not report a failure that the writer's app has reported."""
+    writer, follower = following_failures()
+    follower.forget()
+    if not writer_is_first:
+        follower.data(failed(1))
+        assert told(follower) == []
+    writer.data(failed(1))
+    record(writer, 2)
+    follower.look()
+    if writer_is_first:
+        follower.data(failed(1))
+    assert [verdict.key for verdict in told(follower)] == [(1, 0, 0, 0)]
+
+
 def test_a_log_that_grows_without_verdicts_tells_none() -> None:
     writer, follower = following_failures()
     follower.forget()

@@ -38,7 +38,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def runner() -> Iterator[LocalEffectRunner]:
-    made = LocalEffectRunner(8, print)
+    made = LocalEffectRunner(8, print, lambda: 0)
     yield made
     made.stop()
 

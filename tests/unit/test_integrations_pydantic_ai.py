@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic_ai import Agent, AgentStreamEvent, ModelRetry, RunContext
+from pydantic_ai.exceptions import UnexpectedModelBehavior
 from pydantic_ai.messages import (
     ModelMessage,
     ModelMessagesTypeAdapter,
@@ -225,13 +226,24 @@ def broken(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
     raise ConnectionError("no route")
 
 
+def nonsense(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
+    MADE["request"] += 1
+    if MADE["request"] < 4:
+        raise ConnectionError("no route")
+    raise UnexpectedModelBehavior("nonsense")
+
+
 def test_a_request_that_fails_is_an_effect_that_has_failed(immortal_env: Environment) -> None:
+    """It is tried again, as effects are, until it fails with what comes again."""
+
     async def program(self: Any) -> str:
-        return (await agent_of(broken).run("hello")).output
+        return (await agent_of(nonsense).run("hello")).output
 
     text = said(immortal_env, program)
-    assert text == "EffectFailed: the effect one__model.request failed: ConnectionError: no route"
-    assert MADE == {"request": 1}
+    assert text == (
+        "EffectFailed: the effect one__model.request failed after 4 attempts: UnexpectedModelBehavior: nonsense"
+    )
+    assert MADE == {"request": 4}
 
 
 def test_a_request_is_tried_as_often_as_is_said(immortal_env: Environment) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import re
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from immortal.errors import UsageError
 from tests.helpers.sdk import WAIT_S
 
 PLACES = 3
-FAST = Retry(first_wait=timedelta(milliseconds=1))
+FAST = Retry(attempts=5, first_wait=timedelta(milliseconds=1))
 
 seen: Queue[Any] = Queue()
 go = threading.Event()
@@ -53,7 +54,8 @@ def fails(times: int, kind: str) -> str:
     attempt = effect_context().attempt
     seen.put(attempt)
     if attempt <= times:
-        raise {"ValueError": ValueError, "Known": Known, "TimeoutError": TimeoutError}[kind](f"attempt {attempt}")
+        kinds = {"ValueError": ValueError, "Known": Known, "TimeoutError": TimeoutError, "KeyError": KeyError}
+        raise kinds[kind](f"attempt {attempt}")
     return "done"
 
 
@@ -212,10 +214,22 @@ def test_attempts(outside: Outside) -> None:
     assert (number, failed.attempts, failed.type_name, failed.message) == (2, 3, "ValueError", "attempt 3")
     assert "in fails\n" in failed.traceback
     assert "/appsdk/" not in failed.traceback
-    outside.start(fails, 99, "ValueError")
+    outside.start(fails, 99, "KeyError")  # the program's own
     assert outside.answer()[1].attempts == 1
-    outside.start(fails, 30, "ValueError", retry=Retry(attempts=None, first_wait=timedelta()))
+    outside.start(fails, 30, "ValueError", retry=Retry(first_wait=timedelta()))
     assert outside.answer() == (4, "done")
+    outside.start(fails, 1, "ValueError")
+    assert outside.answer() == (5, "done")
+
+
+def test_it_gives_up_after_a_time_that_outlives_the_app(outside: Outside) -> None:
+    retry = Retry(first_wait=timedelta(seconds=8), give_up_after=timedelta(hours=1))
+    request = outside.request(fails, 99, "ValueError", retry=retry)
+    request.since_ns = 5
+    waits = [request.wait_s(ValueError(), 1, int(now_s * 1e9) + 5) for now_s in (0, 3592, 3593, 9999)]
+    assert waits == [8, 8, None, None]
+    outside.runner.start(request)  # it was asked for long ago
+    assert outside.answer()[1].attempts == 1
 
 
 def test_what_is_not_tried_again(outside: Outside) -> None:
@@ -231,7 +245,10 @@ def test_failed_attempts_are_told_of_now_and_then(outside: Outside) -> None:
     outside.start(fails, 4, "ValueError", retry=FAST)
     outside.answer()
     (said,) = outside.said
-    assert said == "warning: attempt 1 at the effect fails has failed (ValueError: attempt 1); the next in 0.001 s"
+    pattern = r"warning: attempt 3 at the effect fails has failed \(ValueError: attempt 3\); the next in (\S+) s\. "
+    found = re.match(pattern, said)
+    assert found is not None
+    assert 0.002 <= float(found[1]) <= 0.004
 
 
 @pytest.mark.parametrize("function", [raises, raises_in_thread])
@@ -254,7 +271,7 @@ def test_what_is_no_exception_fails_too(outside: Outside, function: Any, kind: s
 
 
 def test_a_result_that_does_not_fit_is_a_failed_attempt(outside: Outside) -> None:
-    outside.start(wrong_type, retry=Retry(attempts=2, first_wait=timedelta()))
+    outside.start(wrong_type, retry=Retry(attempts=2, first_wait=timedelta(), on=(TypeError,)))
     failed = outside.answer()[1]
     assert (failed.type_name, failed.attempts, seen.qsize()) == ("TypeError", 2, 2)
     assert "wrong_type returned a str that can't be kept" in failed.message
@@ -268,7 +285,7 @@ def test_timeouts(outside: Outside) -> None:
     assert "await asyncio.Event().wait()" in failed.traceback
     assert [seen.get_nowait() for _ in range(4)] == ["begun", "given up"] * 2
     for number in range(2, 2 + PLACES):
-        outside.start(holds, number, timeout=short)
+        outside.start(holds, number, timeout=short, retry=Retry(attempts=1))
         assert outside.answer()[1].message == "nothing returned within 0.02 s"
     warnings = [said for said in outside.said if "past its timeout" in said]
     assert len(warnings) == 1

@@ -18,6 +18,7 @@ from immortal import EffectContext, EffectFailed, Immortal, Retry, effect_contex
 from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.effects.effect import FAILURE_TEXT_CHARACTERS_MAX
 from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.state.journal import JournalError
 from immortal.errors import DefinitionError, HandlerError, UsageError
@@ -247,6 +248,30 @@ def test_a_result_in_the_log_is_the_only_one(shop: WaitingInstances, by_hand: Ef
     second.returned(11)  # and what comes later is nobody's
     shop.settle()
     assert notes(shop) == ["10"]
+
+
+def test_what_fails_for_good_is_told_of_though_its_handler_catches_it(
+    shop: WaitingInstances, by_hand: EffectsByHand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop["shop"].dispatcher.context.reporter = FailureReporter("Shop")
+    for kind in ("price", "declared"):
+        shop["shop"].impulse("work", kind)
+    first, second = by_hand.requests
+    first.raised(KeyError("BANK_URL"))
+    second.raised(SoldOut("apple", 3))
+    shop.settle()
+    assert len(notes(shop)) == 2
+    told = capsys.readouterr().err
+    assert (
+        "error   shop> the effect price has failed for good: KeyError: 'BANK_URL'  handler=Shop.work "
+        """arguments=('price') caller="nobody waits" record=1:0 remedy="its handler has EffectFailed: mend what """
+        """price needs, and call that again"\n    KeyError: 'BANK_URL'\n"""
+    ) in told
+    assert "info    shop> the effect price has failed for good: SoldOut: " in told
+    assert told.count("for good") == 2
+    first.is_cancelled = True
+    first.raised(KeyError("BANK_URL"))  # nobody waits for it any more
+    assert capsys.readouterr().err == ""
 
 
 def test_whom_a_handler_wakes_behind_its_effect_goes_on_at_once(shop: WaitingInstances, by_hand: EffectsByHand) -> None:
@@ -552,10 +577,24 @@ def test_how_often_to_retry() -> None:
         {"factor": float("inf")},
         {"on": ValueError},
         {"on": (BaseException,)},
+        {"not_on": ValueError},
+        {"give_up_after": 5},
     ]
     for keywords in wrong:
         with pytest.raises(UsageError, match=rf"Retry\({next(iter(keywords))}=.* expected"):
             Retry(**keywords)
+
+
+def test_what_to_retry() -> None:
+    """The nearest class that is named decides; by default all but what is plainly the program's own."""
+    errors = [ConnectionError(), ValueError(), KeyError(), TypeError(), SystemExit()]
+
+    def retried(**options: Any) -> list[str]:
+        return [type(error).__name__ for error in errors if Retry(**options).is_for(error)]
+
+    assert retried() == ["ConnectionError", "ValueError", "SystemExit"]
+    assert retried(on=(KeyError, OSError)) == ["ConnectionError", "KeyError"]
+    assert retried(not_on=(OSError,)) == ["ValueError", "KeyError", "TypeError", "SystemExit"]
 
 
 def test_how_many_at_once() -> None:

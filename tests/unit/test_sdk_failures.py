@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import immortal
 from immortal import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc, upgrades
 from immortal.appsdk.calls.failures import FAILED_IN_A_ROW_MAX
-from immortal.appsdk.dispatch.events import MessageFailed
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
+from immortal.appsdk.handlers.log import FailureReporter
 from immortal.errors import DefinitionError, HandlerError, RecoveryNeeded
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.extensions import encode_record_time
@@ -30,6 +31,7 @@ from immortal.protocol.verdicts import (
 from tests.helpers.sdk import (
     COMMITTER_ID,
     TAKE,
+    TAKE_FIRST,
     Life,
     first_start,
     first_start_with_verdicts,
@@ -714,11 +716,73 @@ def test_a_first_start_that_fails_stops() -> None:
         first_start_with_verdicts(Beginning)
 
 
-def test_the_event_says_what_has_failed() -> None:
-    life = first_start_with_verdicts(Shelf)
-    life.give(logged(1, [call(1, "bad")]))
-    (failed,) = [event for event in life.events if isinstance(event, MessageFailed)]
-    assert failed.verdict.type_name == "ValueError"
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_app_that_becomes_primary_tells_what_no_other_app_has(
+    capsys: pytest.CaptureFixture[str], is_known: bool
+) -> None:
+    """One that follows comes to the same failures as the one that it follows."""
+    life = first_start_with_verdicts(Shelf, "shelf")
+    again = Life.of(Shelf)
+    again.dispatcher.context.reporter = FailureReporter("Shelf")
+    record = logged(1, [call(1, "bad")])
+    life.give(record)
+    known = verdicts_record() + initial_record(life.output.initial_message, "shelf")
+    again.give(checkpoint_record(life.output.blobs[0]) + known + record)
+    if is_known:
+        again.give(verdicts_record(*life.verdicts))
+    assert capsys.readouterr().err == ""
+    again.give(TAKE_FIRST)
+    assert capsys.readouterr().err.count("Shelf.put raised ValueError: no bad here") == (not is_known)
+
+
+class Desk(Immortal):
+    names: list[str]
+
+    def __init__(self) -> None:
+        self.names = []
+
+    @rpc(id=1, raises=[LookupError])
+    async def look(self, name: str, password: str) -> str:
+        if name == "declared":
+            raise LookupError(name)
+        return await self.step(name)
+
+    @rpc(id=2)
+    def step(self, name: str) -> str:
+        self.names.append(name)
+        raise ValueError(name)
+
+    @rpc(id=3, raises=[LookupError])
+    def find(self, where: dict[str, str]) -> None:
+        raise LookupError(str(len(where)))
+
+
+def test_each_failure_is_told_of_once_and_in_no_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever waits: an async handler's, a step's, and at a lower level what is declared."""
+    records = (
+        logged(1, [ask(1, "a", "hunter2"), call(1, "declared", "hunter2")]),
+        logged(2, [call(3, {"api_key": "hunter2", "x": "y"}), call(2, "later")]),
+    )
+    life = first_start_with_verdicts(Desk, "desk")
+    life.dispatcher.context.reporter = FailureReporter("Desk")
+    for record in records:
+        life.give(record)
+    told = capsys.readouterr().err
+    assert re.findall(r" (error|info) +desk> (\S+ raised \w+).* arguments=(.*) caller=(.*?) record=(\S+)", told) == [
+        ("error", "Desk.step raised ValueError", "('a')", '"the handler that awaits it"', "1:0"),
+        ("error", "Desk.look raised CalleeFailed", """"('a', ***)\"""", "peer", "1:0"),
+        ("info", "Desk.look raised LookupError", """"('declared', ***)\"""", '"nobody waits"', "1:1"),
+        ("info", "Desk.find raised LookupError", """"({'api_key': ***, 'x': 'y'})\"""", '"nobody waits"', "2:0"),
+        ("error", "Desk.step raised ValueError", "('later')", '"nobody waits"', "2:1"),
+    ]
+    assert "hunter2" not in told
+    assert told.count("Traceback") == 3
+    again = Life.of(Desk)
+    again.dispatcher.context.reporter = FailureReporter("Desk")
+    known = verdicts_record(*life.verdicts) + initial_record(life.output.initial_message, "desk")
+    again.give(checkpoint_record(life.output.blobs[0]) + known + b"".join(records) + TAKE_FIRST)
+    assert again.dispatcher.is_primary
+    assert capsys.readouterr().err == ""
 
 
 def test_what_differs_from_run_to_run_is_left_out_of_the_text() -> None:

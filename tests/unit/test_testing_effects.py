@@ -9,7 +9,7 @@ import pytest
 import immortal
 from immortal import EffectFailed, Immortal, Retry, effect_context, impulse, rpc
 from immortal.errors import UsageError
-from immortal.testing import Environment, crash_everywhere
+from immortal.testing import Environment, NoAnswerError, crash_everywhere
 
 
 class NotFoundError(Exception):
@@ -130,3 +130,13 @@ def test_an_effect_is_done_at_least_once_and_its_result_is_seen_once() -> None:
             assert len(set(keys)) == 1
             most = max(most, len(keys))
     assert most == 2
+
+
+def test_an_effect_that_never_comes_back_is_named() -> None:
+    def ping_in_vain(host: str) -> float:
+        raise ConnectionError("no route")
+
+    with Environment() as env:
+        crawler = env.start(Crawler, "crawler", effects={ping: ping_in_vain})
+        with pytest.raises(NoAnswerError, match="the effect ping is tried again: ConnectionError: no route"):
+            crawler.call(Crawler.reach, "far")

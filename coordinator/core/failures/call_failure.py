@@ -109,6 +109,8 @@ class CallFailures:
         for verdict in summary.verdicts:
             key = verdict.key
             own = self._unlogged.pop(key, None)
+            if own is not None and own.kind is not VerdictKind.TAKEN_BACK:
+                sent.append(own)  # so the app knows that the writer's has reported it
             if known(key) is not None or own is not None or key[0] <= self._settled_sequence_id:
                 continue
             if key[0] > fed_sequence_id:
@@ -117,10 +119,14 @@ class CallFailures:
                 return False
             else:
                 self._awaited.add(key)  # the app comes to the same by itself, sooner or later
-        if self._verdicts_sent and sent:
-            for message in encode_verdicts(sent):
-                self.state.outbox.send_control(MessageType.VERDICTS, message)
+        self._send(sent)
         return True
+
+    def _send(self, verdicts: Sequence[Verdict]) -> None:
+        """Tell the app, unless it is still to be told all of them before its first record."""
+        if self._verdicts_sent and verdicts:
+            for message in encode_verdicts(verdicts):
+                self.state.outbox.send_control(MessageType.VERDICTS, message)
 
     @property
     def agrees_with_writer(self) -> bool:
@@ -260,6 +266,8 @@ class CallFailures:
         elif self.verdicts.known(verdict.key) is None:
             self._unlogged[verdict.key] = _clipped(verdict)
             self.verdicts.add_known([_clipped(verdict)])
+        else:
+            self._send([verdict])  # the log has it by now
 
     def _start_over(self, verdict: Verdict) -> None:
         """Drop the app: the log has a checkpoint after that message, of an app for which it did not fail. Nothing
@@ -307,9 +315,7 @@ class CallFailures:
             self.note_nested(caller or who_waits, len(refused), given[0].text)
         else:
             self.note_forbidden(caller, len(refused), given[0].text)
-        if self._verdicts_sent:  # else with all others, before the app's first record
-            for message in encode_verdicts(given):
-                self.state.outbox.send_control(MessageType.VERDICTS, message)
+        self._send(given)
 
     def note_forbidden(self, caller: str, count: int, text: str) -> None:
         """Count ``count`` more calls that ``caller`` may not make."""
