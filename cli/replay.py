@@ -34,8 +34,9 @@ from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
 from immortal.replay.app_process import default_app, show_state
+from immortal.replay.errors import never_was
 from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
-from immortal.replay.verify import verify_section, verify_sections
+from immortal.replay.verify import ProvingSink, verify_section, verify_sections
 from immortal.replay.verify_report import Report
 
 DIVERGED = 3
@@ -92,7 +93,9 @@ def replay(
     It begins at the newest checkpoint from which the end can be reached. --to 12:3 ends behind message 3 of record 12,
     both counted from 0 ('immortal log show' lists them). Nothing is sent to anybody, and no hook of the app runs.
 
-    The exit status is 1 if a call fails that did not fail then, or if it can't be done.
+    The calls that it makes are compared with the log, as in a recovery: where they are others, its own code shows no
+    state (status 1), and other code, by --app, a state that is marked as one that never was (status 3). The exit status
+    is 1 as well if a call fails that did not fail then, or if it can't be done.
     """
     if breaks and last is None:
         raise click.UsageError("--break needs --to SEQ[:MESSAGE]: the message to stop at")
@@ -110,7 +113,9 @@ def replay(
         reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
         summary = reader.summary()
         route = plan_route(plan, reader, summary)
+        is_own = app is None
         app = app or default_app(name, settings.app, summary, route.last_version)
+        proving = ProvingSink(reader, route, outputs)
         break_at = last if breaks else None
         command = AppCommand.of(app, strict=strict, lines=lines, break_at=break_at, settings=settings)
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
@@ -120,26 +125,32 @@ def replay(
             reader,
             route,
             command,
-            outputs,
+            proving,
             blob_path=blob,
             progress=advance,
             stop=stop,
             announce=_announce(name),
             tells=tells,  # the message to stop at is called, whatever became of it
         )
+        problem = "" if breaks else proving.problem(name, result)
+        if problem and is_own and (shows_state or state_file is not None):
+            raise FailedError(never_was(name, problem))
         if result.failure is None and state_file is not None:
             with open(blob, "rb") as made, open(state_file, "wb", opener=opener) as kept:
                 shutil.copyfileobj(made, kept)
         state = _state(result, app) if result.failure is None and shows_state else None
     if as_json:
-        echo_json(summary_json(name, result, outputs) | ({"state": state} if shows_state else {}))
+        found = summary_json(name, result, outputs) | {"diverged": problem}
+        echo_json(found | ({"state": state} if shows_state else {}))
     else:
         for line in summary_lines(name, result, outputs):
             echo(line, err=shows_state)
+        if problem:
+            echo(f"  DIVERGED: {problem}; {name} never was in this state", err=shows_state)
         if state is not None:
             for line in printable_json(state, indent=2).split("\n"):
                 echo(line)
-    sys.exit(0 if result.failure is None and not result.news else 1)
+    sys.exit(1 if result.failure is not None or result.news else DIVERGED if problem else 0)
 
 
 @click.command()

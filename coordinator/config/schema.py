@@ -297,7 +297,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     keep_checkpoints: Annotated[
         _Checkpoints | None,
         says(
-            "So many are kept in any case, with the log after the oldest of them; all: everything, or what keep_log_days"
+            "So many are kept anyhow, with the log after the oldest of them; all: everything, or what keep_log_days"
             " and keep_log_mb say."
         ),
     ] = KEEP_CHECKPOINTS_DEFAULT
