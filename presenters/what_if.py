@@ -267,6 +267,7 @@ class Report:
         yield from (f"note: {note}" for note in outcome.notes)
         if outcome.by_position:
             yield "note: the apps do not tell which input made which call: calls are compared place by place"
+        yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
         if findings.first:
             yield ""
             yield from (self._finding_line(finding) for finding in findings.first)
@@ -291,7 +292,6 @@ class Report:
             yield ""
             yield from cone_lines(self._cone)
         yield ""
-        yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
         yield self._verdict()
 
     def _finding_line(self, finding: Finding) -> str:
