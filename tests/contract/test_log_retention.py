@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from immortal.bench import trim as bench_trim
 from immortal.cli import main
@@ -98,6 +99,9 @@ def test_a_week_is_kept_by_default_in_a_bounded_size(tmp_path: Path) -> None:
         one = InstanceSettings(name="counter", folder=tmp_path, peer="tcp://127.0.0.1:7001", log="log", **given)
         return one.keep_checkpoints, one.kept_days, one.kept_mib
 
+    open_ones = InstanceSettings(name="counter", folder=tmp_path, peer="tcp://127.0.0.1:7001", log="log")
+    assert open_ones.leaves_keeping_open  # so 'immortal dev' keeps all
+    assert not replace(open_ones, keep_log_mb=50).leaves_keeping_open
     assert kept() == (2, 7, 1024)
     assert kept(keep_log_mb=50) == (2, 7, 50)
     assert kept(log_limit_mb=500) == (2, 7, 250)  # else a full log would never get room
