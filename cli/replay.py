@@ -36,7 +36,7 @@ from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, Replay
 from immortal.replay.app_process import default_app, show_state
 from immortal.replay.errors import never_was
 from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
-from immortal.replay.verify import ProvingSink, verify_section, verify_sections
+from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
 from immortal.replay.verify_report import Report
 
 DIVERGED = 3
@@ -133,6 +133,8 @@ def replay(
             tells=tells,  # the message to stop at is called, whatever became of it
         )
         problem = "" if breaks else proving.problem(name, result)
+        if is_own and (shows_state or state_file is not None) and result.failure is None and result.records:
+            problem = problem or state_problem(reader, route, AppCommand.of(app, settings=settings))
         if problem and is_own and (shows_state or state_file is not None):
             raise FailedError(never_was(name, problem))
         if result.failure is None and state_file is not None:

@@ -33,6 +33,7 @@ from immortal.replay.plan import ReplayPlan, Route, checkpoint_problem, usable_c
 from immortal.replay.result import ReplayResult, Sink
 
 MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: one so far behind makes too few messages
+PROVED_RECORDS_MAX = 20_000  # replayed once more to prove a state: some tenths of a second
 ORIGINS_KEPT_MAX = 1 << 16  # runs kept for each stream: a message older than these is reported without its origin
 
 
@@ -151,6 +152,31 @@ def verify_section(
         section.outputs = checking.findings()
         section.unproved = checking.unproved()
     return section
+
+
+def state_problem(source: RecordSource, route: Route, app: AppCommand) -> str:
+    """Replay the section around the end of ``route`` to its checkpoint; say where its state is another one now.
+
+    A change of the code may show in no call. "" where nothing shows it, or the section has over PROVED_RECORDS_MAX
+    records.
+    """
+    start, usable = route.checkpoint, usable_checkpoints(source.summary())
+    ends = [one for one in usable if one.sequence_id > start.sequence_id and one.version == start.version][:1]
+    pairs = [(start, end) for end in ends] or [
+        (one, start) for one in usable if one.sequence_id < start.sequence_id and one.version == start.version
+    ][-1:]
+    for first, end in pairs:
+        if end.sequence_id - first.sequence_id > PROVED_RECORDS_MAX:
+            continue
+        try:
+            section = verify_section(source, first, end, app)
+        except ReplayError:
+            continue  # who asked can't do without another part of the log
+        if section.state_is_same is False:
+            differences = section.state.differences if section.state is not None else ()
+            where = f", such as {differences[0]['path'] or 'all of it'}" if differences else ""
+            return f"at checkpoint {end.checkpoint_id} (after record {end.sequence_id}) its state is another one{where}"
+    return ""
 
 
 def _compare_state(

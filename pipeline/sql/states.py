@@ -18,7 +18,7 @@ from immortal.protocol import decoding
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
 from immortal.replay.app_process import default_app, write_rows
 from immortal.replay.errors import LogViewError, never_was
-from immortal.replay.verify import ProvingSink
+from immortal.replay.verify import ProvingSink, state_problem
 
 AS_OF = "as_of_record"  # the first column of a state
 ROWS_AT_ONCE = 50_000
@@ -56,13 +56,14 @@ def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id
     with tempfile.TemporaryDirectory(prefix="immortal-sql-") as folder:
         blob, rows = Path(folder) / "state", Path(folder) / "rows"
         proving = ProvingSink(reader, route)
-        result = run_replay(reader, route, AppCommand.of(app, settings=settings), proving, blob_path=blob)
+        command = AppCommand.of(app, settings=settings)
+        result = run_replay(reader, route, command, proving, blob_path=blob)
         if result.failure is not None:
             raise LogViewError(
                 f"the state of {name} can't be had: its replay ends at record {result.failure.sequence_id}, message"
                 f" {result.failure.message_index}: {result.failure.text}"
             )
-        problem = proving.problem(name, result)
+        problem = proving.problem(name, result) or (state_problem(reader, route, command) if result.records else "")
         if result.news:
             problem = f"record {result.news[0].sequence_id}, message {result.news[0].message_index} fails now"
         if problem:
