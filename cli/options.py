@@ -121,6 +121,18 @@ def trust_pickle_option(function: Function) -> Function:
     )(function)
 
 
+def at_least_option(default: int) -> Callable[[Function], Function]:
+    """``default``: so many messages must have been compared for "the same"."""
+    return click.option(
+        "--at-least",
+        type=click.IntRange(min=0),
+        default=default,
+        show_default=True,
+        metavar="MESSAGES",
+        help="Where fewer were compared and all is the same, the exit status is 1: a gate should not pass on little.",
+    )
+
+
 def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
     """Raises RegistryError where the instance has not been started yet, ConfigError."""
     from immortal.coordinator.log import log_exists

@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from immortal.cli.options import Function
+from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.project.new_project import TEMPLATES, make_project
 from immortal.protocol.command_line import FailedError, echo
@@ -111,10 +112,10 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
     PATH is an immortal.toml, its folder, or one file of Python: then all services in it run, each as the instance that
     is called as its class, in small letters. Without PATH it is the immortal.toml of this folder or of one above.
 
-    What is not registered is registered, in .immortal beside the project. When a file is saved, the services that use
-    it start again. Before that, the new code replays what was logged since the last checkpoint: where it makes other
-    calls than were made, you are asked, and without a terminal the old code goes on. Ctrl-C stops all, with
-    checkpoints.
+    What is not registered is registered, in .immortal beside the project, and its log is kept whole. When a file is
+    saved, the services that use it start again. Before that, the new code replays what was logged since the last
+    checkpoint: where it makes other calls than were made, you are asked, and without a terminal the old code goes on.
+    Ctrl-C stops all, with checkpoints.
     """
     from immortal.coordinator.project.development import Development
     from immortal.coordinator.project.run_lock import hold
@@ -133,6 +134,7 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one more wish must not spoil the exit status
 
+    os.environ[KEEP_ALL_VARIABLE] = "1"  # for its services: what was tried here can be looked into
     with hold(project.home, "immortal dev"):
         sys.exit(asyncio.run(run()))
 

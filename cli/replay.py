@@ -16,6 +16,7 @@ import click
 
 from immortal.cli.options import (
     app_or_hand,
+    at_least_option,
     name_argument,
     pass_registry,
     progress_bar,
@@ -27,14 +28,15 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log import LogReader, open_reader
 from immortal.coordinator.log.open import place_of
-from immortal.protocol.command_line import RecordPlace, echo, echo_json, json_option
+from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, json_option
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
 from immortal.replay.app_process import default_app, show_state
-from immortal.replay.result import CountingSink, summary_json, summary_lines
-from immortal.replay.verify import verify_section, verify_sections
+from immortal.replay.errors import never_was
+from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
+from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
 from immortal.replay.verify_report import Report
 
 DIVERGED = 3
@@ -91,7 +93,9 @@ def replay(
     It begins at the newest checkpoint from which the end can be reached. --to 12:3 ends behind message 3 of record 12,
     both counted from 0 ('immortal log show' lists them). Nothing is sent to anybody, and no hook of the app runs.
 
-    The exit status is 1 if a call fails that did not fail then, or if it can't be done.
+    The calls that it makes are compared with the log, as in a recovery: where they are others, its own code shows no
+    state (status 1), and other code, by --app, a state that is marked as one that never was (status 3). The exit status
+    is 1 as well if a call fails that did not fail then, or if it can't be done.
     """
     if breaks and last is None:
         raise click.UsageError("--break needs --to SEQ[:MESSAGE]: the message to stop at")
@@ -100,7 +104,7 @@ def replay(
     settings = settings_with_log(registry, name)
     sequence_id, message = last or (None, None)
     plan = ReplayPlan(checkpoint_id, sequence_id, message, before_last=breaks, follow=follow)
-    counted = CountingSink()
+    outputs = CountingSink()
 
     def tells(verdict: Verdict) -> bool:
         return not breaks or verdict.task > 0 or verdict.key[:2] != (sequence_id, message or 0)
@@ -109,7 +113,9 @@ def replay(
         reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
         summary = reader.summary()
         route = plan_route(plan, reader, summary)
+        is_own = app is None
         app = app or default_app(name, settings.app, summary, route.last_version)
+        proving = ProvingSink(reader, route, outputs)
         break_at = last if breaks else None
         command = AppCommand.of(app, strict=strict, lines=lines, break_at=break_at, settings=settings)
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
@@ -119,26 +125,34 @@ def replay(
             reader,
             route,
             command,
-            counted,
+            proving,
             blob_path=blob,
             progress=advance,
             stop=stop,
             announce=_announce(name),
             tells=tells,  # the message to stop at is called, whatever became of it
         )
+        problem = "" if breaks else proving.problem(name, result)
+        if is_own and (shows_state or state_file is not None) and result.failure is None and result.records:
+            problem = problem or state_problem(reader, route, AppCommand.of(app, settings=settings))
+        if problem and is_own and (shows_state or state_file is not None):
+            raise FailedError(never_was(name, problem))
         if result.failure is None and state_file is not None:
             with open(blob, "rb") as made, open(state_file, "wb", opener=opener) as kept:
                 shutil.copyfileobj(made, kept)
         state = _state(result, app) if result.failure is None and shows_state else None
     if as_json:
-        echo_json(summary_json(name, result, counted) | ({"state": state} if shows_state else {}))
+        found = summary_json(name, result, outputs) | {"diverged": problem}
+        echo_json(found | ({"state": state} if shows_state else {}))
     else:
-        for line in summary_lines(name, result, counted):
+        for line in summary_lines(name, result, outputs):
             echo(line, err=shows_state)
+        if problem:
+            echo(f"  DIVERGED: {problem}; {name} never was in this state", err=shows_state)
         if state is not None:
             for line in printable_json(state, indent=2).split("\n"):
                 echo(line)
-    sys.exit(0 if result.failure is None and not result.news else 1)
+    sys.exit(1 if result.failure is not None or result.news else DIVERGED if problem else 0)
 
 
 @click.command()
@@ -153,6 +167,7 @@ def replay(
     help="A receiver's log: shows what was sent then.",
 )
 @click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last two only.")
+@at_least_option(0)
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -163,6 +178,7 @@ def verify(
     app: str | None,
     peer_logs: tuple[str, ...],
     everything: bool,
+    at_least: int,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -170,12 +186,12 @@ def verify(
 
     Compared are the calls that it makes, with the marks in the log, its state, with the next checkpoint, and its state
     around each query, which may not change it. What lies behind the last checkpoint is replayed too. The exit status is
-    0 if all is the same, 3 if it is not, 1 if it could not be found out.
+    0 if all is the same, 3 if it is not, 1 if it could not be found out, or on fewer messages than --at-least.
     """
     if checkpoint_id is not None and everything:
         raise click.UsageError("--checkpoint and --all: give one of the two")
     settings = settings_with_log(registry, name)
-    is_same = True
+    is_same, messages = True, 0
     described = []
     warnings: dict[str, None] = {}
     with ExitStack() as stack:
@@ -199,6 +215,7 @@ def verify(
                     announce=_announce(name),
                 )
             is_same = is_same and section.is_same
+            messages += section.result.messages
             warnings |= dict.fromkeys(section.result.warnings)
             report = Report(name, section, reader)
             if as_json:
@@ -211,20 +228,23 @@ def verify(
             {
                 "instance": name,
                 "same": is_same,
+                "messages": messages,
                 "sections": described,
                 "warnings": list(warnings),
                 "notes": list(found.notes),
             }
         )
     else:
-        for line in _verdict(name, is_same=is_same, warnings=list(warnings)):
+        for line in _verdict(name, is_same=is_same, messages=messages, warnings=list(warnings)):
             echo(line)
+    if is_same and messages < at_least:
+        raise FailedError(f"{name}: {too_little_text(messages, at_least)}")
     sys.exit(0 if is_same else DIVERGED)
 
 
-def _verdict(name: str, *, is_same: bool, warnings: list[str]) -> Iterator[str]:
+def _verdict(name: str, *, is_same: bool, messages: int, warnings: list[str]) -> Iterator[str]:
     if is_same:
-        yield f"{name}: the same"
+        yield f"{name}: the same, in {counted(messages, 'message')}"
         return
     yield f"{name}: NOT the same: it does what a replay can't repeat, or its code was changed without an upgrade"
     if warnings:

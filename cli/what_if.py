@@ -11,6 +11,7 @@ import click
 
 from immortal.cli.options import (
     app_or_hand,
+    at_least_option,
     name_argument,
     pass_registry,
     progress_bar,
@@ -69,6 +70,7 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="At most so many differences in full."
 )
+@at_least_option(1)
 @click.option("--cone", "with_cone", is_flag=True, help="Follow what differs into other services, by replays of these.")
 @trust_pickle_option
 @json_option
@@ -83,6 +85,7 @@ def what_if(
     last_sequence_id: int | None,
     upgrade_to: int | None,
     limit: int,
+    at_least: int,
     with_cone: bool,
     trust_pickle: bool,
     as_json: bool,
@@ -91,7 +94,7 @@ def what_if(
 
     The recorded inputs go through both, side by side; nothing is sent, and the log is only read. What failed is called
     again. The exit status is 0 if nothing would be different, 3 if something would (a call that fails, or does not any
-    more, is), 1 if it could not be tried.
+    more, is), 1 if it could not be tried, or on fewer messages than --at-least.
     """
     settings = settings_with_log(registry, name)
     with (
@@ -120,7 +123,7 @@ def what_if(
         except OutputDivergenceError as error:
             raise FailedError(_divergence_text(error.divergence, name, old_app)) from None
         cone = cone_of(registry, name, outcome, reader) if with_cone else None
-        report = Report(name, apps, outcome, reader, limit, blob_paths, cone)
+        report = Report(name, apps, outcome, reader, limit, blob_paths, cone, at_least=at_least)
         for warning in report.warnings:
             echo(warning, err=True)
         if as_json:

@@ -21,7 +21,14 @@ from immortal.replay import AppCommand, RecordSource, ReplayError, ReplayResult
 from immortal.replay.app_process import Code, code_values, diff_states, unanswered
 from immortal.replay.comparison import Key, Kind, Side
 from immortal.replay.findings import POSITIONS_MAX, Finding
-from immortal.replay.result import MessageOutcome, OutcomeChanges, format_failure, place_in_words, verdict_values
+from immortal.replay.result import (
+    MessageOutcome,
+    OutcomeChanges,
+    format_failure,
+    place_in_words,
+    too_little_text,
+    verdict_values,
+)
 from immortal.replay.what_if import Unknown, WhatIf, not_worked_out
 
 Values = dict[str, Any]
@@ -42,7 +49,8 @@ _FATE_WORDS = {
 
 class Report:
     """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown.
-    ``cone``: as :func:`immortal.replay.trace.cone.values` has it, if it was asked for.
+    ``cone``: as :func:`immortal.replay.trace.cone.values` has it, if it was asked for. ``at_least``: so many messages
+    must have been compared for "no difference".
     """
 
     def __init__(
@@ -54,7 +62,10 @@ class Report:
         limit: int,
         blob_paths: Mapping[Side, Path],
         cone: Values | None = None,
+        *,
+        at_least: int = 0,
     ) -> None:
+        self._at_least = at_least
         self._cone = cone
         self._name = name
         self._apps = apps
@@ -78,7 +89,11 @@ class Report:
         outcome = self._outcome
         if outcome.findings.total or outcome.fates or self.state or self._exception(Side.NEW) is not None:
             return DIFFERENT
-        return SAME if self.state_problem is None else FAILED
+        return SAME if self.state_problem is None and not self._is_too_little else FAILED
+
+    @property
+    def _is_too_little(self) -> bool:
+        return self._most("messages") < self._at_least
 
     @property
     def warnings(self) -> list[str]:
@@ -252,6 +267,7 @@ class Report:
         yield from (f"note: {note}" for note in outcome.notes)
         if outcome.by_position:
             yield "note: the apps do not tell which input made which call: calls are compared place by place"
+        yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
         if findings.first:
             yield ""
             yield from (self._finding_line(finding) for finding in findings.first)
@@ -276,7 +292,6 @@ class Report:
             yield ""
             yield from cone_lines(self._cone)
         yield ""
-        yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
         yield self._verdict()
 
     def _finding_line(self, finding: Finding) -> str:
@@ -353,7 +368,10 @@ class Report:
     def _verdict(self) -> str:
         outcome = self._outcome
         if self.exit_status == SAME:
-            return f"no difference: {outcome.equal_count:,} calls are the same, and so is the state"
+            return (
+                f"no difference in {counted(self._most('messages'), 'message')}: {outcome.equal_count:,} calls are the"
+                " same, and so is the state"
+            )
         if self._exception(Side.OLD) is not None:
             new = outcome.results.get(Side.NEW)
             end = f"; the new code goes on to record {new.last_sequence_id}" if new and not new.failure else ""
@@ -377,6 +395,8 @@ class Report:
         if not findings.total and not self.state and outcome.fates:
             state = "the states can't be compared" if self.state_problem else "so is the state"
             return f"different: what fails; all {outcome.equal_count:,} calls made are the same, {state}"
+        if self.exit_status == FAILED and self.state_problem is None:
+            return too_little_text(self._most("messages"), self._at_least)
         if not findings.total and not self.state:
             return f"can't be told: {outcome.equal_count:,} calls are the same, the states can't be compared"
         if not findings.total:

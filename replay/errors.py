@@ -39,3 +39,11 @@ class UpgradeFailedError(ReplayError):
 
 class LogViewError(ImmortalError):
     """A log can't be shown so, or what shows it can't be reached."""
+
+
+def never_was(name: str, problem: str) -> str:
+    """Say that a state can't be shown, since the code of ``name`` is not the one that made its log."""
+    return (
+        f"the state of {name} there would be one that never was: {problem}. Its code has changed without an upgrade, or"
+        f" does what a replay can't repeat: see 'immortal verify {name}'; with the code that made the log it can be had"
+    )

@@ -146,7 +146,7 @@ def _newest_checkpoint(
     oldest = usable[0]
     raise ReplayError(
         f"no checkpoint before that record is kept: the oldest one is {oldest.checkpoint_id}, "
-        f"taken {place_of(oldest)} (--keep-checkpoints says how many are kept)"
+        f"taken {place_of(oldest)} (--keep-log-days and --keep-log-mb of the instance say how much is kept)"
     )
 
 

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from immortal.coordinator.core.formatting import Methods, format_counted_method
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
+from immortal.protocol.command_line import counted
 from immortal.protocol.extensions import AppDescription, HandlerFailure, Origin
 from immortal.protocol.messages import decode_message
 from immortal.protocol.safe_output import printable, printable_lines
@@ -107,6 +108,14 @@ class ReplayResult(Struct):
     def warnings(self) -> list[str]:
         """Return the warnings that the SDK printed about the app's code at its start, one line each."""
         return [line for line in self.stderr_head.split("\n") if line.startswith("app ") and ": warning: " in line]
+
+
+def too_little_text(messages: int, at_least: int) -> str:
+    """Say that too few messages were compared to tell anything."""
+    return (
+        f"can't be told: {counted(messages, 'message')} compared, no difference, at least {at_least:,} asked for; begin"
+        " at an older checkpoint, or keep more of the log (keep_log_days, keep_log_mb)"
+    )
 
 
 # What a replay came to: counted as it goes on, then in lines for people or as plain values.

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from immortal.coordinator.core.formatting import Methods, format_divergence
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
 from immortal.coordinator.core.output.output_check import Divergence, OutputCheck, OutputDivergenceError
 from immortal.coordinator.instances.own_logs import refuse_pickle
@@ -23,14 +24,16 @@ from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.extensions import Origin
 from immortal.protocol.messages import decode_message
+from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, Trailer, decode_trailer
 from immortal.replay.app_process import DIFFERENCES_MAX, AppCommand, diff_states
 from immortal.replay.errors import ReplayError
 from immortal.replay.host import run_replay
-from immortal.replay.plan import ReplayPlan, checkpoint_problem, usable_checkpoints
+from immortal.replay.plan import ReplayPlan, Route, checkpoint_problem, usable_checkpoints
 from immortal.replay.result import ReplayResult, Sink
 
 MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: one so far behind makes too few messages
+PROVED_RECORDS_MAX = 20_000  # replayed once more to prove a state: some tenths of a second
 ORIGINS_KEPT_MAX = 1 << 16  # runs kept for each stream: a message older than these is reported without its origin
 
 
@@ -151,6 +154,31 @@ def verify_section(
     return section
 
 
+def state_problem(source: RecordSource, route: Route, app: AppCommand) -> str:
+    """Replay the section around the end of ``route`` to its checkpoint; say where its state is another one now.
+
+    A change of the code may show in no call. "" where nothing shows it, or the section has over PROVED_RECORDS_MAX
+    records.
+    """
+    start, usable = route.checkpoint, usable_checkpoints(source.summary())
+    ends = [one for one in usable if one.sequence_id > start.sequence_id and one.version == start.version][:1]
+    pairs = [(start, end) for end in ends] or [
+        (one, start) for one in usable if one.sequence_id < start.sequence_id and one.version == start.version
+    ][-1:]
+    for first, end in pairs:
+        if end.sequence_id - first.sequence_id > PROVED_RECORDS_MAX:
+            continue
+        try:
+            section = verify_section(source, first, end, app)
+        except ReplayError:
+            continue  # who asked can't do without another part of the log
+        if section.state_is_same is False:
+            differences = section.state.differences if section.state is not None else ()
+            where = f", such as {differences[0]['path'] or 'all of it'}" if differences else ""
+            return f"at checkpoint {end.checkpoint_id} (after record {end.sequence_id}) its state is another one{where}"
+    return ""
+
+
 def _compare_state(
     section: VerifySection, source: RecordSource, end: CheckpointHeader, app: AppCommand, blob: Path
 ) -> None:
@@ -233,6 +261,51 @@ class CheckingSink(Sink):
         return None if receiver is None else ReceiverComparison(received(receiver, self._source.identity.instance_name))
 
 
+class ProvingSink(CheckingSink):
+    """Compares what a replay along ``route`` makes with the log, as a recovery does. ``counting``: is told it too."""
+
+    def __init__(self, source: RecordSource, route: Route, counting: Sink | None = None) -> None:
+        super().__init__(source, route.checkpoint, {})
+        self._route = route
+        self._counting = counting or Sink()
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        super().outputs(destination, first_position, count, payload, origins)
+        self._counting.outputs(destination, first_position, count, payload, origins)
+
+    def problem(self, name: str, result: ReplayResult) -> str:
+        """Say where the replay of the instance ``name``, which has ended, left the log; "" where nothing shows it."""
+        if result.failure is not None:
+            return ""
+        if self._route.last_message is None:
+            self.see_next(result.last_sequence_id)
+        self.finish(None, all_made=result.flushed)
+        methods = {} if result.description is None else result.description.methods
+        return self.difference(name, methods)
+
+    def difference(self, name: str, methods: Methods) -> str:
+        """Say where the replay has left the log so far; "" where nothing shows it."""
+        for finding in self.findings():
+            if finding.divergence is not None:
+                return format_divergence(finding.divergence, name, methods, shown=1)
+            return f"{name!r} does not do again what it did before: its calls to itself are others than in the log"
+        return ""
+
+    def see_next(self, last_sequence_id: int) -> None:
+        """Compare with the marks of the record behind the last one, unless an upgrade came between them."""
+        summary, following = self._source.summary(), last_sequence_id + 1
+        if following > summary.last_sequence_id or any(v.sequence_id == last_sequence_id for v in summary.versions):
+            return
+        for value in self._source.values(following, following):
+            header = decode_header(value)
+            for mark in decode_trailer(value[header.size_bytes :], header.check).outputs:
+                stream = self._stream(mark.destination)
+                if mark.position <= stream.made_position:  # else impulses may lie between, which the replay has not met
+                    stream.expect(following, OutputMark(mark.position, mark.checksum))
+
+
 class _CheckedStream:
     def __init__(self, destination: str, mark: OutputMark | None, witness: ReceiverComparison | None) -> None:
         self.destination = destination
@@ -282,6 +355,11 @@ class _CheckedStream:
         unproved = self._unproved
         while unproved and unproved[0][0] + unproved[0][1] - 1 <= self._proved_position:
             unproved.popleft()
+
+    @property
+    def made_position(self) -> int:
+        """Position of the last message that the replay has made, or passed."""
+        return self._made_position
 
     @property
     def unproved_count(self) -> int:

@@ -23,6 +23,7 @@ from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import checked_on_error, checked_raises
 from immortal.appsdk.errors import DefinitionError, OnError, UsageError
 from immortal.appsdk.handlers.schedules import Cron, Period, Schedule
+from immortal.protocol import system_methods
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +33,7 @@ DERIVED_METHOD_ID_MIN = 8192  # IDs below are for those given by hand: they take
 METHOD_ID_MAX = 1_048_575  # the largest that takes 3
 INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
 CLOCK_METHOD_ID = -2  # the impulse that tells what time it is, for timers and schedules
-EFFECT_METHOD_ID = -3  # the impulse with what an effect has returned or raised
+EFFECT_METHOD_ID = system_methods.EFFECT_METHOD_ID
 
 
 def method_id_of_name(name: str) -> int:

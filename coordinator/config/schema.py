@@ -204,10 +204,15 @@ class Tuning(Struct, frozen=True):
     ] = 600
 
 
+KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
+KEEP_ALL_VARIABLE = "IMMORTAL_KEEP_ALL"
+"""Environment variable: if set, everything is kept where the settings say nothing of it, as in 'immortal dev'."""
+
 _Checkpoints = Annotated[int, whole(1, 1_000_000, none="all")]  # more would mean "all"
 _Days = Annotated[int, whole(1, 36_500, "days")]  # a hundred years: beyond it keep_checkpoints = "all" is meant
 _Age = Annotated[int, whole(1, 366 * 86_400, "seconds")]
 _Kills = Annotated[int, whole(1, 1000, none="never")]
+_KeptSize = Annotated[int, whole(0, 1 << 30, "MiB")]
 _LogSize = Annotated[int, whole(1, 1 << 30, "MiB")]
 
 
@@ -290,13 +295,23 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = Checkpoints.ON_PRIMARY
     keep_checkpoints: Annotated[
-        _Checkpoints | None, says("How many are kept, with the log after the oldest of them; all: for time travel.")
-    ] = 2  # the newest, and one to fall back on
+        _Checkpoints | None,
+        says(
+            "So many are kept anyhow, with the log after the oldest of them; all: everything, or what keep_log_days"
+            " and keep_log_mb say."
+        ),
+    ] = KEEP_CHECKPOINTS_DEFAULT
     keep_log_days: Annotated[
         _Days | None,
         says(
-            "Keep beside them what it takes to replay the last so many days; with keep_checkpoints all: only that.",
-            default="time does not count",
+            "Keep also what it takes to replay the last so many days.", default="7, with keep_checkpoints all no limit"
+        ),
+    ] = None
+    keep_log_mb: Annotated[
+        _KeptSize | None,
+        says(
+            "Of these days keep no more than so much; 0: only keep_checkpoints counts.",
+            default="1024, or half of log_limit_mb; no limit with keep_log_days or keep_checkpoints all",
         ),
     ] = None
     log_trigger_mb: Annotated[int, whole(1, 1 << 30, "MiB"), says("A checkpoint is taken after so much log.")] = 1024
@@ -367,6 +382,27 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     # of the restricted callers in ``allow``, by name: what they may call
     permissions: Mapping[str, Permission] = field(default_factory=dict)
+
+    @property
+    def kept_days(self) -> int | None:
+        """Days of the log to keep before the newest checkpoints; None: no limit."""
+        return 7 if self._keeps_by_default else self.keep_log_days
+
+    @property
+    def kept_mib(self) -> int | None:
+        """MiB of the log to keep at most before the newest checkpoints; None: no limit."""
+        if not self._keeps_by_default or self.keep_log_mb is not None:
+            return self.keep_log_mb
+        return 1024 if self.log_limit_mb is None else min(1024, self.log_limit_mb // 2)  # a full log must get room
+
+    @property
+    def leaves_keeping_open(self) -> bool:
+        """Tell whether nothing is said of how much of the log is kept."""
+        return (self.keep_checkpoints, self.keep_log_days, self.keep_log_mb) == (KEEP_CHECKPOINTS_DEFAULT, None, None)
+
+    @property
+    def _keeps_by_default(self) -> bool:
+        return self.keep_log_days is None and self.keep_checkpoints is not None
 
     @property
     def app_address(self) -> str | None:

@@ -13,6 +13,7 @@ from immortal.protocol.peer_frames import PeerFrame, RefusedCode
 from immortal.protocol.safe_output import safe_repr
 from immortal.protocol.system_methods import (
     CANCEL_CALL_METHOD_ID,
+    EFFECT_METHOD_ID,
     EXECUTED_METHOD_ID,
     FENCING_METHOD_ID,
     HANDLES_METHOD_ID,
@@ -106,6 +107,10 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
         case RpcKind.RAISED, [number, error, list(arguments), _]:
             raised = f"{error}({', '.join(map(safe_repr, arguments))})"
             return "the answer of ", f" to call {number}: it raised {_clipped(raised, size_max)}"
+    if rpc.method_id == EFFECT_METHOD_ID and len(values) == 5:
+        _, what, _, raised, value = values  # the number of the wait, "effect NAME", a checksum of its arguments, ...
+        how = "raised" if raised else "returned"
+        return "", f" {str(what).removeprefix('effect ')!r}: it {how} {_clipped(safe_repr(value), size_max)}"
     waits = ""
     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
         caller, number, *values = values

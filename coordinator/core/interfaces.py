@@ -369,13 +369,16 @@ class LogStore(Protocol):
         Raises DamagedCheckpointError; from then on ``trim`` does not count that checkpoint among those to keep.
         """
 
-    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+    def trim(
+        self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None, keep_bytes: int | None = None
+    ) -> bool:
         """Remove one bounded step of what need not be kept; True if more remains.
 
-        Kept are the newest ``keep_checkpoints`` with the records after them and, where ``keep_since_ns`` (ns since the
-        Unix epoch) is given, the newest checkpoint taken at or before that moment with all that came after it.
-        ``keep_checkpoints`` None: only ``keep_since_ns`` counts, and without it everything is kept. The newest valid
-        checkpoint and the records after it always stay. Spilled outputs go as soon as they are acknowledged.
+        Kept are the newest ``keep_checkpoints`` with the records after them. Kept before them is what a replay from
+        ``keep_since_ns`` on needs (ns since the Unix epoch), as far as all of it has about ``keep_bytes``; with
+        ``keep_bytes`` alone, so much. ``keep_checkpoints`` None: only the other two count, and without them everything
+        is kept. The newest valid checkpoint and the records after it always stay. Spilled outputs go as soon as they
+        are acknowledged.
         """
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 
 import msgspec
 from msgspec import Struct
@@ -14,7 +15,7 @@ from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import spilled, view_queries
 from immortal.coordinator.log.backend import RemovalBudget, Span, View
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from immortal.coordinator.log.identity import meta_row
+from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row
 from immortal.coordinator.log.rows import Changes
 from immortal.coordinator.log.view_queries import acknowledged_positions
 from immortal.protocol import decoding
@@ -146,12 +147,11 @@ def half_written(view: View) -> Changes:
 
 
 class Retention(Struct, frozen=True):
-    """Checkpoints to keep: the newest ``keep_checkpoints`` (None: only ``keep_since_ns`` counts), and all that a replay
-    from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no such limit).
-    """
+    """Which checkpoints to keep, see :meth:`LogStore.trim`. Times in ns since the Unix epoch."""
 
     keep_checkpoints: int | None
     keep_since_ns: int | None
+    keep_bytes: int | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -159,13 +159,28 @@ class Retention(Struct, frozen=True):
             f"{self.keep_checkpoints} checkpoints cannot be kept, it must be at least one",
         )
 
-    def oldest_kept(self, newest_first: Iterable[CheckpointHeader]) -> CheckpointHeader | None:
-        """The oldest checkpoint to keep; None where there is none at all."""
+    def oldest_kept(
+        self, newest_first: Iterable[CheckpointHeader], size_bytes_behind: Callable[[CheckpointHeader], float]
+    ) -> CheckpointHeader | None:
+        """Return the oldest checkpoint to keep; None where there is none at all.
+
+        ``size_bytes_behind``: the size of the records behind a checkpoint.
+        """
         oldest = None
+        least = self.keep_checkpoints or 1
+        by_count_alone = self.keep_since_ns is None and self.keep_bytes is None
+        blobs_size_bytes = 0
         for kept, header in enumerate(newest_first, start=1):
+            blobs_size_bytes += header.size_bytes
+            if (
+                kept > least
+                and self.keep_bytes is not None
+                and blobs_size_bytes + size_bytes_behind(header) > self.keep_bytes
+            ):
+                break
             oldest = header
-            enough = self.keep_checkpoints is None or kept >= self.keep_checkpoints
-            if enough and (self.keep_since_ns is None or header.time_ns <= self.keep_since_ns):
+            is_old = by_count_alone or (self.keep_since_ns is not None and header.time_ns <= self.keep_since_ns)
+            if kept >= least and is_old:
                 break
         return oldest
 
@@ -199,7 +214,7 @@ def _trim_history(
     """The order matters: a header goes before its chunks, and headers before the records that they need, so that a
     crash between two steps never leaves a checkpoint that looks whole and is not.
     """
-    oldest = keep.oldest_kept(_valid_headers(view, damaged_ids))
+    oldest = keep.oldest_kept(_valid_headers(view, damaged_ids), _sizes_behind(view))
     if oldest is None:
         return
     changes.deletes += budget.spend_span(view, "checkpoints", SEQUENCE_KEY.pack(oldest.checkpoint_id))
@@ -215,6 +230,24 @@ def _trim_history(
             # Also those before the checkpoint, while they wait: it may have left them where they are.
             position = min(mark.position, acknowledged.get(destination, 0))
             changes.deletes += spilled.trim(view, "impulses", destination, position, budget)
+
+
+def _sizes_behind(view: View) -> Callable[[CheckpointHeader], float]:
+    """Return a function that estimates the size of the records behind a checkpoint, in bytes.
+
+    The mean size of a record stands for each: to add up their sizes would read the whole log at each step.
+    """
+
+    @cache  # not before it is asked for: some backends count rows
+    def measured() -> tuple[float, int]:
+        size = view.size("records")
+        return size.size_bytes / max(size.rows_count, 1), first_and_last_sequence_id(view)[1]
+
+    def size_bytes_behind(header: CheckpointHeader) -> float:
+        mean_size_bytes, last = measured()
+        return (last - header.sequence_id) * mean_size_bytes
+
+    return size_bytes_behind
 
 
 def _valid_headers(view: View, damaged_ids: Collection[int]) -> Iterator[CheckpointHeader]:

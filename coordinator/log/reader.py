@@ -294,7 +294,7 @@ class LogReader:
         if value is None:
             raise TrimmedError(
                 f"checkpoint {checkpoint_id} is not in the log in {self.where}: old ones are trimmed away"
-                " ('--keep-checkpoints' and '--keep-log-days' of the instance say how many are kept)"
+                " ('--keep-log-days' and '--keep-log-mb' of the instance say how much is kept)"
             )
         try:
             return decode_header(key, value)

@@ -291,10 +291,12 @@ class RowLogStore(LogStore):
             self._write_changes(changes)
             self._checkpoint_writer.chunk_committed(checkpoint_id, index, data)
 
-    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+    def trim(
+        self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None, keep_bytes: int | None = None
+    ) -> bool:
         keep = None
-        if keep_checkpoints is not None or keep_since_ns is not None:
-            keep = checkpoints.Retention(keep_checkpoints, keep_since_ns)
+        if keep_checkpoints is not None or keep_since_ns is not None or keep_bytes is not None:
+            keep = checkpoints.Retention(keep_checkpoints, keep_since_ns, keep_bytes)
         budget = RemovalBudget.step()
         with self._write_lock:
             self._resolve()

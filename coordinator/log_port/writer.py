@@ -45,7 +45,7 @@ _Job = _Write | ReadTail
 class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and their events
     """Writes through ``store``. Events of finished jobs arrive in :meth:`take_done`.
 
-    ``fileno()`` is readable when something is finished. Trimming keeps the newest ``keep_checkpoints``; see
+    ``fileno()`` is readable when something is finished. ``keep_checkpoints``, ``keep_bytes``: see
     :meth:`LogStore.trim`. ``times``: is told what each commit took, ``was_committed`` its ticket, from either thread.
     """
 
@@ -54,6 +54,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         store: RowLogStore,
         *,
         keep_checkpoints: int | None,
+        keep_bytes: int | None = None,
         inline_size_bytes_max: int,
         times: Sink | None = None,
         was_committed: Callable[[int], None] | None = None,
@@ -62,7 +63,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         self._store = store
         self._times = times
         self._was_committed = was_committed
-        self._keep_checkpoints = keep_checkpoints
+        self._keep_checkpoints, self._keep_bytes = keep_checkpoints, keep_bytes
         self._keep_since_ns: int | None = None
         self._pipelines = store.appends_max > 1 and not armed  # a fault point is reached by one commit at a time
         self._inline_size_bytes_max = -1 if store.backend.is_remote and not self._pipelines else inline_size_bytes_max
@@ -324,7 +325,11 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         try:
             with self._store_lock:
                 self._finish_in_flight()
-                more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=self._keep_since_ns)
+                more = self._store.trim(
+                    keep_checkpoints=self._keep_checkpoints,
+                    keep_since_ns=self._keep_since_ns,
+                    keep_bytes=self._keep_bytes,
+                )
                 reach(FaultPoint.AFTER_TRIM)
         except Exception:
             more = False  # the next commit meets the same failure, and reports it

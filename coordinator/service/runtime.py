@@ -17,11 +17,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from immortal.coordinator.app.endpoint import AppEndpoint, AppInterface
 from immortal.coordinator.audit.audit_log import AuditLog
 from immortal.coordinator.audit.auditor import Auditor
 from immortal.coordinator.clock import TICK_NS, InstanceClock, earliest
 from immortal.coordinator.config import Checkpoints, InstanceSettings
+from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.components import Components
@@ -102,6 +105,8 @@ class Coordinator:
         follower_settings: InstanceSettings | None = None,
         make_app: MakeApp | None = None,
     ) -> None:
+        if settings.leaves_keeping_open and os.environ.get(KEEP_ALL_VARIABLE):
+            settings = replace(settings, keep_checkpoints=None)
         self._settings = settings
         self._own_settings = own_settings = follower_settings or settings
         self._registry = registry
@@ -151,7 +156,7 @@ class Coordinator:
             else make_app(self, own_settings, log, self._epoll)
         )
         self._peers = PeerEndpoint(settings, registry, log, post if self._timings is None else self._post_timed)
-        keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
+        keep_ns = None if settings.kept_days is None else settings.kept_days * DAY_NS
         self._log_endpoint = LogEndpoint(
             store,
             self._make_writer,
@@ -269,6 +274,7 @@ class Coordinator:
         return LogWriter(
             store,
             keep_checkpoints=self._settings.keep_checkpoints,
+            keep_bytes=None if self._settings.kept_mib is None else self._settings.kept_mib * MIB,
             inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
             times=times,
             was_committed=None if self._timings is None else self._timings.durable,

@@ -15,9 +15,10 @@ from immortal.appsdk.state.tree import STATE
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.log import LogReader
 from immortal.protocol import decoding
-from immortal.replay import AppCommand, ReplayPlan, Sink, plan_route, run_replay
+from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
 from immortal.replay.app_process import default_app, write_rows
-from immortal.replay.errors import LogViewError
+from immortal.replay.errors import LogViewError, never_was
+from immortal.replay.verify import ProvingSink, state_problem
 
 AS_OF = "as_of_record"  # the first column of a state
 ROWS_AT_ONCE = 50_000
@@ -54,12 +55,19 @@ def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id
     app = default_app(name, settings.app, summary, route.last_version)
     with tempfile.TemporaryDirectory(prefix="immortal-sql-") as folder:
         blob, rows = Path(folder) / "state", Path(folder) / "rows"
-        result = run_replay(reader, route, AppCommand.of(app, settings=settings), Sink(), blob_path=blob)
+        proving = ProvingSink(reader, route)
+        command = AppCommand.of(app, settings=settings)
+        result = run_replay(reader, route, command, proving, blob_path=blob)
         if result.failure is not None:
             raise LogViewError(
                 f"the state of {name} can't be had: its replay ends at record {result.failure.sequence_id}, message"
                 f" {result.failure.message_index}: {result.failure.text}"
             )
+        problem = proving.problem(name, result) or (state_problem(reader, route, command) if result.records else "")
+        if result.news:
+            problem = f"record {result.news[0].sequence_id}, message {result.news[0].message_index} fails now"
+        if problem:
+            raise LogViewError(never_was(name, problem))
         write_rows(app, blob, rows)
         tables = read_tables(rows)
     as_of = pa.array([last_sequence_id])

@@ -127,6 +127,7 @@ class MomentExplorer:
 
         walk.made.clear()
         walk.advance(record, Each(record, record, behind), collects=True)
+        walk.look_ahead()
         if at not in states:  # it failed alone, so nothing was said of it: it changed nothing
             states[at] = states.get(_before(at)) or walk.state()
         self._keep(record, states, walk)

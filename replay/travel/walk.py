@@ -10,6 +10,7 @@ from msgspec import Struct
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.inspection import describe_state
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.tree import Fields
@@ -24,10 +25,11 @@ from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 from immortal.protocol.verdicts import Verdict
-from immortal.replay.errors import ReplayError
+from immortal.replay.errors import ReplayError, never_was
 from immortal.replay.plan import ReplayPlan, plan_route
-from immortal.replay.positions import Outputs
+from immortal.replay.positions import KeptImpulses, Outputs
 from immortal.replay.session import Ended, Event, ReplaySession, VerdictGiven
+from immortal.replay.verify import ProvingSink
 
 
 class Made(Struct, frozen=True):
@@ -51,7 +53,9 @@ class Walk:
         self._source = source
         self._eyes = WatcherHolder()
         self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True, make_delivery=self._eyes.make_delivery)
-        self._session = ReplaySession(source.identity.instance_name, summary, plan_route(plan, source, summary))
+        route = plan_route(plan, source, summary)
+        self._session = ReplaySession(source.identity.instance_name, summary, route)
+        self._proving = ProvingSink(source, route)
         self._values: Iterator[bytes] | None = None
         self._ended: Ended | None = None
         self._collects = False
@@ -84,7 +88,8 @@ class Walk:
     def advance(self, last: int, watcher: Watcher | None = None, *, collects: bool = False) -> None:
         """Handle all records up to ``last``. ``collects``: what they make goes to ``made``.
 
-        Raises ReplayError for a record that is not there, and what the app stops with.
+        Raises ReplayError for a record that is not there and where the app makes other calls than the log has, and what
+        the app stops with.
         """
         self._eyes.watcher = watcher or NullWatcher()
         self._collects = collects
@@ -94,6 +99,17 @@ class Walk:
         finally:
             self._eyes.watcher = NullWatcher()
             self._collects = False
+        self._refuse_other_calls()
+
+    def look_ahead(self) -> None:
+        """Compare also with what the log's next record says of the calls made so far. Raises ReplayError."""
+        self._proving.see_next(self.reached)
+        self._refuse_other_calls()
+
+    def _refuse_other_calls(self) -> None:
+        name = self._source.identity.instance_name
+        if problem := self._proving.difference(name, all_method_names(self._app.dispatcher.definition)):
+            raise ReplayError(never_was(name, problem))
 
     def _step(self) -> None:
         if self._values is None:
@@ -104,7 +120,9 @@ class Walk:
             raise ReplayError(f"record {self.reached + 1} is not in the log yet")
         header = decode_header(value)
         require(self._session.wants_records, f"a record in the phase {self._session.phase.value!r}")
-        self._session.give_record(value, decode_trailer(value[header.size_bytes :], header.check))
+        trailer = decode_trailer(value[header.size_bytes :], header.check)
+        self._proving.record(header.sequence_id, value, trailer)
+        self._session.give_record(value, trailer)
         self._pass_on()
 
     def _pass_on(self) -> None:
@@ -128,6 +146,12 @@ class Walk:
 
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
+            if isinstance(event, Outputs):
+                self._proving.outputs(
+                    event.destination, event.first_position, event.count, event.payload, event.origins
+                )
+            elif isinstance(event, KeptImpulses):
+                self._proving.impulses(event.destination, event.first_position, event.count, event.payload)
             if isinstance(event, Outputs) and self._collects:
                 origins = tuple(event.origins or ())
                 self.made.append(Made(event.destination, event.first_position, event.count, event.payload, origins))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from immortal.bench import trim as bench_trim
 from immortal.cli import main
+from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.clock import RunningTime
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.instances.registry import Registry
@@ -25,18 +28,20 @@ DAY_NS = 86_400 * 10**9
 DAYS_AGO = {1: 30, 2: 8, 3: 6, 4: 2, 5: 1}  # when each checkpoint was taken
 
 
-def kept_checkpoints(folder: Path, *, keep_checkpoints: int | None, keep_log_days: int | None) -> list[int]:
+def kept_checkpoints(
+    folder: Path, *, keep_checkpoints: int | None, keep_log_days: int | None, keep_bytes: int | None = None
+) -> list[int]:
     """Which of five checkpoints are left once the writer has trimmed a log; each was taken behind one record."""
     store = create_log(folder, "alice", committer_id=77)
     now_ns = time.time_ns()
     for checkpoint_id, days in DAYS_AGO.items():
-        record = encode_record(77, checkpoint_id - 1, b"content")
+        record = encode_record(77, checkpoint_id - 1, b"content" * 10_000)
         value = record + encode_trailer(Trailer(1), int.from_bytes(record[8:16], "little"))
         store.commit(Transaction(records=[(checkpoint_id - 1, value)]))
         store.write_checkpoint_chunk(checkpoint_id, 0, b"blob")
         header = CheckpointHeader(checkpoint_id, checkpoint_id - 1, 4, crc64(b"blob"), now_ns - days * DAY_NS)
         store.commit(Transaction(checkpoint=header))
-    writer = LogWriter(store, keep_checkpoints=keep_checkpoints, inline_size_bytes_max=1 << 20)
+    writer = LogWriter(store, keep_checkpoints=keep_checkpoints, keep_bytes=keep_bytes, inline_size_bytes_max=1 << 20)
     running = RunningTime(first_ns=now_ns - 400 * DAY_NS, last_ns=now_ns)
     try:
         writer.trim(None if keep_log_days is None else running.before(keep_log_days * DAY_NS))
@@ -68,6 +73,42 @@ def test_the_writer_trims_by_number_and_by_days(
     tmp_path: Path, keep_checkpoints: int | None, keep_log_days: int | None, kept: list[int]
 ) -> None:
     assert kept_checkpoints(tmp_path, keep_checkpoints=keep_checkpoints, keep_log_days=keep_log_days) == kept
+
+
+@pytest.mark.parametrize(
+    ("keep_checkpoints", "keep_log_days", "keep_bytes", "kept"),
+    [
+        (2, 7, 1 << 30, [2, 3, 4, 5]),
+        (2, 7, 170_000, [3, 4, 5]),  # behind checkpoint 3 there are two records of 70 kB, behind 2 three
+        (2, 7, 0, [4, 5]),  # in any case
+        (None, None, 170_000, [3, 4, 5]),
+        (None, None, 0, [5]),
+    ],
+)
+def test_of_the_days_no_more_is_kept_than_so_much(
+    tmp_path: Path, keep_checkpoints: int | None, keep_log_days: int | None, keep_bytes: int, kept: list[int]
+) -> None:
+    found = kept_checkpoints(
+        tmp_path, keep_checkpoints=keep_checkpoints, keep_log_days=keep_log_days, keep_bytes=keep_bytes
+    )
+    assert found == kept
+
+
+def test_a_week_is_kept_by_default_in_a_bounded_size(tmp_path: Path) -> None:
+    def kept(**given: Any) -> tuple[int | None, int | None, int | None]:
+        one = InstanceSettings(name="counter", folder=tmp_path, peer="tcp://127.0.0.1:7001", log="log", **given)
+        return one.keep_checkpoints, one.kept_days, one.kept_mib
+
+    open_ones = InstanceSettings(name="counter", folder=tmp_path, peer="tcp://127.0.0.1:7001", log="log")
+    assert open_ones.leaves_keeping_open  # so 'immortal dev' keeps all
+    assert not replace(open_ones, keep_log_mb=50).leaves_keeping_open
+    assert kept() == (2, 7, 1024)
+    assert kept(keep_log_mb=50) == (2, 7, 50)
+    assert kept(log_limit_mb=500) == (2, 7, 250)  # else a full log would never get room
+    assert kept(keep_log_days=30) == (2, 30, None)
+    assert kept(keep_log_days=30, keep_log_mb=50) == (2, 30, 50)
+    assert kept(keep_checkpoints=None) == (None, None, None)
+    assert kept(keep_checkpoints=None, keep_log_days=30) == (None, 30, None)
 
 
 def test_the_benchmark_of_trimming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

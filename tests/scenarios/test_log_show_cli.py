@@ -104,7 +104,7 @@ def test_methods_have_names_and_arguments_values(folder: Path) -> None:
         "Reader.line('none', {'a': b'\\x00\\xff'})",
         "the answer of Counter.count to call 4: it raised Missing('none')",
     ]
-    assert texts[4].startswith("the result of an effect(5, 'effect rate', ")
+    assert texts[4].startswith("the result of an effect 'rate': it returned ")
     assert any(text.startswith("the clock(") for text in texts[5:])
 
 

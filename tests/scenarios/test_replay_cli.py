@@ -356,3 +356,24 @@ class Reader2(Immortal):
     old = state("--to", "3")  # by the old code, which the log names: the upgrade lies behind that record
     assert (old["version"], old["state"]) == (1, {"lines": 5})
     assert home.json("replay", "reader", "--checkpoint", "1")["outputs"][0]["count"] == 6
+
+
+def test_code_that_was_changed_shows_no_state_that_never_was(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = home.variant("fork(text)", "fork(text.upper())")
+    shown = home.json("replay", "reader", "--to", "1", "--app", f"{changed}:Reader", "--state", status=3)
+    assert "'reader' does not do again what it did before" in shown["diverged"]
+    assert shown["state"]["state"] == {"lines": 1}
+    Registry(home.folder).remember_app("reader", f"{changed}:Reader")
+    try:
+        for arguments in (["replay", "reader", "--to", "1", "--state"], ["sql", "select * from reader", "--at", "1"]):
+            refused = home.run(*arguments, *(["-i", "reader"] if arguments[0] == "sql" else []), status=1)
+            assert "the state of reader there would be one that never was: 'reader' does not do again" in refused.stderr
+            assert not refused.stdout
+        assert "  DIVERGED: 'reader' does not" in home.run("replay", "reader", "--to", "1", status=3).stdout
+        silent = home.variant("self.lines += 1", "self.lines += 9")  # shows in no call
+        Registry(home.folder).remember_app("reader", f"{silent}:Reader")
+        for moment in (["--to", "1"], []):  # proved by the checkpoint behind it, and by the one before
+            refused = home.run("replay", "reader", *moment, "--state", status=1)
+            assert "at checkpoint 2 (after record 2) its state is another one, such as lines" in refused.stderr
+    finally:
+        Registry(home.folder).remember_app("reader", f"{home.module_name}:Reader")

@@ -195,6 +195,19 @@ def test_what_is_not_there(sessions: Sessions) -> None:
         sessions.ask("desk", "moment", record=2, index=0, path="a[")
 
 
+def test_code_that_was_changed_shows_no_moment_that_never_was(home: Path, sessions: Sessions) -> None:
+    registry = Registry(home / HOME)
+    own = registry.load("desk").app
+    assert own is not None
+    changed = write_module(home, SOURCE.replace("book.fork(amount)", "book.fork(amount + 1)"))
+    registry.remember_app("desk", f"{changed}:Desk")
+    try:
+        with pytest.raises(ReplayError, match="would be one that never was: 'desk' does not do again"):
+            sessions.ask("desk", "moment", record=3, index=0)
+    finally:
+        registry.remember_app("desk", own)
+
+
 def test_code_that_does_harm_ends_its_process_alone(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
     def harm(expression: str) -> str:
         with pytest.raises(ReplayError) as raised:

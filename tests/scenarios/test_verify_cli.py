@@ -175,8 +175,10 @@ def test_what_is_deterministic_is_the_same(home: Home) -> None:
     ]
     assert lines.count("  state: the same") == 2
     assert "  outputs: the same (2 to itself, 2 to store)" in lines
-    assert lines[-1] == "app: the same"
-    assert home.verify(status=0, name="store").stdout.endswith("store: the same\n")
+    assert lines[-1].startswith("app: the same, in ")
+    few = home.verify("--at-least", "10000", status=1)
+    assert "compared, no difference, at least 10,000 asked for" in few.stderr
+    assert home.verify(status=0, name="store").stdout.splitlines()[-1].startswith("store: the same, in ")
 
 
 def test_crashes_and_impulses_to_others_change_nothing(home: Home) -> None:
@@ -264,7 +266,7 @@ def test_queries_that_only_read_are_the_same(home: Home) -> None:
         puts("checkpoint", "c")(app)
 
     home.record("Peeking", run)
-    assert home.verify("--all", status=0).stdout.endswith("app: the same\n")
+    assert home.verify("--all", status=0).stdout.splitlines()[-1].startswith("app: the same, in ")
 
 
 def test_random_arguments_are_found_with_their_record_and_what_made_them(home: Home) -> None:

@@ -171,7 +171,10 @@ def test_the_same_code_makes_no_difference(log: Log) -> None:
     assert values["differences"] == {"added": 0, "missing": 0, "changed": 0}
     assert (values["first"], values["state"], values["exception"]) == ([], [], None)
     text, _ = log.what_if("--app", f"{copy}:Counter", status=0)
-    assert text.splitlines()[-1] == f"no difference: {made} calls are the same, and so is the state"
+    compared = f"{len(LINES) + 1} messages"
+    assert text.splitlines()[-1] == f"no difference in {compared}: {made} calls are the same, and so is the state"
+    few, _ = log.what_if("--app", f"{copy}:Counter", "--at-least", "10000", status=1)
+    assert f"can't be told: {compared} compared, no difference, at least 10,000 asked for" in few
 
 
 def test_changed_calls_are_shown_with_what_made_them(log: Log) -> None:
@@ -286,7 +289,7 @@ def test_impulses_between_the_calls_are_no_outputs_of_either_side(tmp_path: Path
     registry.register("feeder", "tcp://127.0.0.1:*", log=tmp_path / "logs" / "feeder" / "log")
     registry.remember_app("feeder", f"{talk}:Feeder")
     text, _ = what_if(tmp_path, "feeder", "--app", f"{talk}:Feeder", status=0)
-    assert "no difference: 3 calls are the same" in text
+    assert "no difference in 13 messages: 3 calls are the same" in text
     other = write_module(
         tmp_path, TALK.replace("self.counter.count.fork(text)", "text == 'two' or self.counter.count.fork(text)")
     )
@@ -579,7 +582,7 @@ def test_the_demo_with_the_same_code(demo: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert "with 2,001 messages" in result.stdout
     text, _ = what_if(demo, "reader", "--app", "wordcount:Reader", status=0)
-    assert text.splitlines()[-1] == "no difference: 2,000 calls are the same, and so is the state"
+    assert text.splitlines()[-1] == "no difference in 2,001 messages: 2,000 calls are the same, and so is the state"
 
 
 def test_the_demo_with_a_counter_that_folds_case(demo: Path) -> None:

@@ -60,7 +60,10 @@ class WordCount:
         self.services = [
             Service(
                 registry.register(
-                    name, "tcp://127.0.0.1:*", **{key: value.format(name=name) for key, value in settings.items()}
+                    name,
+                    "tcp://127.0.0.1:*",
+                    keep_log_mb=0,  # it is killed while it trims
+                    **{key: value.format(name=name) for key, value in settings.items()},
                 ),
                 Run(f"wordcount:{class_name}", EXAMPLES / "wordcount", run_environment),
                 folder,

@@ -86,7 +86,7 @@ def test_all_fields(tmp_path: Path) -> None:
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
             " log, log_key, allow_data_loss, lease_s, checkpoints_to, checkpoints, keep_checkpoints, keep_log_days,"
-            " log_trigger_mb,"
+            " keep_log_mb, log_trigger_mb,"
             " checkpoint_age_s, kills_before_verdict,"
             " replay_check, rpc_limit_mb, nesting_max, spill_limit_mb, log_limit_mb, disk_free_mb, metrics,"
             " metrics_token_file, metrics_certificate_file, metrics_key_file, timings_limit_mb, app,"
@@ -274,6 +274,7 @@ settings_values = st.builds(
     app_host=st.sampled_from(["localhost", "127.0.0.1", "::1"]),
     keep_checkpoints=st.none() | st.integers(1, 1000),
     keep_log_days=st.none() | st.integers(1, 36_500),
+    keep_log_mb=st.none() | st.integers(0, 1 << 30),
     log_trigger_mb=st.integers(1, 1 << 20),
     spill_limit_mb=st.integers(0, 1 << 30),
     log_limit_mb=st.none() | st.integers(1, 1 << 30),
