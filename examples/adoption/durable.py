@@ -7,6 +7,7 @@ curl 'http://127.0.0.1:8000/search?word=apple'
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import sys
 from urllib.request import urlopen
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from immortal import Immortal, effect, gather, rpc
+from immortal import Immortal, effect, rpc
 from immortal.client import connect
 from immortal.embedded import start
 
@@ -37,7 +38,7 @@ def open_index() -> sqlite3.Connection:
 class Indexing(Immortal):
     @rpc
     async def index_documents(self, urls: list[str]) -> int:
-        pages = sum(await gather(*(effect(index_document, url) for url in urls)))
+        pages = sum(await asyncio.gather(*(effect(index_document, url) for url in urls)))
         print(f"indexed {len(urls)} documents with {pages} pages", flush=True)
         return pages
 

@@ -298,14 +298,14 @@ def test_a_peer_of_that_name(tmp_path: Path) -> None:
     instances.close()
 
 
-def test_in_an_async_handler_a_state_of_that_name_is_refused_as_any(tmp_path: Path) -> None:
+def test_in_an_async_handler_a_state_of_that_name_is_a_copy_as_any(tmp_path: Path) -> None:
     class Waiting(Ledger):
         @impulse
         async def look(self) -> None:
             self.log.append("x")
 
     instances = WaitingInstances(tmp_path, {"one": Waiting})
-    with pytest.raises(Exception, match=r"reads self\.log"):
+    with pytest.raises(Exception, match=r"has changed what it read as self\.log"):
         instances["one"].impulse("look")
 
 
