@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import sys
 import weakref
 from asyncio import events
@@ -21,6 +22,7 @@ from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
 
 from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, is_collecting, is_user_failure
 from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -146,13 +148,14 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Set a timer of the handler, ``delay`` seconds from now: it outlives crashes."""
-        return self._set_timer(self.now_ns() + round(delay * 1e9), callback, args, context)
+        due_ns = TIME_NS_MAX if delay == math.inf else self.now_ns() + round(delay * 1e9)
+        return self._set_timer(due_ns, callback, args, context)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Set a timer of the handler, for ``when`` by :meth:`time`: it outlives crashes."""
-        return self._set_timer(round(when * 1e9), callback, args, context)
+        return self._set_timer(TIME_NS_MAX if when == math.inf else round(when * 1e9), callback, args, context)
 
     def _set_timer(
         self,
@@ -223,7 +226,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         return None
 
     def _generator_begins(self, generator: AsyncGenerator[Any, Any]) -> None:
-        self._asyncgens = [*self._asyncgens, weakref.ref(generator)]
+        self._asyncgens = [*(one for one in self._asyncgens if one() is not None), weakref.ref(generator)]
 
     def _generator_is_dropped(self, generator: AsyncGenerator[Any, Any]) -> None:
         if events._get_running_loop() is self and not self.must_end:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,15 @@ async def times_out() -> Any:
         await asyncio.sleep(10)
     seen.append(str(limit.expired()))
     return seen
+
+
+async def sleeps_for_ever() -> Any:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1):
+            await asyncio.sleep(math.inf)
+    with anyio.move_on_after(1) as scope:
+        await anyio.sleep_forever()
+    return scope.cancelled_caught
 
 
 async def waits_for() -> Any:
@@ -255,8 +265,8 @@ async def uses_anyio() -> Any:
 
 
 PROGRAMS: list[Callable[[], Awaitable[Any]]] = [
-    *(gathers, gathers_and_fails, times_out, waits_for, waits, as_completed, groups, shields, cancels, locks, queues),
-    *(events, generates, has_contexts, leaves_tasks, sets, yields, uses_anyio),
+    *(gathers, gathers_and_fails, times_out, sleeps_for_ever, waits_for, waits, as_completed, groups, shields),
+    *(cancels, locks, queues, events, generates, has_contexts, leaves_tasks, sets, yields, uses_anyio),
 ]
 
 
