@@ -98,7 +98,14 @@ class HiddenModules:
         """Not: of an environment in the folder."""
         file = getattr(module, "__file__", None) or ""
         place = os.path.join(self._folder, module.__name__.partition(".")[0])
-        return file == f"{place}.py" or file.startswith(f"{place}{os.sep}")
+        if file == f"{place}.py" or file.startswith(f"{place}{os.sep}"):
+            return True
+        path = getattr(module, "__path__", None)  # a package that is reached by a link as well, as ours in its checkout
+        return (
+            path is not None
+            and os.path.isdir(place)
+            and any(os.path.realpath(one) == os.path.realpath(place) for one in path)
+        )
 
     def problem(self, name: str) -> str | None:
         """Return the text for someone who wants the module ``name`` of the folder; None if it is not hidden."""
