@@ -68,12 +68,6 @@ class Retry:
     not_on: tuple[type[Exception], ...] = PROGRAM_ERRORS
     give_up_after: timedelta | None = None
 
-    def __setstate__(self, state: list[Any]) -> None:
-        """Restore a pickled one; that of an earlier version lacks the last fields."""
-        fields = dataclasses.fields(self)
-        for one, value in zip(fields, [*state, *(one.default for one in fields[len(state) :])], strict=True):
-            object.__setattr__(self, one.name, value)
-
     def __post_init__(self) -> None:
         if self.attempts is not None and (not _is_int(self.attempts) or self.attempts < 1):
             raise UsageError(f"Retry(attempts={self.attempts!r}): a number from 1 was expected, or None: without end")
@@ -105,6 +99,16 @@ class Retry:
         except OverflowError:
             wait_s = float("inf")
         return min(wait_s, self.max_wait.total_seconds())
+
+
+def _restore_retry(retry: Retry, state: list[Any]) -> None:
+    """Restore a pickled one; that of an earlier version lacks the last fields."""
+    fields = dataclasses.fields(retry)
+    for one, value in zip(fields, [*state, *(one.default for one in fields[len(state) :])], strict=True):
+        object.__setattr__(retry, one.name, value)
+
+
+Retry.__setstate__ = _restore_retry  # type: ignore[attr-defined]  # dataclass replaces one in the class, in Python 3.11.2
 
 
 def _is_int(value: object) -> bool:

