@@ -213,7 +213,7 @@ def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> N
 
 
 def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, Any] | None:
-    """None where the log is not here."""
+    """Describe what would be lost with the log; None where the log is not here."""
     from immortal.coordinator.archive.archiver import unarchived
     from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log import log_exists

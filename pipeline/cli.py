@@ -32,7 +32,7 @@ _SPARKS_OWN = ("pyspark", "py4j")
 
 
 class _Group(Commands):
-    """Its commands end in one clear line, also where a JVM has thousands to say."""
+    """Group of commands that end in one clear line, also where a JVM has thousands to say."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -264,7 +264,7 @@ def trace(
     settings: dict[str, str],
     as_json: bool,
 ) -> None:
-    """What came of a message of INSTANCE, across services.
+    """Follow a message of INSTANCE across services.
 
     Logs do not say which message made which call: each is shown with how many may have made it; "exact" is one.
     """

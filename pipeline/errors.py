@@ -20,7 +20,7 @@ class LogChangedError(PipelineError):
 
 
 class JavaError(PipelineError):
-    """There is no Java that Spark runs on."""
+    """No Java was found that Spark runs on."""
 
 
 class SparkError(PipelineError):

@@ -74,7 +74,7 @@ class PlannedRecord:
 
 @dataclass(slots=True)
 class Ending:
-    """What a log's tables say behind its last record."""
+    """Contents of a log's tables behind its last record."""
 
     acknowledged: dict[str, int] = field(default_factory=dict)
     impulses: list[ImpulseBatch] = field(default_factory=list)
@@ -214,7 +214,7 @@ class Fleet:
                 self._send(service, now_ns)
 
     def ending(self, name: str) -> Ending:
-        """What the log of ``name`` says at the end; acknowledgements may be late."""
+        """Return the tables at the end of the log of ``name``; acknowledgements may be late."""
         service = self._services[name]
         acknowledged = {}
         for destination in service.streams:
@@ -226,7 +226,7 @@ class Fleet:
         return Ending(acknowledged, service.impulses, outputs)
 
     def _inputs(self, service: _Service, now_ns: int) -> list[Input]:
-        """What is there when the record is sealed: impulses from outside, calls to oneself, what has arrived."""
+        """Return the input of one record: impulses from outside, calls to oneself, what has arrived."""
         inputs = []
         if self._random.random() < 0.3:
             count = self._count()
@@ -255,7 +255,7 @@ class Fleet:
         return marks
 
     def _handle(self, service: _Service, batch: Input) -> None:
-        """What the service makes of ``batch``: calls to peers, sometimes to itself; a call begets 0.9 on average."""
+        """Draw the calls that ``batch`` leads to, to peers and sometimes itself: 0.9 for each call, on average."""
         if self._random.random() < (0.9 if batch.kind == BatchKind.STREAM else 1.0):
             destination = self._random.choice(self.names)
             destination = ONESELF if destination == service.name else destination

@@ -50,7 +50,7 @@ Value = TypeVar("Value", str, int)
 
 
 class PartWritten(WriterCommitMessage):
-    """What one task has written. ``folder`` is None where it had no rows."""
+    """Output of one task. ``folder`` is None where it had no rows."""
 
     def __init__(self, folder: str | None, instances: set[str], committer_ids: set[int]) -> None:
         self.folder = folder
@@ -193,7 +193,7 @@ def _message_rows(batch: pa.RecordBatch) -> Rows:
 
 
 def _open_part(folder: Path, *, readonly: bool = False) -> lmdb.Environment:
-    """What one task has written: sorted rows, and no log. It is read once and thrown away, so nothing is synced."""
+    """Open one task's output: sorted rows, and no log. It is read once and thrown away, so nothing is synced."""
     if readonly:
         return lmdb.open(str(folder), readonly=True, lock=False)
     return lmdb.open(str(folder), map_size=_PART_MAP_SIZE_BYTES, sync=False, mode=FILE_MODE)

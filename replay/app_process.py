@@ -111,7 +111,7 @@ class AppProcess:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status; None if it still runs after that time."""
+        """Wait for the process to end; return its exit status, or None if it still runs after that time."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -180,7 +180,7 @@ def _compare(diff: LogDiff, readers: tuple[LogReader, LogReader], one: LoggedVal
 
 
 def _trailer(reader: LogReader, row: LoggedValue) -> Trailer | None:
-    """None if the record is damaged."""
+    """Return the trailer of a record; None if the record is damaged."""
     if row.problem is not None:
         return None
     return verify_value(row.value, row.sequence_id, reader.identity.committer_id)[1]

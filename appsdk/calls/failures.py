@@ -109,7 +109,7 @@ def refused(context: Context, what: str, cause: Cause, text: str) -> HandlerErro
 
 
 def text_of(error: BaseException) -> str:
-    """Its message, without what differs from run to run."""
+    """Return an exception's message, without what differs from run to run."""
     try:
         text = str(error)
     except BaseException as problem:  # a __str__ of the user's
@@ -157,7 +157,7 @@ def who_waits(message: bytes) -> Caller | None:
 
 
 def rpc_of(message: bytes) -> IncomingRpc | None:
-    """None where it can't be read."""
+    """Decode the RPC of a logged message; return None where it can't be read."""
     try:
         _, start, end = decode_message(message, 0)
         return decode_incoming_rpc(message, start, end)

@@ -123,7 +123,7 @@ class Delivery:
 
     @staticmethod
     def _no_initial(instance: object) -> None:
-        """There is no @initial method."""
+        """Do nothing: the class has no @initial method."""
 
     def _only_first(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """The initial message is in record 0; whoever sends one later does not speak for this instance."""

@@ -14,7 +14,7 @@ class BecamePrimary(Struct, frozen=True):
 
 
 class OutputReady(Struct, frozen=True):
-    """There is a batch or more to send, before more input is handled."""
+    """Output must be sent before more input is handled: a batch or more."""
 
 
 class Goodbye(Struct, frozen=True):

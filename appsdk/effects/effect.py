@@ -227,7 +227,7 @@ class EffectFunction:
 
 
 def encodable(text: object) -> str:
-    """Its text, of which every character can be encoded."""
+    """Return the text of an object, with every character encodable."""
     try:
         return str(text).encode("utf-8", "replace").decode()
     except BaseException as error:  # a __str__ of the user's

@@ -37,7 +37,7 @@ class EffectLoop:
         self._ask(partial(self._call_later, wait_s, key, function))
 
     def cancel(self, key: Hashable) -> None:
-        """Its task is cancelled, its timer forgotten; harmless where there is neither."""
+        """Cancel the task of ``key``, and forget its timer; do nothing where there is neither."""
         self._ask(partial(self._cancel, key))
 
     def stop(self) -> None:

@@ -124,7 +124,7 @@ class Definition(Struct):
 
     @property
     def has_tasks(self) -> bool:
-        """There are ``async def`` handlers."""
+        """Tell whether the class has ``async def`` handlers."""
         return any(handler.is_async for handler in self.handlers.values())
 
     def policy(self, handler: Any) -> OnError:
@@ -137,7 +137,7 @@ class Definition(Struct):
 
     @property
     def can_undo(self) -> bool:
-        """There are handlers whose failure puts the state back."""
+        """Tell whether the failure of some handler puts the state back."""
         return any(self.policy(handler) == "undo" for handler in self.handlers.values())
 
     @property

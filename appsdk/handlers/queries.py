@@ -134,7 +134,7 @@ class Queries:
         return self._logged if self._logged.allows(handler.method_id) else None
 
     def _forms(self, instance: Any) -> dict[str, bytes] | None:
-        """None where it can't be encoded: the next checkpoint says why."""
+        """Return the encoded state; None where it can't be encoded: the next checkpoint says why."""
         if self._schema is None:
             return None
         try:

@@ -74,7 +74,7 @@ class Nodes:
         self.living.use(definition)
 
     def save(self) -> bytes | None:
-        """None: there is nothing. Raises StateError."""
+        """Encode nodes and accounts for a checkpoint; None: there are none. Raises StateError."""
         accounts = self.accounts
         if not self._last_number and not accounts.holder.held:
             return None
@@ -156,7 +156,7 @@ class Nodes:
         return node
 
     def _own(self, handle: Any, what: str) -> Grant | None:
-        """None: nothing is known of it any more. Raises UsageError."""
+        """Return the grant of a handle of our own; None: it is not known any more. Raises UsageError."""
         owner, key = _parts(handle, what)
         if owner != self.context.instance_name:
             raise UsageError(f"{what}({handle!r}): only its owner, {owner!r}, can do that")
@@ -190,7 +190,7 @@ class Nodes:
         return handle
 
     def _end(self, key: Key, how: str) -> None:
-        """Its end goes through the queues of the owner and of all holders, as one ordered multicast."""
+        """End a node: the end goes through the queues of owner and holders, as one ordered multicast."""
         own_name = self.context.instance_name
         told = self.accounts.owner.begin_end(key)
         word = encode_call(_write_word, (own_name, Ended(key, how)))

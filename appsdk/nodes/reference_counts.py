@@ -114,7 +114,7 @@ class Owner:
         return told
 
     def end(self, key: Key, how: str) -> None:
-        """Its end is there. Who holds it and was not told, as the word that it got a copy was under way, is now."""
+        """End a grant. Tell the holders that were not told, as the news of their copy was under way."""
         grant = self.grants[key]
         grant.stage, grant.how = Stage.ENDED, how
         for holder in grant.holders:

@@ -290,7 +290,7 @@ class Ordering:
             self.state.committed[sender] = message.number
 
     def drop(self, sender: str, number: int) -> None:
-        """Its run is cancelled."""
+        """Cancel the run of a sender."""
         filed = self._runs.pop((sender, number), None)
         if filed is not None:
             self._own_count -= sender == self.name
@@ -383,7 +383,7 @@ class Ordering:
 
     @staticmethod
     def _key(filed: QueuedRun) -> Key:
-        """Its place: runs at one timestamp by the names of their senders, and before the calls that came by themselves
+        """Return the place in the order: runs of one timestamp by sender, and before the calls that came by themselves
         at that time."""
         return filed.timestamp, not filed.sender, filed.sender, filed.number
 

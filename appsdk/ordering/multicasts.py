@@ -134,7 +134,7 @@ class Multicasts:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def save(self) -> bytes | None:
-        """None: there was no ordered multicast yet."""
+        """Encode the queues for a checkpoint; None: there was no ordered multicast yet."""
         if self._ordering is None or self._sending is None:
             return None
         saved = Saved(self._ordering.name, self._ordering.save(), self._sending.waiting, sorted(self._clients))

@@ -133,7 +133,7 @@ def describe_tasks(definition: Definition, saved: SavedTasks) -> Fields:
 
 
 def describe_nodes(data: bytes) -> Fields:
-    """Its nodes, who holds their handles, and the handles of others that it holds. Raises StateError."""
+    """Describe the nodes of an instance, their holders, and the foreign handles it holds. Raises StateError."""
     saved = decode_saved(data)
     nodes = [
         Fields({"$number": one.number, "$class": one.class_name, **_decoded(one.state)})

@@ -165,7 +165,7 @@ class TracingDispatcher(Dispatcher):
         return super().data_to_send()
 
     def _tell_progress(self) -> None:
-        """Whoever is told what this run draws is to know that no more comes of the records so far."""
+        """Tell listeners that this run draws no more numbers for the records so far."""
         if self.tasks.others is None and self._told_sequence_id < self._ended_sequence_id:
             self._told_sequence_id = self._ended_sequence_id
             self.outbox.send(encode_numbers(self._ended_sequence_id))
@@ -373,7 +373,7 @@ class RunMatcher:
     # --- this run ---------------------------------------------------------------------------------------------------
 
     def drawn_for(self, operation: Operation | None) -> _Drawn:
-        """None: for the handler that starts."""
+        """Return what a number was drawn for. ``operation`` None: for the handler that starts."""
         if operation is None:
             number = self._starts.pop(self._tasks.context.message_index, None)
             return self._own() if number is None else _Drawn(number)
@@ -394,7 +394,7 @@ class RunMatcher:
         return _Drawn(self._last_own)
 
     def _handler(self, number: int) -> _Handler | None:
-        """None for one that does not run here, or not there."""
+        """Return a handler by number; None for one that does not run here, or not there."""
         handler = self._handlers.get(number)
         if handler is None and number > 0 and self._tasks.runs(number):  # it waits since before the replay
             handler = self._handlers[number] = _Handler()

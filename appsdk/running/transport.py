@@ -92,7 +92,7 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket
 
 
 def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
-    """None where the connection has met itself. Raises OSError."""
+    """Connect; return None where the connection has met itself. Raises OSError."""
     if isinstance(target, str):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(CONNECT_ATTEMPT_TIMEOUT_S)

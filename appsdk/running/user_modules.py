@@ -187,7 +187,7 @@ class UserCode(MetaPathFinder):
 
     @classmethod
     def from_environment(cls, target: str) -> UserCode | None:
-        """None in service. Raises LoadError for code that can't be taken."""
+        """Load the code that the environment names; None in service. Raises LoadError for code that can't be taken."""
         notes = os.environ.get(NOTES_VARIABLE)
         if not notes:
             return None

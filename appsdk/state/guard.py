@@ -95,7 +95,7 @@ class Guard:
                 self._left_out.add(name)
 
     def _small_ones(self, schema: StateSchema, instance: Any, size_bytes: int) -> dict[str, bytes]:
-        """Their bytes."""
+        """Return the bytes of the attributes that are small enough to be compared each time."""
         found: dict[str, bytes] = {}
         if size_bytes > MEASURED_SIZE_BYTES_MAX:
             return found

@@ -148,7 +148,7 @@ class Snapshot:
         return self.silent_since_s + SILENCE_S_MAX - time.monotonic()
 
     def not_read(self) -> None:
-        """There is no room for what the child writes: its silence begins when there is."""
+        """Note that the child's output has no room: its silence counts from when there is room."""
         self.silent_since_s = time.monotonic()
 
     def _give_up(self) -> None:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Bounded(msgspec.Struct, Generic[T]):
-    """What is encoded for a deque with a largest length; one without is a list."""
+    """Encoded form of a deque with a largest length; one without is a list."""
 
     items: list[T]
     maxlen: int
@@ -49,7 +49,7 @@ def _codec_of_kind(kind: Kind, cls: type) -> Codec:
 
 
 def _parameters(annotation: Any, count: int) -> tuple[Any, ...]:
-    """What an annotation has in brackets; Any where it has none."""
+    """Return the types in an annotation's brackets; Any where it has none."""
     return typing.get_args(annotation) or (Any,) * count
 
 
@@ -76,7 +76,7 @@ def _counter_form(annotation: Any) -> Any:
 
 
 def _factory(annotation: Any) -> Callable[[], Any] | None:
-    """What makes the defaults of a defaultdict: the class of its values, of a union the first one; None: no class."""
+    """Return the factory of a defaultdict: the class of its values, of a union the first one; None: no class."""
     value = _parameters(annotation, 2)[1]
     while typing.get_origin(value) in (Annotated, typing.Union, types.UnionType):
         value = typing.get_args(value)[0]

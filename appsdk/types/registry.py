@@ -332,7 +332,7 @@ class _Translator(msgspec.inspect._Translator):
 
 
 def type_info(annotation: Any) -> msgspec.inspect.Type:
-    """As ``msgspec.inspect.type_info``, with the whole annotation as ``cls`` of a custom type."""
+    """Return ``msgspec.inspect.type_info``, with the whole annotation as ``cls`` of a custom type."""
     found: msgspec.inspect.Type
     (found,) = _Translator((annotation,)).run()  # type: ignore[no-untyped-call]
     return found
@@ -340,7 +340,7 @@ def type_info(annotation: Any) -> msgspec.inspect.Type:
 
 @functools.cache  # the same for the same annotation, so that a type may refer to itself
 def info_of_form(annotation: Any) -> msgspec.inspect.Type | None:
-    """What is encoded in place of values of a custom type; None where its codec does not say."""
+    """Return the type that is encoded in place of a custom type; None where its codec does not say."""
     codec = find_codec(typing.get_origin(annotation) or annotation)
     return None if codec is None or codec.form is None else type_info(codec.form(annotation))
 

@@ -122,7 +122,7 @@ class Incoming:
 
     @contextmanager
     def failing(self, verdict: Verdict) -> Iterator[None]:
-        """Whoever is woken meanwhile finds that what it waited for has failed, as ``verdict`` says."""
+        """Let each result that comes meanwhile be a failure, as ``verdict`` says."""
         where = reference(self._context.instance_name, verdict.sequence_id, verdict.message_index)
         self.failed = encode_failed(verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where)
         try:

@@ -264,7 +264,7 @@ class Answers:
         self._send(caller, _RETURNED_VALUE, value)
 
     def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
-        """Its call has failed: tell ``caller`` how."""
+        """Tell ``caller`` how its call has failed."""
         self._send(caller, RpcKind.RAISED, *answer_of(verdict, self._context.instance_name))
 
     def _send(self, caller: Caller, kind: RpcKind, *values: Any) -> None:

@@ -232,7 +232,7 @@ class Task(Owner):
             self._end_with(UsageError(f"its coroutines wait for each other, and for nothing that could come: {where}"))
 
     def _end_with(self, error: BaseException) -> None:
-        """None of its coroutines goes on."""
+        """End the handler with ``error``; none of its coroutines goes on."""
         self._error = error
         self._close()
 
@@ -426,6 +426,11 @@ class Task(Owner):
         if not isinstance(value, _IMMUTABLE):
             self._copies.append((operation, value, schema.encode_attribute(name, value)))
         return value
+
+    def look(self, schema: StateSchema, name: str) -> Any:
+        """Return a copy of an attribute for a debugger: nothing of it is in the journal. Raises StateError."""
+        value = getattr(self.tasks.instance, name)
+        return schema.decode_attribute(name, schema.encode_attribute(name, schema.kept(name, value)))
 
     def _check_copies(self) -> None:
         """Let the handler fail that has changed a copy of the state since it was read."""

@@ -88,7 +88,7 @@ class Tasks(Host):
         return self._tasks.get(number)
 
     def save(self) -> SavedTasks | None:
-        """None where there is nothing to save, as in each app without ``async def`` and schedules."""
+        """Return what a checkpoint keeps; None for nothing, as in an app without ``async def`` and schedules."""
         if self._next_number == 1 and not self.events.kept and not self.clock.schedules:
             return None
         return SavedTasks(
@@ -194,7 +194,7 @@ class Tasks(Host):
             call = None
 
     def began(self, task: Task) -> None:
-        """Its run, or with continue_as its next one: it counts for limits, and has so much time from here on."""
+        """Count a run for limits, and start its timeout; with continue_as each run counts anew."""
         self.limits.ended(task.number)
         self.limits.began(task.number, task.handler, task.arguments)
         if self.limits.queued:

@@ -111,7 +111,7 @@ class LogAnswers(Notice):
 
 
 class Following(Notice):
-    """This process follows a log that another process writes."""
+    """The process follows a log that another one writes."""
 
     template = "following {holder}, who writes the log"
     holder: str

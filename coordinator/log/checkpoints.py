@@ -147,7 +147,7 @@ def half_written(view: View) -> Changes:
 
 
 class Retention(Struct, frozen=True):
-    """Which checkpoints to keep, see :meth:`LogStore.trim`. Times in ns since the Unix epoch."""
+    """Rule for keeping checkpoints, see :meth:`LogStore.trim`. Times in ns since the Unix epoch."""
 
     keep_checkpoints: int | None
     keep_since_ns: int | None

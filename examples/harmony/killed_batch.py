@@ -45,7 +45,7 @@ class Service:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def kill_one(self, chance: random.Random) -> None:
-        """Its coordinator or its app; it comes back by itself."""
+        """Kill the coordinator or the app, which comes back by itself."""
         found = re.findall(r"coordinator_pid=(\d+) app_pid=(\d+)", self.log.read_text())
         if found:
             with contextlib.suppress(ProcessLookupError):

@@ -15,7 +15,7 @@ STOCK = 1_000_000_000  # of each item, at first
 
 
 class SoldOut(Exception):  # noqa: N818 (what happened, not what is wrong)
-    """There is not that much of it. Arguments: item, how much there is."""
+    """An order asks for more than there is. Arguments: item, how much there is."""
 
 
 class Shop(Immortal):

@@ -73,7 +73,7 @@ class Instance:
                     self.pids = [int(found[1]), int(found[2])]
 
     def kill(self, source: random.Random) -> bool:
-        """Its app or its coordinator; False where neither runs just now."""
+        """Kill the app or the coordinator; return False where neither runs just now."""
         if not self.pids:
             return False
         pid = source.choice(self.pids)

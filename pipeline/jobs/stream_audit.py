@@ -214,7 +214,7 @@ class StreamAudit:
         self._compare(record, part)
 
     def _begin_anew(self) -> None:
-        """Its sender came with another log, and numbers its messages from 1 again. Its marks are of that log."""
+        """Begin again at 1: the sender came with another log, whose numbers and marks are its own."""
         self._report_missing()
         kept = [finding for finding in self.findings if finding.kind not in ("content", "causality")]
         for kind in ("content", "causality"):

@@ -41,7 +41,7 @@ _BEFORE_NS = 5_000_000_000  # marks a little older than the first record tell wh
 
 
 class TraceError(PipelineError):
-    """There is no such message."""
+    """A message to trace was not found."""
 
 
 @dataclass(frozen=True, slots=True)

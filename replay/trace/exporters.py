@@ -190,7 +190,7 @@ class _TraceEvents:
         return names
 
     def of(self, message: Executed) -> Iterator[Event]:
-        """Its slice, the arrow to that, and the slice of its batch."""
+        """Yield a message's slice, the arrow to it, and the slice of its batch."""
         if self._zero_ns is None:
             # Doubles hold no ns since 1970. What was sent more than a day before is shown as sent then.
             self._zero_ns = message.time_ns // _DAY_NS * _DAY_NS - _DAY_NS

@@ -47,7 +47,7 @@ class Positions:
             ) from None
 
     def next_of(self, source: Source) -> int | None:
-        """None where nothing is known of that log."""
+        """Return the next record of a source; None where nothing is known of that log."""
         known = self._next.get(source.instance)
         return known[1] if known is not None and known[0] == source.reader.identity.committer_id else None
 

@@ -89,7 +89,7 @@ class Timings:
         self._known: tuple[int, RecordTiming | None] = (-1, None)
 
     def of(self, sequence_id: int) -> RecordTiming | None:
-        """None where nothing is known of that record."""
+        """Return the timing of a record; None where nothing is known of it."""
         if self._known[0] != sequence_id:
             self._known = sequence_id, self._read(sequence_id)
         return self._known[1]
@@ -141,7 +141,7 @@ class Timings:
 
 
 class _Segment:
-    """Its rows are found by bisection: of a whole one only few are looked at."""
+    """One file of timings. Rows are found by bisection, so that only few are read."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, ValueError."""

@@ -53,7 +53,7 @@ class Sessions:
             raise ReplayError(str(error)) from None
 
     def end(self, name: str, session: _Session | None = None) -> None:
-        """Its process is gone behind this: one that is started later has today's code."""
+        """End a session's process: one that is started later has today's code."""
         with self._lock:
             found = self._sessions.get(name)
             if found is None or session not in (None, found):

@@ -108,7 +108,7 @@ class MomentExplorer:
         }
 
     def _visit(self, at: At) -> None:
-        """Its state, and the one before, are kept from here on."""
+        """Keep the state at a moment, and the one before."""
         if at in self._states and _before(at) in self._states and at[0] in self._made:
             self._states.move_to_end(at)
             return

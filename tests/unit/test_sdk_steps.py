@@ -11,6 +11,8 @@ import immortal
 from immortal import CalleeFailed, Immortal, Transient, peer, rpc
 from immortal.testing import Environment, crash_everywhere
 
+LOOKS: list[str] = []
+
 
 class Bank(Immortal):
     def __init__(self) -> None:
@@ -83,6 +85,13 @@ class Shop(Immortal):
             immortal.step(lambda: 5)
 
     @rpc
+    async def is_debugged(self) -> int:
+        if LOOKS:
+            assert eval("self.items") == {}
+        await asyncio.sleep(1)
+        return self.sold
+
+    @rpc
     async def fails(self) -> str:
         def fail() -> None:
             self.sold += 1000
@@ -134,3 +143,17 @@ def test_a_step_that_fails_leaves_the_state_as_it_was() -> None:
             shop = env.start(Shop, "shop")
             assert shop.call(Shop.fails) == "ValueError: a bug, 0"
             assert shop.state.sold == 0
+
+
+def test_who_looks_with_a_debugger_leaves_nothing_in_the_journal() -> None:
+    with Environment() as env:
+        env.start(Bank, "bank")
+        shop = env.start(Shop, "shop")
+        LOOKS.append("once")
+        pending = shop.begin(Shop.is_debugged)
+        env.run()
+        shop.checkpoint()
+        LOOKS.clear()  # nobody looks as the handler is run again
+        shop.crash()
+        shop.recover()
+        assert pending.result() == 0

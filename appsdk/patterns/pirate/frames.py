@@ -145,4 +145,4 @@ class GaveUp(CallTimeout):
 
 
 class TooManyRequests(ClientError):  # noqa: N818
-    """This client has as many open requests as it may have. Nothing was sent."""
+    """A request was not sent: the client has as many open ones as it may have."""

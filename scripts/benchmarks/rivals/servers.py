@@ -81,7 +81,7 @@ def postgres_database(url: str, name: str) -> str:
 
 
 def restate_program() -> Path | None:
-    """None: it is not installed."""
+    """Return the path of restate-server; None: it is not installed."""
     program = RESTATE_FOLDER / "node_modules" / ".bin" / "restate-server"
     if program.exists():
         return _native(program)
