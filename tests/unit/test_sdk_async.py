@@ -185,6 +185,10 @@ class Teller(Base):
                 immortal.race(asyncio.shield(quote), immortal.sleep(timedelta(seconds=1))), self.shares(quote)
             )
             await self.note(f"{first.index} {also}")
+        elif kind == "in time":
+            async with asyncio.timeout(3600):
+                await self.bank.nothing()
+            await immortal.event("never")
         elif kind == "awaited twice":
             call = self.bank.counted()
             await self.note(f"{await call} {await call}")
@@ -458,6 +462,12 @@ def test_gather_and_race(two: WaitingInstances, kind: str, expected: list[str], 
     assert two["teller"].dispatcher.next_due_ns is None  # no cancelled timer stays
     two.pass_all_time()  # the answer that has lost comes in
     assert log(two) == expected
+
+
+def test_the_timer_of_a_limit_that_was_kept_is_gone(two: WaitingInstances) -> None:
+    two["teller"].impulse("many", "in time")
+    assert two.waiting_count("teller") == 1
+    assert two["teller"].dispatcher.next_due_ns is None
 
 
 def test_what_loses_a_race_is_executed_all_the_same(two: WaitingInstances) -> None:
