@@ -87,7 +87,8 @@ def hotel(city: str) -> str:
 @agent.tool(metadata={"immortal": False})
 async def book(ctx: RunContext[Any], city: str, euros: int) -> int:
     """In the handler: the airline is called exactly once."""
-    return await ctx.deps.airline.book(city, euros)
+    bookings: int = await ctx.deps.airline.book(city, euros)
+    return bookings
 
 
 class Travel(Immortal):
