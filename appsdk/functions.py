@@ -30,7 +30,7 @@ from immortal.appsdk.waiting.impulses import Effect
 from immortal.appsdk.waiting.loop import Race, Winner
 from immortal.appsdk.waiting.operations import Event, LocalFunction, LocalStep, Timer, encode_signal, event_name
 from immortal.appsdk.waiting.task import Task
-from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
+from immortal.appsdk.waiting.task_self import TaskHandler, TaskMulticast, TaskSelf
 
 NAMES = (
     *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "logger", "multicast"),
@@ -176,19 +176,23 @@ def event(name: str, kind: Any = Any) -> Any:
 
 
 def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
-    """``await immortal.step(lambda: self.count)`` runs a local function at once, which owns the state.
+    """``await immortal.step(self.count, 2)`` runs a ``def`` handler of one's own, or a local function, at once.
 
-    It reads and sets attributes as a ``def`` handler does, and its result, a copy, is in the journal: a recovery does
-    not run it again. ``function`` does not wait and does not reach outside. Raises UsageError; what it raises itself
-    fails this step as it would a ``def`` handler: CalleeFailed.
+    It owns the state: it reads and sets attributes. Its result, a copy, is in the journal: a recovery does not run it
+    again. ``function`` does not wait and does not reach outside. Raises UsageError, TypeError for arguments that a
+    handler does not take; what it raises itself fails this step: CalleeFailed.
     """
     task = _task("step")
+    made: Any
+    if isinstance(function, TaskHandler):
+        made = function.step(args, kwargs)
+        return made  # type: ignore[no-any-return]  # a future, with the type of what create_task takes
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise UsageError(
-            f"immortal.step({function!r}): a function or lambda was expected that does not wait; an 'async def' is "
+            f"immortal.step({function!r}): a function was expected that does not wait; an 'async def' is "
             f"awaited as it is: await function(...)"
         )
-    made: Any = LocalStep(task, LocalFunction(function, kwargs), args)
+    made = LocalStep(task, LocalFunction(function, kwargs), args)
     return made  # type: ignore[no-any-return]
 
 
@@ -313,7 +317,8 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
     Two instances that get the same two multicasts get them in the same order, and an effect never comes before its
     cause; see ``docs/how-to/ordering.md``. ``targets``: peers of one class or of several with that handler, and
     ``type(self)`` for this instance too. In an ``async def`` handler
-    ``await immortal.multicast([...]).count("text")`` gives all answers, in the order of the targets. Raises UsageError.
+    ``await immortal.multicast([...]).count.all("text")`` gives all answers, in the order of the targets. Raises
+    UsageError.
     """
     found: Any = _runner("multicast")
     if isinstance(found, Task):
@@ -337,7 +342,7 @@ def _nodes(what: str) -> Any:
     if isinstance(found, Task):
         raise UsageError(
             f"immortal.{what}: an async handler touches no nodes, as others change them while it waits: move this into "
-            f"a 'def' handler (@rpc) and await that: await self.<handler>(...)"
+            f"a 'def' handler (@rpc) and await immortal.step(self.<handler>, ...)"
         )
     return _beside_a_coordinator(found.nodes, what)
 

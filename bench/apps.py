@@ -160,7 +160,7 @@ class Caller(Immortal):
                 raise ValueError(f"call {number} got the answer {answer[:16]!r}")
         if pause < end:
             immortal.continue_as(pause, end, size_bytes)
-        await self.loop_done()
+        await immortal.step(self.loop_done)
 
     @rpc(id=3)
     def loop_done(self) -> None:

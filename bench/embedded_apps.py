@@ -67,7 +67,7 @@ class Caller(Immortal):
                 raise ValueError(f"call {number} got the answer {answer[:16]!r}")
         if pause < end:
             immortal.continue_as(case, pause, end, size_bytes)
-        await self.done()
+        await immortal.step(self.done)
 
     @rpc(id=3)
     async def batches(self, first: int, end: int, size_bytes: int) -> None:
@@ -86,7 +86,7 @@ class Caller(Immortal):
                 raise ValueError(f"{taken} calls were taken, {BATCH_CALLS} were made")
         if pause < end:
             immortal.continue_as(pause, end, size_bytes)
-        await self.done()
+        await immortal.step(self.done)
 
     @rpc(id=4)
     def done(self) -> None:

@@ -270,13 +270,10 @@ class Reader(ast.NodeVisitor):
         receiver = self._value(function.value)
         if isinstance(receiver, PeerOf):
             return AWAIT_OR_FORK if receiver.waits else ""
-        if isinstance(receiver, Bound) and function.attr == "step" and isinstance(function.value, ast.Attribute):
-            function = function.value
-            receiver = self._value(function.value)
         if isinstance(receiver, Instance) and receiver.waits:
             own = inspect.getattr_static(shape(receiver.hint)[0], function.attr, None)
             if isinstance(own, Handler):
-                return AWAIT_OR_FORK
+                return AWAIT_OR_FORK if own.is_async else f"write await immortal.step({ast.unparse(function)}, ...)"
         return AWAIT if inspect.iscoroutinefunction(called) else ""
 
     def _check_attribute(self, node: ast.Attribute) -> None:

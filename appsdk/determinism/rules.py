@@ -27,7 +27,7 @@ AWAIT = "write 'await' in front of it"
 AWAIT_OR_FORK = f"{AWAIT}, or .fork(...) if nobody is to wait for it"
 REFUSED = "which is refused there, as others change it while that waits"
 OF_A_COPY = "so the state stays as it is"
-IN_A_STEP = "move this line into a function, and await immortal.step(<function>), or into a 'def' handler (@rpc)"
+IN_A_STEP = "move this line into a function, or a 'def' handler, and await immortal.step(<function>)"
 BLOCKS = "which holds up the whole instance, at each replay too"
 
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from immortal.appsdk.calls.codec import signature_of
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import checked_on_error, checked_raises
-from immortal.appsdk.errors import DefinitionError, OnError, UsageError
+from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.schedules import Cron, Period, Schedule
 from immortal.protocol import system_methods
 
@@ -59,8 +59,8 @@ class BoundHandler(Generic[P, R]):
     """A handler of this very instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends it to oneself.
 
     ``fork`` sends the call and goes on: it is executed once, in the order of the calls, whatever crashes. It raises
-    TypeError for arguments that the handler does not take, UsageError outside handlers. (``step`` is for async
-    handlers: there this is an :class:`immortal.appsdk.waiting.task_self.TaskHandler`.)
+    TypeError for arguments that the handler does not take, UsageError outside handlers. (In async handlers this is an
+    :class:`immortal.appsdk.waiting.task_self.TaskHandler`.)
     """
 
     __slots__ = ("_call", "fork")
@@ -73,10 +73,6 @@ class BoundHandler(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(*args, **kwargs)
-
-    def step(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
-        """``await self.count.step(...)``: ``await self.count(...)`` with a type. Raises UsageError."""
-        raise UsageError("self.<handler>.step(...): only an 'async def' handler awaits it: call self.<handler>(...)")
 
 
 class ImmortalProtocol(Protocol):

@@ -22,7 +22,16 @@ from immortal.appsdk.handlers.multicast import Destination, NodeHandles, make_mu
 from immortal.appsdk.handlers.proxy import find_handler
 from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.waiting.loop import Together
-from immortal.appsdk.waiting.operations import Call, MulticastCall, NodeTarget, Step, Target
+from immortal.appsdk.waiting.operations import (
+    Call,
+    LocalFunction,
+    LocalStep,
+    MulticastCall,
+    NodeTarget,
+    Operation,
+    Step,
+    Target,
+)
 from immortal.appsdk.waiting.task import Task
 
 _MISSING = object()
@@ -97,8 +106,8 @@ class TaskSelf:
 def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
     return UsageError(
         f"{place_of(frame)}: {frame.f_code.co_qualname} {verb} self.{name}: others change it while an "
-        f"async handler waits: move this line into a function and await immortal.step(<function>), or into a 'def' "
-        f"handler (@rpc) and await that: await self.<handler>(...)"
+        f"async handler waits: move this line into a function, or into a 'def' handler (@rpc), and await "
+        f"immortal.step(<function>)"
     )
 
 
@@ -106,7 +115,7 @@ def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
 
 
 class TaskHandler:
-    """A handler, one's own or a peer's: calling it gives something to await."""
+    """A handler: calling it gives something to await, and `immortal.step` runs it where it is a ``def`` of its own."""
 
     __slots__ = ("_target", "_task")
 
@@ -119,11 +128,31 @@ class TaskHandler:
         if target.is_overridden:  # the log would call the overriding one
             coroutine: Awaitable[Any] = target.called.function(TaskSelf(task), *arguments, **keywords)
             return coroutine
+        if not target.is_call:
+            raise UsageError(
+                f"{place_of(sys._getframe(1))}: self.{self.__name__}(...) in an async handler: a 'def' handler of its "
+                f"own is a step there: await immortal.step(self.{self.__name__}, ...)"
+            )
         bound = target.codec.bind(arguments, keywords)
         _ = target.codec.decode_result  # raises here, where the call is made
-        return Call(task, target, bound) if target.is_call else Step(task, target, bound)
+        return Call(task, target, bound)
 
-    step = __call__
+    @property
+    def __name__(self) -> str:
+        return self._target.called.name
+
+    def step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Operation:
+        """Return the step that `immortal.step` makes of a handler. Raises UsageError, TypeError."""
+        task, target, name = self._task, self._target, self.__name__
+        if target.called.is_async or target.destination:
+            whose = f"self.<peer>.{name}" if target.destination else f"self.{name}"
+            raise UsageError(f"immortal.step({whose}): a 'def' handler of its own was expected: await {whose}(...)")
+        if target.is_overridden:  # the log would run the overriding one
+            function = MethodType(target.called.function, task.tasks.instance)
+            return LocalStep(task, LocalFunction(function, keywords), arguments)
+        bound = target.codec.bind(arguments, keywords)
+        _ = target.codec.decode_result  # raises here, where the step is made
+        return Step(task, target, bound)
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         task, target = self._task, self._target
@@ -175,7 +204,7 @@ class TaskMulticast:
 
 
 class TaskMulticastMethod:
-    """Calling it gives all answers to await, in the order of the destinations."""
+    """A handler that several instances have: ``all(...)`` gives all answers to await, in the order of the instances."""
 
     __slots__ = ("_destinations", "_handler", "_scope", "_task")
 
@@ -187,7 +216,13 @@ class TaskMulticastMethod:
         self._destinations = destinations
         self._handler = handler
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Awaitable[Any]:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        raise UsageError(
+            f"immortal.multicast([...]).{self._handler.name}(...): all answers are written "
+            f"await immortal.multicast([...]).{self._handler.name}.all(...)"
+        )
+
+    def all(self, *arguments: Any, **keywords: Any) -> Awaitable[Any]:
         task, handler = self._task, self._handler
         own_name = task.tasks.context.instance_name
         calls: list[MulticastCall] = []
@@ -202,8 +237,6 @@ class TaskMulticastMethod:
             _ = target.codec.decode_result  # raises here, where the call is made
             MulticastCall(task, target, to, bound, calls, self._scope)
         return Together(task, list(calls))
-
-    all = __call__
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         if not self._task.is_silent:

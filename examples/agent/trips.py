@@ -20,6 +20,7 @@ from pydantic_ai import Agent, RunContext
 from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart, ToolReturnPart
 from pydantic_ai.models.function import AgentInfo, FunctionModel
 
+import immortal
 from immortal import Immortal, effect_context, peer, query, rpc
 from immortal.integrations.pydantic_ai import ImmortalDurability
 
@@ -101,7 +102,7 @@ class Travel(Immortal):
     @rpc
     async def plan(self, city: str) -> str:
         result = await agent.run(city, deps=self)
-        await self.keep.step(city, result.all_messages_json())
+        await immortal.step(self.keep, city, result.all_messages_json())
         return result.output
 
     @rpc

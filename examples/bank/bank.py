@@ -19,6 +19,7 @@ import random
 import time
 from typing import NamedTuple
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 BANKS = ("north", "south", "west")
@@ -110,15 +111,15 @@ class Teller(Immortal):
         try:
             await payer_bank.debit(number, order.payer, order.amount)
         except (InsufficientFundsError, AccountClosedError):
-            await self.settle.step(number, "refused")
+            await immortal.step(self.settle, number, "refused")
             return
         try:
             await payee_bank.credit(number, order.payee, order.amount)
         except AccountClosedError:
             await payer_bank.credit(number, order.payer, order.amount)  # back to where it came from
-            await self.settle.step(number, "returned")
+            await immortal.step(self.settle, number, "returned")
         else:
-            await self.settle.step(number, "done")
+            await immortal.step(self.settle, number, "done")
 
     @rpc
     def settle(self, number: int, outcome: str) -> None:

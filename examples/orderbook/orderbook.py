@@ -90,7 +90,7 @@ class Trader(Immortal):
     @rpc
     async def buy(self, price: int, quantity: int) -> tuple[int, ...]:
         """Return what all five books have traded at once: five equal numbers."""
-        number = await self.next_number.step()
+        number = await immortal.step(self.next_number)
         books = immortal.multicast([self.b1, self.b2, self.b3, self.b4, self.b5])
         return await books.place.all(NAME, number, price, quantity)
 

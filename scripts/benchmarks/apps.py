@@ -55,7 +55,7 @@ class LocalSteps(Immortal):
     @rpc(id=1)
     async def echo(self, data: bytes) -> bytes:
         for number in STEPS:
-            data = await self.work(data, number)
+            data = await immortal.step(self.work, data, number)
         return data
 
     @rpc(id=2)
@@ -80,7 +80,7 @@ class WaitingCaller(Caller):
 
     @rpc(id=11)
     async def wait_for(self, number: int) -> None:
-        await self.begun()
+        await immortal.step(self.begun)
         await immortal.event(f"never {number}", bool)
 
     @rpc(id=12)

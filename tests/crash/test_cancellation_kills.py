@@ -35,13 +35,13 @@ class Orders(Immortal):
 
     @rpc
     async def order(self, number: int) -> None:
-        await self.note("waits")
+        await immortal.step(self.note, "waits")
         try:
             await immortal.event("approved")
         except Cancelled as cancelled:
-            await self.note(f"cancelled: {cancelled}")
+            await immortal.step(self.note, f"cancelled: {cancelled}")
             await immortal.event("stock is back")
-            await self.note("cleaned up")
+            await immortal.step(self.note, "cleaned up")
             raise
 
     @on_primary

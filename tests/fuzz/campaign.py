@@ -103,7 +103,7 @@ class Service(Immortal):
         try:
             return await self.supplier.price("tea")
         except (CalleeFailed, CallRefused):
-            await self.note_failed()
+            await immortal.step(self.note_failed)
             return None
 
     @rpc
@@ -111,7 +111,7 @@ class Service(Immortal):
         try:
             await immortal.effect.options(retry=Retry(attempts=None))(made, seed)
         except EffectFailed:
-            await self.note_failed()
+            await immortal.step(self.note_failed)
 
     @rpc
     def note_failed(self) -> None:

@@ -92,7 +92,7 @@ class Service(Immortal):
 
     @rpc
     async def ask(self) -> None:
-        await self.note(f"ghost {await self.ghost.total()}")
+        await immortal.step(self.note, f"ghost {await self.ghost.total()}")
 
     @rpc
     async def wait_long(self) -> str:
@@ -102,11 +102,11 @@ class Service(Immortal):
     @rpc
     async def nap(self) -> None:
         await immortal.sleep(timedelta(hours=1))
-        await self.note("woken")
+        await immortal.step(self.note, "woken")
 
     @rpc
     async def pay(self) -> None:
-        await self.note(f"paid {await immortal.effect(charge)}")
+        await immortal.step(self.note, f"paid {await immortal.effect(charge)}")
 
 
 METHODS = ("note", "hit", "add", "boom", "ask", "wait_long", "nap", "pay", "total")

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+import immortal
 from immortal import Immortal, query, rpc
 from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.session import Call
@@ -58,7 +59,7 @@ class Ledger(Immortal):
 
     @rpc
     async def relay(self, token: int) -> int:
-        return await self.add(token)
+        return await immortal.step(self.add, token)
 
 
 class ShownLedger(Ledger):

@@ -59,7 +59,7 @@ class Reader(Immortal):
 
     @impulse
     async def line(self, word: str) -> None:
-        await self.saw(word)
+        await immortal.step(self.saw, word)
         await self.counter.count(word)
         self.counter.note.fork(word)
 

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+import immortal
 from immortal import CalleeFailed, CallRefused, Immortal, peer, rpc, upgrades
 from immortal.appsdk.testing.node import CrashPlan, Victim
 from immortal.protocol.verdicts import VerdictKind
@@ -48,7 +49,7 @@ class Book(Immortal):
         caught = 0
         for one in range(number % 4):
             try:
-                await (self.bad(one) if one % 2 else self.add(one))
+                await (immortal.step(self.bad, one) if one % 2 else immortal.step(self.add, one))
             except CalleeFailed:
                 caught += 1
         return caught
@@ -111,7 +112,7 @@ class Caller(Immortal):
             outcome = str(await self.call(kind, number))
         except (CalleeFailed, CallRefused) as error:
             outcome = type(error).__name__
-        await self.note(f"{kind} {number} {outcome}")
+        await immortal.step(self.note, f"{kind} {number} {outcome}")
 
     async def call(self, kind: str, number: int) -> int:
         if kind == "argument":

@@ -91,7 +91,7 @@ class Worker(Immortal):
     @impulse
     async def run(self, key: str, program: Program) -> None:
         await self.play(key, program)
-        await self.note(key, "end")  # type: ignore[misc]
+        await immortal.step(self.note, key, "end")  # type: ignore[misc]
 
     async def play(self, key: str, program: Program) -> str:
         number = immortal.random.random()
@@ -123,7 +123,9 @@ class Worker(Immortal):
             elif operation == "effect":
                 try:
                     outcome = await immortal.effect.options(raises=[TooMuch])(work_outside, arguments[0])
-                    assert await self.keep(f"{here} outcome", outcome), "another result when it was run again"  # type: ignore[misc]
+                    assert await immortal.step(self.keep, f"{here} outcome", outcome), (
+                        "another result when it was run again"
+                    )  # type: ignore[misc]
                 except TooMuch as error:
                     value = f"TooMuch {error.args}"
                 except EffectFailed as error:
@@ -132,8 +134,8 @@ class Worker(Immortal):
                 value = await self.nested(here, arguments[0])
             elif operation == "far":
                 value = await self.other.nested(f"{here}.far", [["sleep", arguments[0]]])
-            await self.note(key, [operation, value])  # type: ignore[misc]
-            assert await self.keep(key, number), "another number when it was run again"  # type: ignore[misc]
+            await immortal.step(self.note, key, [operation, value])  # type: ignore[misc]
+            assert await immortal.step(self.keep, key, number), "another number when it was run again"  # type: ignore[misc]
         return key
 
     async def lose(self, here: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+import immortal
 from immortal import CalleeFailed, Immortal, peer, rpc
 from immortal.appsdk.calls.codec import encoder
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
@@ -61,7 +62,7 @@ class Book(Immortal):
         caught = 0
         for number in numbers:
             try:
-                await (self.bad(number) if number % 3 == 0 else self.add(number))
+                await (immortal.step(self.bad, number) if number % 3 == 0 else immortal.step(self.add, number))
             except CalleeFailed:
                 caught += 1
         return caught

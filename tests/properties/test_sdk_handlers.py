@@ -45,17 +45,17 @@ class Worker(Immortal):
                     await self.other.wait(key)
                 else:
                     await immortal.race(immortal.sleep(timedelta(days=1)), immortal.event(key))
-                await self.note(key, "ended")
+                await immortal.step(self.note, key, "ended")
                 return
             except Cancelled as cancelled:
-                await self.note(key, f"cancelled {cancelled}")
+                await immortal.step(self.note, key, f"cancelled {cancelled}")
                 if kind == 3 and str(cancelled) < "2":
                     continue
                 await immortal.sleep(timedelta(milliseconds=5))
                 await self.other.note(key, "left")
                 raise
             except CallCancelled as cancelled:
-                await self.note(key, f"callee {cancelled.message}")
+                await immortal.step(self.note, key, f"callee {cancelled.message}")
                 return
 
     async def nap(self, key: str) -> None:
@@ -66,7 +66,7 @@ class Worker(Immortal):
         try:
             await immortal.event(key)
         finally:
-            await self.note(key, "let go")
+            await immortal.step(self.note, key, "let go")
 
 
 moves = st.lists(

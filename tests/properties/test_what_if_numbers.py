@@ -76,7 +76,7 @@ class Orders(Immortal):
         said: list[Any] = []
         for stage in changed.get(order, stages):
             said += await asyncio.gather(*(self._begin(what, value) for what, value in stage))
-        await self.finish(order, [*said, immortal.random.random() if order not in changed else 0])
+        await immortal.step(self.finish, order, [*said, immortal.random.random() if order not in changed else 0])
 
     def _begin(self, what: str, value: int) -> Any:
         if what == "effect":
@@ -85,7 +85,7 @@ class Orders(Immortal):
 
     @rpc
     async def itself(self, value: int) -> str:
-        return f"itself {value} #{await self.counted()} {await self.peer.one(value)}"
+        return f"itself {value} #{await immortal.step(self.counted)} {await self.peer.one(value)}"
 
     @rpc
     def counted(self) -> int:

@@ -63,15 +63,15 @@ class Teller(Immortal):
 
     @rpc
     async def work(self, amount: int) -> None:
-        await self.note(f"bank has {await self.bank.credit(amount)}")
-        await self.note("credited")
-        await self.note(f"sent {await immortal.event('go', int)}")
+        await immortal.step(self.note, f"bank has {await self.bank.credit(amount)}")
+        await immortal.step(self.note, "credited")
+        await immortal.step(self.note, f"sent {await immortal.event('go', int)}")
         await immortal.sleep(timedelta(milliseconds=200))
         try:
             await asyncio.gather(self.bank.credit(5), self.bank.credit(5))
         except Full as error:
-            await self.note(f"full at {error.args[0]}")
-        await self.note("finished")
+            await immortal.step(self.note, f"full at {error.args[0]}")
+        await immortal.step(self.note, "finished")
 
     @impulse
     def born(self) -> None:

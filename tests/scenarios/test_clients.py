@@ -74,7 +74,7 @@ class Ledger(Immortal):
     @rpc
     async def later(self, entry: str, ms: int) -> int:
         await immortal.sleep(timedelta(milliseconds=ms))
-        return await self.add(entry)
+        return await immortal.step(self.add, entry)
 
     @rpc
     def process_id(self) -> int:

@@ -59,9 +59,9 @@ class Till(Immortal):
     @impulse
     async def buy(self, count: int) -> None:
         try:
-            await self.note(f"paid {await self.shop.sell(count)}")
+            await immortal.step(self.note, f"paid {await self.shop.sell(count)}")
         except CalleeFailed as error:
-            await self.note(f"not sold: {error.type_name}")
+            await immortal.step(self.note, f"not sold: {error.type_name}")
 
     @impulse
     def back(self, count: int) -> None:

@@ -58,9 +58,9 @@ class Ledger(Immortal):
 
     @rpc
     async def add_when_released(self, entry: str) -> int:
-        await self.waits.step()
+        await immortal.step(self.waits)
         await immortal.event("released")
-        return await self.add.step(entry)
+        return await immortal.step(self.add, entry)
 
     @rpc
     def release(self) -> None:

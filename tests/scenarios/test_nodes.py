@@ -98,7 +98,7 @@ class Broker(Immortal):
     @rpc
     async def finish(self, order: Handle[Order]) -> None:
         await order.fill(3)
-        await self.drop(order)
+        await immortal.step(self.drop, order)
 
     @rpc
     def drop(self, order: Handle[Order]) -> None:

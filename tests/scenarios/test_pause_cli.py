@@ -43,7 +43,7 @@ class Shop(Immortal):
         hours = timedelta(hours=9)
         retry = Retry(attempts=None, first_wait=hours, max_wait=hours)
         got = await immortal.effect.options(retry=retry)(charge, amount)
-        await self.paid(got)
+        await immortal.step(self.paid, got)
 
     @rpc
     def paid(self, amount: int) -> None:

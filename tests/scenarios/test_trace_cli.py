@@ -140,7 +140,7 @@ class Shop(Immortal):
     @rpc
     async def buy(self, cents: int) -> None:
         await immortal.sleep(timedelta(milliseconds=30))
-        await self.note(await immortal.effect(charge, cents))
+        await immortal.step(self.note, await immortal.effect(charge, cents))
 
     @rpc
     def note(self, receipt: str) -> None:

@@ -16,6 +16,7 @@ from tests.helpers.cli import HOME
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SOURCE = """
+import immortal
 from immortal import Immortal, impulse, peer, rpc
 
 
@@ -53,7 +54,7 @@ class Desk(Immortal):
 
     @impulse
     async def ask(self, amount: int) -> None:
-        await self.note(await self.ledger.book(amount))
+        await immortal.step(self.note, await self.ledger.book(amount))
 
     @rpc
     def note(self, answer: int) -> None:

@@ -38,7 +38,7 @@ class Bank(Immortal):
 
     @rpc(raises=[Refused])
     async def credit(self, amount: int) -> int:
-        asked = await self.count()
+        asked = await immortal.step(self.count)
         print("asked", asked, flush=True)
         await immortal.event("open")
         if amount > 10:
@@ -77,7 +77,7 @@ class Teller(Immortal):
     @rpc
     async def work(self) -> None:
         good, bad = self.bank.credit(5), self.ask_too_much()
-        await self.note(f"{await asyncio.gather(good, bad)}")
+        await immortal.step(self.note, f"{await asyncio.gather(good, bad)}")
 
     async def ask_too_much(self) -> str:
         try:
@@ -90,7 +90,7 @@ class Teller(Immortal):
         due = immortal.now() + timedelta(seconds=1.5)
         print("due", due.timestamp(), flush=True)
         await immortal.at(due)
-        await self.note("rested")
+        await immortal.step(self.note, "rested")
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:
@@ -170,8 +170,8 @@ class Crowd(Immortal):
 
     @impulse
     async def wait(self, number: int) -> None:
-        await self.begin()
-        await self.end(await immortal.event("go", int))
+        await immortal.step(self.begin)
+        await immortal.step(self.end, await immortal.event("go", int))
 
     @impulse
     def let_go(self) -> None:
@@ -242,7 +242,7 @@ class Shop(Immortal):
     @rpc
     async def order(self, customer: str, cents: int) -> None:
         receipt = await immortal.effect(charge, customer, cents)
-        await self.note(receipt)
+        await immortal.step(self.note, receipt)
         print("noted", receipt, flush=True)
 
     @on_primary
@@ -280,7 +280,7 @@ class Shop(Immortal):
     @rpc
     async def order(self, customer: str, cents: int) -> None:
         receipt = await immortal.effect(shop.charge, customer, cents)
-        await self.note(receipt)
+        await immortal.step(self.note, receipt)
         print("noted", receipt, flush=True)
 """
 

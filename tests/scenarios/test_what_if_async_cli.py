@@ -65,7 +65,7 @@ class Orders(Immortal):
         await immortal.sleep(timedelta(hours=amount))
         said += [await self.checked(order), await self.stock.release(order)]
         self.stock.packed.fork(order, immortal.random.randrange(1_000_000))
-        await self.note(order, said)
+        await immortal.step(self.note, order, said)
 
     @rpc
     async def checked(self, order: str) -> str:

@@ -68,15 +68,15 @@ class Victim(Immortal):
     @rpc
     async def nap(self) -> None:
         await immortal.sleep(timedelta(hours=1))
-        await self.note("woken")
+        await immortal.step(self.note, "woken")
 
     @rpc
     async def ask(self) -> None:
-        await self.note(f"the ghost says {await self.ghost.total()}")
+        await immortal.step(self.note, f"the ghost says {await self.ghost.total()}")
 
     @rpc
     async def pay(self) -> None:
-        await self.note(f"paid {await immortal.effect(charge)}")
+        await immortal.step(self.note, f"paid {await immortal.effect(charge)}")
 
     @rpc
     def wait_for_all(self) -> None:

@@ -78,7 +78,7 @@ class Worker(Failing):
 
     @impulse
     async def deal(self, number: int) -> None:
-        first, second, kind = await self.begin(number)
+        first, second, kind = await immortal.step(self.begin, number)
         result = 0
         if kind >= KINDS:
             result = await self.deal_that_fails(kind - KINDS, first, number)
@@ -91,7 +91,7 @@ class Worker(Failing):
             winner = await immortal.race(self.ask_later(first, number), immortal.sleep(timedelta(milliseconds=1)))
             result = winner.index
         elif kind == 3:
-            await self.ask_for_signal(first, number)
+            await immortal.step(self.ask_for_signal, first, number)
             result = await immortal.event(f"deal {number}", int)
         elif kind == 4:
             await immortal.sleep(timedelta(milliseconds=2))
@@ -101,15 +101,15 @@ class Worker(Failing):
                 result = await self.ask_later(second, number)
         else:
             result = await self.think(number)
-        await self.end(number, result)
+        await immortal.step(self.end, number, result)
 
     async def ask(self, other: str, number: int) -> int:
-        me, count = await self.count_call(other)
+        me, count = await immortal.step(self.count_call, other)
         answer: int = await getattr(self, f"to_{other}").answer(me, count, number)
         return answer
 
     async def ask_later(self, other: str, number: int) -> int:
-        me, count = await self.count_call(other)
+        me, count = await immortal.step(self.count_call, other)
         answer: int = await getattr(self, f"to_{other}").answer_later(me, count, number)
         return answer
 
@@ -149,7 +149,7 @@ class Worker(Failing):
 
     @rpc
     async def answer_later(self, caller: str, count: int, number: int) -> int:
-        await self.take(caller, count)
+        await immortal.step(self.take, caller, count)
         await immortal.sleep(timedelta(microseconds=500))
         return number * 5
 
@@ -196,7 +196,7 @@ class Worker(Failing):
 
     @rpc
     async def serve_later(self, client: int, number: int) -> int:
-        value = await self.serve(client, number)
+        value = await immortal.step(self.serve, client, number)
         await immortal.sleep(timedelta(microseconds=300))
         return value
 
@@ -213,7 +213,7 @@ class Worker(Failing):
     @rpc
     async def oversleep(self) -> None:
         await immortal.sleep(timedelta(minutes=30))
-        await self.overslept()
+        await immortal.step(self.overslept)
 
     @rpc
     def overslept(self) -> None:

@@ -111,7 +111,7 @@ class Failing(Immortal):
 
     @rpc
     async def undone_later(self, number: int) -> int:
-        await self.count_kept()
+        await immortal.step(self.count_kept)
         await immortal.sleep(timedelta(microseconds=200))
         raise Broken(f"later {number}")
 
@@ -124,8 +124,8 @@ class Failing(Immortal):
 
     @impulse
     async def doomed_deal(self, number: int) -> None:
-        await self.count_kept()
-        await self.undone_step(number)
+        await immortal.step(self.count_kept)
+        await immortal.step(self.undone_step, number)
 
     @rpc
     def count_kept(self) -> None:
@@ -171,8 +171,8 @@ class Failing(Immortal):
             await expect_refused(stranger.misfit("no number"))
             return await expect_refused(stranger.unknown(number))
         if kind == 2:
-            await expect_failed(self.undone_step(number), Broken.__name__, f"step {number}")
-            return await expect_failed(self.kept_step(number), Broken.__name__, f"kept step {number}")
+            await expect_failed(immortal.step(self.undone_step, number), Broken.__name__, f"step {number}")
+            return await expect_failed(immortal.step(self.kept_step, number), Broken.__name__, f"kept step {number}")
         if kind == 3:
             return await expect_failed(to.undone_later(number), Broken.__name__, f"later {number}")
         if kind == 4:
@@ -180,7 +180,7 @@ class Failing(Immortal):
         if kind == 5:
             await expect_failed(to.remains(number), Broken.__name__, f"kept {number}")
             return await expect_failed(asyncio.gather(self.think(number), to.undone(number)), Broken.__name__)  # type: ignore[attr-defined]
-        await self.fork_doomed(number)
+        await immortal.step(self.fork_doomed, number)
         return number
 
     # --- callers from outside ----------------------------------------------------------------------------------------

@@ -181,9 +181,9 @@ class Slow(Immortal):
 
     @impulse(limit=1)
     async def arrive(self, name: str) -> None:
-        await self.count()
+        await immortal.step(self.count)
         await immortal.event("go", bool)
-        await self.end(name)
+        await immortal.step(self.end, name)
 
     @rpc
     def count(self) -> None:

@@ -129,7 +129,7 @@ class Teller(Immortal):
         assert_type((await immortal.race(self.bank.debit(account), immortal.sleep(timedelta(hours=1)))).index, int)
         assert_type(await immortal.event("approved", bool), bool)
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-            kept = group.create_task(self.keep.step(5))
+            kept = group.create_task(immortal.step(self.keep, 5))
             noted = group.create_task(immortal.effect(fetch, "x"))
             group.create_task(immortal.sleep(timedelta(seconds=1)))
         assert_type(kept.result(), int)

@@ -60,11 +60,11 @@ class Stock(Immortal):
     @rpc
     async def reserve(self, item: str, duration: timedelta) -> bool:
         try:
-            await self.take.step(item)
+            await immortal.step(self.take, item)
         except SoldOutError:
             return False
         await immortal.sleep(duration)
-        await self.give_back.step(item)
+        await immortal.step(self.give_back, item)
         return True
 
 
@@ -107,7 +107,7 @@ class Shop(Immortal):
 
     @rpc(raises=[CardRefusedError, SoldOutError])
     async def buy(self, customer: str, item: str, cents: int) -> str:
-        order = await self.enter.step(item, cents)
+        order = await immortal.step(self.enter, item, cents)
         assert_type(order, Order)
         try:
             left = await self.stock.take(item)
@@ -117,27 +117,27 @@ class Shop(Immortal):
             )
             assert_type(receipt, str)
         except CardRefusedError:
-            assert_type(await self.cancel.step(order.number), Order | None)
+            assert_type(await immortal.step(self.cancel, order.number), Order | None)
             self.stock.give_back.fork(item)
             raise
-        await asyncio.gather(self.pay.step(order.number), immortal.effect(mail, customer, receipt))
-        await self.note.step("sold", level=1)
+        await asyncio.gather(immortal.step(self.pay, order.number), immortal.effect(mail, customer, receipt))
+        await immortal.step(self.note, "sold", level=1)
         return receipt
 
     @rpc
     async def count(self) -> int:
-        orders, cents = await self.totals.step()
+        orders, cents = await immortal.step(self.totals)
         assert_type(cents, int)
-        first = await immortal.race(self.totals.step(), self.totals.step())
+        first = await immortal.race(immortal.step(self.totals), immortal.step(self.totals))
         assert_type(first.value, tuple[int, int])
-        both = await asyncio.gather(self.totals.step(), self.buy("ann", "book", 5))
+        both = await asyncio.gather(immortal.step(self.totals), self.buy("ann", "book", 5))
         assert_type(both, tuple[tuple[int, int], str])
         assert_type(await self.buy("ann", "book", 5), str)
         return orders
 
     @every("10m")
     async def report(self) -> None:
-        await self.add_report.step(await self.totals.step())
+        await immortal.step(self.add_report, await immortal.step(self.totals))
 
     @rpc
     def add_report(self, totals: tuple[int, int]) -> None:

@@ -30,14 +30,14 @@ def marked(name: str, mark: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def by_mypy(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    said = run_mypy(tmp_path_factory.mktemp("mypy"), NAMES, "plugins = immortal.mypy_plugin")
+    said = run_mypy(tmp_path_factory.mktemp("mypy"), NAMES)
     assert any(said.values())
     return said
 
 
-def run_mypy(folder: Path, names: list[str], settings: str = "") -> Said:
+def run_mypy(folder: Path, names: list[str]) -> Said:
     (folder / "mypy.ini").write_text(
-        f"[mypy]\nstrict = true\nmypy_path = {ROOT}/typings\n{settings}\n"
+        f"[mypy]\nstrict = true\nmypy_path = {ROOT}/typings\n"
         "[mypy-crcmod.*,fastcrc.*,lmdb.*]\nignore_missing_imports = true\n"
     )
     command = [sys.executable, "-m", "mypy", "--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder)]
@@ -89,20 +89,13 @@ def test_right_uses_are_right_and_each_wrong_use_is_found(checker: str, request:
     assert said["wrong.py"].keys() == wrong.keys(), said["wrong.py"]
 
 
-def test_mypy_takes_ones_own_steps_for_what_they_are(by_mypy: Said) -> None:
-    assert by_mypy["steps.py"].keys() == marked("steps.py", "mypy").keys(), by_mypy["steps.py"]
-
-
-def test_a_service_needs_no_plugin(tmp_path: Path) -> None:
-    assert run_mypy(tmp_path, ["service.py"]) == {"service.py": {}}
-
-
-def test_pyright_sees_steps_where_they_are_written_out(by_pyright: Said) -> None:
-    """It has no plugins, and the short form returns at once in a ``def`` handler. The guide says what to write."""
-    expected = marked("steps.py", "pyright")
-    assert by_pyright["steps.py"].keys() == expected.keys(), by_pyright["steps.py"]
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_steps_have_the_types_of_what_they_run(checker: str, request: pytest.FixtureRequest) -> None:
+    said: Said = request.getfixturevalue(f"by_{checker}")
+    expected = marked("steps.py", checker)
+    assert said["steps.py"].keys() == expected.keys(), said["steps.py"]
     for line, text in expected.items():
-        assert text in by_pyright["steps.py"][line]
+        assert checker == "mypy" or text in said["steps.py"][line]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -111,9 +111,9 @@ class Helper(Immortal):
 
     @rpc
     async def ask(self, question: str) -> str:
-        before = ModelMessagesTypeAdapter.validate_json(await self.messages() or "[]")
+        before = ModelMessagesTypeAdapter.validate_json(await immortal.step(self.messages) or "[]")
         result = await agent.run(question, deps=self, message_history=before)
-        await self.keep(result.all_messages_json())
+        await immortal.step(self.keep, result.all_messages_json())
         return result.output
 
     @rpc
@@ -198,9 +198,9 @@ class Runner(Immortal):
     @rpc
     async def go(self) -> None:
         try:
-            await self.say(await programs[-1](self))
+            await immortal.step(self.say, await programs[-1](self))
         except (EffectFailed, UsageError, RuntimeError) as error:
-            await self.say(f"{type(error).__name__}: {error}")
+            await immortal.step(self.say, f"{type(error).__name__}: {error}")
 
 
 def said(env: Environment, program: Callable[[Any], Coroutine[Any, Any, str]]) -> str:
@@ -350,7 +350,7 @@ def test_a_tool_of_an_effect_that_asks_for_the_handler_is_told_how(immortal_env:
 
     @made.tool
     async def ask(ctx: RunContext[Any]) -> int:
-        return int(await ctx.deps.say("x"))
+        return int(await immortal.step(ctx.deps.say, "x"))
 
     async def program(self: Any) -> str:
         try:

@@ -72,7 +72,7 @@ class Bank(Immortal):
     @rpc(raises=[InsufficientFunds])
     async def quote(self, after_s: int) -> float:
         await immortal.sleep(timedelta(seconds=after_s))
-        await self.counted()
+        await immortal.step(self.counted)
         if after_s == 7:
             raise InsufficientFunds("quote", 7)
         return after_s / 2
@@ -88,7 +88,7 @@ class Base(Immortal):
 
     @rpc
     async def inherited(self, text: str) -> str:
-        await self.note(f"base {text}")  # type: ignore[misc]
+        await immortal.step(self.note, f"base {text}")  # type: ignore[misc]
         return f"base {text}"
 
 
@@ -144,54 +144,56 @@ class Teller(Base):
         try:
             await self.bank.debit(a, amount)
         except InsufficientFunds as error:
-            await self.note(f"{type(error).__name__} {error}, {error.missing}")
+            await immortal.step(self.note, f"{type(error).__name__} {error}, {error.missing}")
             return False
-        await self.take(amount)
+        await immortal.step(self.take, amount)
         await self.bank.credit(b, amount)
-        await self.note("transferred")
+        await immortal.step(self.note, "transferred")
         return True
 
     @impulse
     async def many(self, kind: str) -> None:
         if kind == "gather":
-            one, two, three = await asyncio.gather(self.bank.credit("a", 1), self.take(5), self.twice("b"))
-            await self.note(f"{one} {two} {three}")
+            one, two, three = await asyncio.gather(
+                self.bank.credit("a", 1), immortal.step(self.take, 5), self.twice("b")
+            )
+            await immortal.step(self.note, f"{one} {two} {three}")
         elif kind == "gather nothing":
-            await self.note(f"{await asyncio.gather()}")
+            await immortal.step(self.note, f"{await asyncio.gather()}")
         elif kind == "gather fails":
             try:
                 await asyncio.gather(self.bank.debit("b", 5), immortal.sleep(timedelta(days=1)), self.twice("a"))
             except InsufficientFunds as error:
-                await self.note(f"{error}")
+                await immortal.step(self.note, f"{error}")
         elif kind == "race":
             first = await immortal.race(self.bank.quote(3600), immortal.sleep(timedelta(seconds=1)))
-            await self.note(f"{first}")
+            await immortal.step(self.note, f"{first}")
         elif kind == "race of coroutines":
             first = await immortal.race(self.slow(), self.twice("a"))
-            await self.note(f"{first}")
+            await immortal.step(self.note, f"{first}")
         elif kind == "race fails":
             try:
                 await immortal.race(immortal.sleep(timedelta(days=1)), self.bank.debit("b", 2000))
             except InsufficientFunds as error:
-                await self.note(f"{type(error).__name__} {error.missing}")
+                await immortal.step(self.note, f"{type(error).__name__} {error.missing}")
         elif kind == "nested":
             got = await immortal.race(
                 asyncio.gather(self.bank.quote(7), immortal.sleep(timedelta(days=1))), immortal.event("never")
             )
-            await self.note(f"{got}")
+            await immortal.step(self.note, f"{got}")
         elif kind == "shared":
             quote = self.bank.quote(3600)
             first, also = await asyncio.gather(
                 immortal.race(asyncio.shield(quote), immortal.sleep(timedelta(seconds=1))), self.shares(quote)
             )
-            await self.note(f"{first.index} {also}")
+            await immortal.step(self.note, f"{first.index} {also}")
         elif kind == "in time":
             async with asyncio.timeout(3600):
                 await self.bank.nothing()
             await immortal.event("never")
         elif kind == "awaited twice":
             call = self.bank.counted()
-            await self.note(f"{await call} {await call}")
+            await immortal.step(self.note, f"{await call} {await call}")
 
     async def shares(self, call: Any) -> str:
         return f"got {await call}"
@@ -205,28 +207,30 @@ class Teller(Base):
     @impulse
     async def ask(self, kind: str) -> None:
         if kind == "nothing":
-            await self.note(f"{await self.bank.nothing()}")
+            await immortal.step(self.note, f"{await self.bank.nothing()}")
         elif kind == "moment":
-            await self.note(type(await self.bank.moment()).__name__)
+            await immortal.step(self.note, type(await self.bank.moment()).__name__)
         elif kind == "default":
-            await self.note(f"{await self.bank.debit(account='a')}")
+            await immortal.step(self.note, f"{await self.bank.debit(account='a')}")
         elif kind == "self":
-            await self.note(f"{await self.asked(5)}")
+            await immortal.step(self.note, f"{await self.asked(5)}")
         elif kind == "super":
-            await self.note(await self.inherited("x"))
+            await immortal.step(self.note, await self.inherited("x"))
         elif kind == "step raises":
             try:
-                await self.strict(6)
+                await immortal.step(self.strict, 6)
             except InsufficientFunds as error:
-                await self.note(f"{error}")
+                await immortal.step(self.note, f"{error}")
         elif kind == "helpers":
             same = isinstance(self, Teller)
-            await self.note(f"{self.helper('x')} {self.shout} {self.LIMIT} {same} {self!r} {self.bank!r}")
+            await immortal.step(
+                self.note, f"{self.helper('x')} {self.shout} {self.LIMIT} {same} {self!r} {self.bank!r}"
+            )
         elif kind == "copies":
             given = [1]
-            got = await self.items(given)
+            got = await immortal.step(self.items, given)
             got.append("not in the state")
-            await self.note(f"{given}")
+            await immortal.step(self.note, f"{given}")
 
     @rpc
     async def asked(self, number: int) -> int:
@@ -240,14 +244,14 @@ class Teller(Base):
     @impulse
     async def moments(self) -> None:
         before = (immortal.now(), immortal.random.random(), immortal.uuid4())
-        await self.note(f"before {before}")
+        await immortal.step(self.note, f"before {before}")
         await self.bank.nothing()
         again = (immortal.now(), immortal.random.random(), immortal.uuid4())
-        await self.note(f"before {before}")
-        await self.note(f"then {again}")
+        await immortal.step(self.note, f"before {before}")
+        await immortal.step(self.note, f"then {again}")
         await immortal.sleep(timedelta(seconds=1))
-        await self.note(f"again {before[0] < again[0] < immortal.now()} {before[1:] != again[1:]}")
-        await self.note(f"then {again}")
+        await immortal.step(self.note, f"again {before[0] < again[0] < immortal.now()} {before[1:] != again[1:]}")
+        await immortal.step(self.note, f"then {again}")
 
     @impulse
     async def wait(self, name: str, kind: str) -> None:
@@ -257,12 +261,12 @@ class Teller(Base):
             value = await immortal.event(name, datetime)
         else:
             value = await immortal.event(name)
-        await self.note(f"{name} {value!r}")
+        await immortal.step(self.note, f"{name} {value!r}")
 
     @impulse
     async def wait_later(self, after_s: int) -> None:
         await immortal.sleep(timedelta(seconds=after_s))
-        await self.note(f"{await immortal.event('later')} after {after_s}")
+        await immortal.step(self.note, f"{await immortal.event('later')} after {after_s}")
 
     @impulse
     async def effects(self, name: str) -> None:
@@ -281,12 +285,12 @@ class Teller(Base):
     async def signals_anyway(self, name: str) -> None:
         with contextlib.suppress(UsageError):
             immortal.signal(name, 1)
-        await self.note("still here")
+        await immortal.step(self.note, "still here")
 
     @impulse
     async def signals(self, name: str) -> None:
         immortal.signal(name, "from async")
-        await self.note("signalled")
+        await immortal.step(self.note, "signalled")
 
     @impulse
     async def loop_beside(self, count: int) -> None:
@@ -301,11 +305,11 @@ class Teller(Base):
 
     @impulse
     async def loop(self, count: int) -> None:
-        await self.take(1)
+        await immortal.step(self.take, 1)
         await immortal.sleep(timedelta(seconds=1))
         if count > 1:
             immortal.continue_as(count - 1)
-        await self.note("looped")
+        await immortal.step(self.note, "looped")
 
     @impulse
     async def wrong(self, kind: str) -> None:
@@ -318,7 +322,7 @@ class Teller(Base):
         elif kind == "thread":
             await asyncio.to_thread(len, "x")
         elif kind == "not awaited":
-            self.take(1)
+            immortal.step(self.take, 1)
             await self.bank.nothing()
         elif kind == "naive":
             await immortal.at(datetime(2030, 1, 1))
@@ -328,20 +332,20 @@ class Teller(Base):
             await immortal.sleep(timedelta(days=100_000))
         elif kind == "step bug":
             try:
-                await self.strict(-1)
+                await immortal.step(self.strict, -1)
             except Exception:
-                await self.note("never")
+                await immortal.step(self.note, "never")
         elif kind == "swallows":
             try:
-                await self.strict(-1)
+                await immortal.step(self.strict, -1)
             except BaseException:
-                await self.note("never")
+                await immortal.step(self.note, "never")
         elif kind == "raises":
             raise ValueError("oh")
         elif kind == "argument":
             await self.bank.credit("a", object())  # type: ignore[arg-type]
         elif kind == "own raises":
-            await self.note("before")
+            await immortal.step(self.note, "before")
             raise InsufficientFunds("undeclared", 1)
         elif kind == "gather foreign":
             await asyncio.gather(5)  # type: ignore[call-overload]
@@ -349,7 +353,7 @@ class Teller(Base):
             await immortal.race()
         elif kind == "lost":
             lost = asyncio.gather(immortal.event("x"), immortal.race(immortal.event("y"), self.slow()))
-            await immortal.race(self.take(1), lost)
+            await immortal.race(immortal.step(self.take, 1), lost)
             await lost
         elif kind == "each other":
             await asyncio.gather(asyncio.Event().wait(), asyncio.Event().wait())
@@ -560,7 +564,7 @@ class Scheduled(Immortal):
     @every(timedelta(hours=1))
     async def later(self) -> None:
         await immortal.sleep(timedelta(minutes=1))
-        await self.add()  # type: ignore[func-returns-value]
+        await immortal.step(self.add)  # type: ignore[func-returns-value]
 
 
 def test_schedules(tmp_path: Path) -> None:
@@ -789,8 +793,8 @@ def test_def_handlers_do_not_wait() -> None:
         teller.bank.credit("a", 1)
     with pytest.raises(UsageError, match=r"started with \.fork"):
         teller.transfer("a", "b", 1)
-    with pytest.raises(UsageError, match=r"step\(\.\.\.\): only an 'async def' handler awaits it"):
-        Bank().counted.step()
+    with pytest.raises(UsageError, match="only an 'async def' handler waits"):
+        immortal.step(Bank().counted)
 
 
 class Stepping(Immortal):
@@ -809,10 +813,14 @@ class Stepping(Immortal):
 
     @rpc
     async def run(self) -> list[int]:
-        counts = [await self.put.step(1), await self.put(2), await self.put.step(3, times=2)]
-        counts += await asyncio.gather(self.put.step(5), self.bank.credit("a", 1))
+        counts = [
+            await immortal.step(self.put, 1),
+            await immortal.step(self.put, 2),
+            await immortal.step(self.put, 3, times=2),
+        ]
+        counts += await asyncio.gather(immortal.step(self.put, 5), self.bank.credit("a", 1))
         try:
-            await self.put.step(10)
+            await immortal.step(self.put, 10)
         except InsufficientFunds as error:
             counts.append(error.missing)
         return counts
@@ -841,10 +849,10 @@ class Journaled(Immortal):
 
     @impulse
     async def work(self, text: str) -> None:
-        await self.note(f"first {text}")  # type: ignore[func-returns-value]
+        await immortal.step(self.note, f"first {text}")  # type: ignore[func-returns-value]
         await self.bank.credit("a", 1)
         await immortal.sleep(timedelta(seconds=5))
-        await self.note("done")  # type: ignore[func-returns-value]
+        await immortal.step(self.note, "done")  # type: ignore[func-returns-value]
 
 
 def changed(body: Any, **keywords: Any) -> type:
@@ -862,35 +870,35 @@ def changed(body: Any, **keywords: Any) -> type:
 
 
 async def _other_step(self: Any, text: str) -> None:
-    await self.note(f"1st {text}")
+    await immortal.step(self.note, f"1st {text}")
     await self.bank.credit("a", 1)
     await immortal.sleep(timedelta(seconds=5))
 
 
 async def _other_call(self: Any, text: str) -> None:
-    await self.note(f"first {text}")
+    await immortal.step(self.note, f"first {text}")
     await self.bank.debit("a", 1)
     await immortal.sleep(timedelta(seconds=5))
 
 
 async def _fewer(self: Any, text: str) -> None:
-    await self.note(f"first {text}")
+    await immortal.step(self.note, f"first {text}")
 
 
 async def _more(self: Any, text: str) -> None:
-    await self.note(f"first {text}")
-    await self.note("and")
+    await immortal.step(self.note, f"first {text}")
+    await immortal.step(self.note, "and")
     await self.bank.credit("a", 1)
 
 
 async def _other_timer(self: Any, text: str) -> None:
-    await self.note(f"first {text}")
+    await immortal.step(self.note, f"first {text}")
     await self.bank.credit("a", 1)
     await immortal.sleep(timedelta(seconds=6))
 
 
 async def _raises(self: Any, text: str) -> None:
-    await self.note(f"first {text}")
+    await immortal.step(self.note, f"first {text}")
     try:
         await self.bank.credit("a", 2)
     except Exception:  # what is wrong is none of its business
@@ -898,13 +906,13 @@ async def _raises(self: Any, text: str) -> None:
 
 
 async def _fails(self: Any, text: str) -> None:
-    await self.note(f"first {text}")
+    await immortal.step(self.note, f"first {text}")
     await self.bank.credit("a", 1)
     raise ValueError(text)
 
 
 async def _other_arguments(self: Any, text: int) -> None:
-    await self.note(f"first {text}")
+    await immortal.step(self.note, f"first {text}")
 
 
 @pytest.mark.parametrize(
@@ -956,11 +964,11 @@ class Upgraded(Immortal):
 
     @impulse
     async def work(self, text: str) -> None:
-        await self.note(f"first {text}")  # type: ignore[func-returns-value]
+        await immortal.step(self.note, f"first {text}")  # type: ignore[func-returns-value]
         await self.bank.credit("a", 1)
         await immortal.sleep(timedelta(seconds=5))
-        await self.note("done")  # type: ignore[func-returns-value]
-        await self.note(f"{await self.bank.credit('a', 5)}")  # type: ignore[func-returns-value]
+        await immortal.step(self.note, "done")  # type: ignore[func-returns-value]
+        await immortal.step(self.note, f"{await self.bank.credit('a', 5)}")  # type: ignore[func-returns-value]
 
 
 def test_an_upgrade_while_a_handler_waits(tmp_path: Path) -> None:

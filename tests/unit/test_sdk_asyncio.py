@@ -284,7 +284,7 @@ class Desk(Immortal):
     @rpc
     async def ask(self, number: int) -> int:
         await asyncio.sleep(number)
-        return await self.note.step(number)
+        return await immortal.step(self.note, number)
 
     @rpc
     async def run(self, index: int) -> str:
@@ -292,12 +292,16 @@ class Desk(Immortal):
 
     @rpc
     async def waits_for_a_set(self) -> list[Any]:
-        done, _ = await asyncio.wait({self.ask(1), self.ask(2), self.note.step(0), immortal.sleep(timedelta(1))})
+        done, _ = await asyncio.wait(
+            {self.ask(1), self.ask(2), immortal.step(self.note, 0), immortal.sleep(timedelta(1))}
+        )
         return [one.result() for one in done]
 
     @rpc
     async def mixes(self) -> list[Any]:
-        found: list[Any] = await asyncio.gather(self.ask(3), self.note.step(0), immortal.sleep(timedelta(seconds=1)))
+        found: list[Any] = await asyncio.gather(
+            self.ask(3), immortal.step(self.note, 0), immortal.sleep(timedelta(seconds=1))
+        )
         async with asyncio.TaskGroup() as group:
             one = group.create_task(self.ask(2))
             two = group.create_task(self.ask(1))

@@ -78,9 +78,9 @@ class Teller(Immortal):
     @impulse(id=11)
     async def ask(self, account: str) -> None:
         try:
-            await self.note(await self.bank.debit(account))  # type: ignore[func-returns-value]
+            await immortal.step(self.note, await self.bank.debit(account))  # type: ignore[func-returns-value]
         except Refused as error:
-            await self.note(list(error.args))  # type: ignore[func-returns-value]
+            await immortal.step(self.note, list(error.args))  # type: ignore[func-returns-value]
 
     @rpc(id=12)
     async def double(self, number: int) -> int:

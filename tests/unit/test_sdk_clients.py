@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, rpc
 from immortal.errors import HandlerError
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
@@ -41,7 +42,7 @@ class Desk(Immortal):
 
     @rpc(id=4)
     async def other(self, text: str) -> int:
-        return await self.note(text)
+        return await immortal.step(self.note, text)
 
     @rpc(id=5)
     def fail(self) -> None:

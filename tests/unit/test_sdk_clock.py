@@ -43,12 +43,12 @@ class Sleeper(Immortal):
     @impulse
     async def sleep_for(self, name: str, minutes: int) -> None:
         await immortal.sleep(timedelta(minutes=minutes))
-        await self.wake(name)  # type: ignore[func-returns-value]
+        await immortal.step(self.wake, name)  # type: ignore[func-returns-value]
 
     @impulse
     async def sleep_until(self, name: str, moment: datetime) -> None:
         await immortal.at(moment)
-        await self.wake(name)  # type: ignore[func-returns-value]
+        await immortal.step(self.wake, name)  # type: ignore[func-returns-value]
 
 
 class Sleeping(WaitingInstances):

@@ -64,36 +64,37 @@ class Counter(Immortal):
         immortal.sleep(timedelta(1))  #: Counter.late does not await immortal.sleep(...), which so never begins: write
         immortal.at(immortal.now())  #: immortal.at(...)
         immortal.event("x", bool)  #: immortal.event(...)
-        self.add(1)  #: self.add(...), which so never begins: write 'await' in front of it, or .fork(...) if
-        self.add.step(1)  #: self.add.step(...)
-        self.late()  #: self.late(...)
+        immortal.step(self.add, 1)  #: immortal.step(...), which so never begins: write 'await'
+        immortal.step(self.add, 1)  #: immortal.step(...)
+        self.add(1)  #: self.add(...), which so never begins: write await immortal.step(self.add, ...)
+        self.late()  #: self.late(...), which so never begins: write 'await' in front of it, or .fork(...) if
         self.other.price("x")  #: self.other.price(...)
         other = self.other
         other.quote("x")  #: other.quote(...)
         asyncio.sleep(1)  #: asyncio.sleep(...)
-        asyncio.gather(self.add(1), self.other.quote("x"))
-        immortal.race(self.add(1), immortal.sleep(timedelta(1)))  #: immortal.race(...)
+        asyncio.gather(immortal.step(self.add, 1), self.other.quote("x"))
+        immortal.race(immortal.step(self.add, 1), immortal.sleep(timedelta(1)))  #: immortal.race(...)
         immortal.effect(fetch, "x")  #: immortal.effect(...)
         careful = immortal.effect.options(key="x")
         careful(fetch, "x")  #: careful(...)
         both(self, "x")  #: both(...)
         self.helped()  #: self.helped(...)
         self.plain()
-        unread = self.add(1)  #: self.add(...)
-        if self.is_open():  #: self.is_open(...)
+        unread = immortal.step(self.add, 1)  #: immortal.step(...)
+        if immortal.step(self.is_open):  #: immortal.step(...)
             pass
-        while not self.is_open():  #: self.is_open(...)
+        while not immortal.step(self.is_open):  #: immortal.step(...)
             pass
-        count = 5 if self.is_open() else 6  #: self.is_open(...)
-        count += self.add(1)  #: self.add(...)
-        count = 1 + self.add(count)  #: self.add(...)
-        print(f"{self.add(1)}", self.add(1) > 5)  #: self.add(...)
+        count = 5 if immortal.step(self.is_open) else 6  #: immortal.step(...)
+        count += immortal.step(self.add, 1)  #: immortal.step(...)
+        count = 1 + immortal.step(self.add, count)  #: immortal.step(...)
+        print(f"{immortal.step(self.add, 1)}", immortal.step(self.add, 1) > 5)  #: immortal.step(...)
         for number in self.other.price("x"): pass  #: self.other.price(...)
-        self.other.price("x")["a"], immortal.race(self.add(1)).index  #: immortal.race(...) #: self.other.price(...)
+        self.other.price("x")["a"], immortal.race(both).index  #: immortal.race(...) #: self.other.price(...)
         return count
 
     async def helped(self) -> None:
-        self.add(1)  #: Counter.helped does not await self.add(...)
+        immortal.step(self.add, 1)  #: Counter.helped does not await immortal.step(...)
 
     def plain(self) -> Any:
         self.add(1)  #: Counter.plain does not await self.add(...)
@@ -102,17 +103,17 @@ class Counter(Immortal):
     @rpc
     async def right(self) -> int:
         global pending_elsewhere
-        pending_elsewhere = self.add(1)
+        pending_elsewhere = immortal.step(self.add, 1)
         await elsewhere()
         await immortal.sleep(timedelta(1))
-        pending = self.add(1)
+        pending = immortal.step(self.add, 1)
         pair = asyncio.gather(pending, self.other.price("x"))
-        waits = [self.add(number) for number in range(5)]
+        waits = [immortal.step(self.add, number) for number in range(5)]
         waits.append(self.late())
         await asyncio.gather(*waits, both(self, "x"), *(immortal.effect(fetch, "x") for _ in range(2)))
         self.add.fork(1), self.late.fork(), self.other.price.fork("x"), immortal.signal("x", 5)
-        if await self.is_open() and (await self.add.step(1)) > 5:
-            return await self.plain() + await (self.add(1) if pair else self.add(2))
+        if await immortal.step(self.is_open) and (await immortal.step(self.add, 1)) > 5:
+            return await self.plain() + await (immortal.step(self.add, 1) if pair else immortal.step(self.add, 2))
         return immortal.continue_as()
 """
     )
@@ -163,7 +164,7 @@ class Counter(Base):
         self.total: int = 5  #: sets self.total
         self.words["x"] = 5  #: changes a copy of self.words in an async handler, so the state stays as it is
         del self.words["x"]  #: changes a copy of self.words
-        del self.total  #: move this line into a function, and await immortal.step(<function>)
+        del self.total  #: move this line into a function, or a 'def' handler, and await immortal.step(
         self.unheard_of = 5  #: sets self.unheard_of
         def inner() -> int:
             self.total = 5  #: sets self.total
@@ -175,13 +176,13 @@ class Counter(Base):
         await immortal.step(lambda: self.words.update(x=1))
         immortal.step(fetch, "x")  #: Counter.late does not await immortal.step(...)
         await self.other.price(self.LIMIT)
-        await asyncio.gather(self.add(1), super().of_base())
+        await asyncio.gather(immortal.step(self.add, 1), super().of_base())
         return self.of_both() + self.count + counter.total + immortal.now_ns()
 
     @every("5s")
     async def tick(self) -> None:
         self.total = 5  # immortal: deterministic
-        await self.add(immortal.random.randint(1, self.LIMIT))
+        await immortal.step(self.add, immortal.random.randint(1, self.LIMIT))
 """
     )
 
@@ -237,7 +238,7 @@ def test_what_is_returned(program: Program) -> None:
 
             @rpc
             async def late(self) -> list[int]:
-                if await self.number(""):
+                if await immortal.step(self.number, ""):
                     return {"a": 5}  #: returns {'a': 5} where '-> list[int]'
                 return [1, "b"]  #: returns [1, 'b'] where
 
@@ -367,29 +368,29 @@ class Counter(Immortal):
     @rpc
     async def late(self) -> int:
         try:
-            await self.add("x")
+            await immortal.step(self.add, "x")
         except BaseException:  #: Counter.late swallows every exception ('except BaseException:')
             pass
         with suppress(KeyError, BaseException):  #: swallows every exception ('suppress(KeyError, BaseException)')
-            await self.add("x")
+            await immortal.step(self.add, "x")
         try:
-            await self.add("x")
+            await immortal.step(self.add, "x")
         finally:
             return 5  #: swallows every exception (a 'return' in a 'finally')
 
     @rpc
     async def right(self) -> int:
         try:
-            await self.add("x")
+            await immortal.step(self.add, "x")
         except Exception:
             pass
         try:
-            await self.add("x")
+            await immortal.step(self.add, "x")
         except BaseException:
             self.add.fork("gone")
             raise
         try:
-            await self.add("x")
+            await immortal.step(self.add, "x")
         except BaseException as error:
             if isinstance(error, ValueError):
                 raise ValueError("y") from None
@@ -398,11 +399,11 @@ class Counter(Immortal):
             def inner() -> int:
                 return 5
         try:
-            await self.add("x")
+            await immortal.step(self.add, "x")
         except:  # immortal: deterministic
             pass
         with suppress(ValueError):
-            await self.add("x")
+            await immortal.step(self.add, "x")
         return 5
 """
     )

@@ -135,7 +135,7 @@ class Shop(Immortal):
             found = (error, error.left)
         except EffectFailed as failed:
             found = (failed.effect, failed.type_name, failed.message, failed.attempts, failed.traceback)
-        await self.note(f"{found}")  # type: ignore[misc]
+        await immortal.step(self.note, f"{found}")  # type: ignore[misc]
 
     @impulse
     def send(self) -> None:
@@ -195,7 +195,7 @@ class Shop(Immortal):
             await effect(price, object())
         elif kind == "not awaited":
             effect(price, "x")
-            await self.note("never")  # type: ignore[misc]
+            await immortal.step(self.note, "never")  # type: ignore[misc]
         elif kind == "retry":
             effect.options(retry=3)
         elif kind == "timeout":
@@ -482,7 +482,7 @@ class Changed(Shop, formerly=("Shop",)):
     @impulse
     async def work(self, kind: str) -> None:
         found = await immortal.effect(other, "apple")
-        await self.note(f"{found}")  # type: ignore[misc]
+        await immortal.step(self.note, f"{found}")  # type: ignore[misc]
 
 
 def test_a_recovery_does_not_take_the_result_of_another_effect(shop: WaitingInstances, by_hand: EffectsByHand) -> None:

@@ -104,14 +104,14 @@ class Async(Immortal):
     async def run(self, texts: list[str]) -> str:
         for text in texts:
             try:
-                await self.note(text)
+                await immortal.step(self.note, text)
             except CalleeFailed as error:
-                await self.note(f"caught {error.type_name}: {error.message}")
+                await immortal.step(self.note, f"caught {error.type_name}: {error.message}")
         return "done"
 
     @rpc(id=3)
     async def careless(self, text: str) -> None:
-        await self.note(text)
+        await immortal.step(self.note, text)
 
     @rpc(id=4)
     async def ask(self, item: str) -> str:
@@ -745,7 +745,7 @@ class Desk(Immortal):
     async def look(self, name: str, password: str) -> str:
         if name == "declared":
             raise LookupError(name)
-        return await self.step(name)
+        return await immortal.step(self.step, name)
 
     @rpc(id=2)
     def step(self, name: str) -> str:

@@ -69,7 +69,7 @@ METHODS = made_class(
     "class Methods(Immortal):\n"
     + "".join(f"    @rpc\n    def {name}(self, number: int) -> int:\n        return number\n" for name in NAMES)
     + "    @rpc\n    async def all(self) -> list[int]:\n"
-    + f"        return [await getattr(self, name)(index) for index, name in enumerate({NAMES!r})]\n",
+    + f"        return [await immortal.step(getattr(self, name), index) for index, name in enumerate({NAMES!r})]\n",
 )
 
 
@@ -245,7 +245,7 @@ class Dice(Immortal):
 
     @rpc
     async def both(self) -> list[uuid.UUID]:
-        one, two = await asyncio.gather(self.other.draw(), self.draw.step())
+        one, two = await asyncio.gather(self.other.draw(), immortal.step(self.draw))
         await immortal.sleep(timedelta(seconds=1))
         return [one, two, immortal.uuid4()]
 
@@ -303,7 +303,7 @@ class Named(Immortal, nodes=(Part,)):
     async def wait(self, *, first: int) -> list[list[int]]:
         self.take_any.fork(1, third=3)
         return [
-            await self.take.step(third=3, first=first),
+            await immortal.step(self.take, third=3, first=first),
             await self.other.take(third=6, second=5, first=4),
             await immortal.effect(add_up, 7, third=9),
             await self.again(left=1),
@@ -356,7 +356,7 @@ class Holder(Immortal, nodes=(Part,)):
 
     @rpc
     async def ask(self) -> float:
-        part: Any = await self.make()
+        part: Any = await immortal.step(self.make)
         part.when.fork(after_s=1)
         one: float = await part.when(after_s=5)
         return one - immortal.now().timestamp()

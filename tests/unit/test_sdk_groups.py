@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, impulse, rpc
 from immortal.errors import DefinitionError
 from immortal.patterns.groups import Grouped, group
@@ -26,7 +27,7 @@ class Book(Grouped):
 
     @rpc
     async def wait(self, order: str) -> None:
-        await self.place(order)
+        await immortal.step(self.place, order)
 
     @rpc
     async def enter(self) -> None:

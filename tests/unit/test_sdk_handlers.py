@@ -38,7 +38,7 @@ class Clerk(Immortal):
         try:
             return await immortal.event(text, str)
         except Cancelled as cancelled:
-            await self.note(f"{text} was cancelled: {cancelled}")
+            await immortal.step(self.note, f"{text} was cancelled: {cancelled}")
             raise
 
 
@@ -48,7 +48,7 @@ class Desk(Clerk):
     @impulse
     async def plain(self, name: str) -> None:
         await immortal.event(name, int)
-        await self.note(f"{name} went on")
+        await immortal.step(self.note, f"{name} went on")
 
     @impulse
     async def cleans_up(self, name: str) -> None:
@@ -56,11 +56,11 @@ class Desk(Clerk):
             try:
                 await asyncio.gather(immortal.event(name, bool), immortal.sleep(timedelta(hours=1)))
             except Exception:
-                await self.note(f"{name} failed")
+                await immortal.step(self.note, f"{name} failed")
         finally:
             await immortal.sleep(timedelta(seconds=10))
             number = await self.clerk.note(f"{name} is over")
-            await self.note(f"{name} cleaned up, {number} {immortal.random.random() < 2}")
+            await immortal.step(self.note, f"{name} cleaned up, {number} {immortal.random.random() < 2}")
 
     @impulse
     async def refuses(self, name: str) -> None:
@@ -68,8 +68,8 @@ class Desk(Clerk):
             try:
                 await immortal.event(name)
             except Cancelled:
-                await self.note(f"{name} does not care")
-        await self.note(f"{name} ends")
+                await immortal.step(self.note, f"{name} does not care")
+        await immortal.step(self.note, f"{name} ends")
 
     @impulse
     async def turns(self, name: str) -> None:
@@ -109,9 +109,9 @@ class Desk(Clerk):
             await immortal.event(name)
         except Cancelled:
             try:
-                await self.breaks(name)
+                await immortal.step(self.breaks, name)
             except CalleeFailed as error:
-                await self.note(f"{name}: {error.type_name}")
+                await immortal.step(self.note, f"{name}: {error.type_name}")
             await immortal.event("more")
             raise
 
@@ -121,7 +121,7 @@ class Desk(Clerk):
             answer = await self.clerk.slow(text)
         except CalleeFailed as error:
             answer = f"{type(error).__name__} {error.message}, {error}"
-        await self.note(answer)
+        await immortal.step(self.note, answer)
 
     @impulse
     async def fetches(self, url: str) -> None:

@@ -67,7 +67,7 @@ class Purse(Immortal):
 
     @rpc
     async def later(self, amount: int) -> int:
-        await self.step_in(amount)
+        await immortal.step(self.step_in, amount)
         await immortal.sleep(timedelta(hours=1))
         return 1
 
@@ -427,7 +427,7 @@ class Porter(Immortal):
 
     @rpc
     async def steps(self) -> int:
-        return (await self.returns()).weight
+        return (await immortal.step(self.returns)).weight
 
     @rpc
     async def lifts(self) -> int:

@@ -38,25 +38,25 @@ class Shop(Log, concurrent_handlers=4):
             await immortal.sleep(minutes * MINUTE)
         except Cancelled as cancelled:
             await immortal.sleep(MINUTE)
-            await self.note.step(f"{item}: {cancelled}")
+            await immortal.step(self.note, f"{item}: {cancelled}")
             raise
-        await self.note.step(item)
+        await immortal.step(self.note, item)
         return item
 
     @rpc(limit=2)
     async def two(self, name: str) -> int:
         await immortal.sleep(MINUTE)
-        return await self.note.step(name)
+        return await immortal.step(self.note, name)
 
     @rpc(limit=1, limit_by="customer")
     async def one_each(self, name: str, customer: str = "nobody") -> int:
         await immortal.sleep(MINUTE)
-        return await self.note.step(f"{customer} {name}")
+        return await immortal.step(self.note, f"{customer} {name}")
 
     @impulse(timeout=5 * MINUTE, limit=1)
     async def round_again(self, left: int) -> None:
         await immortal.sleep(4 * MINUTE)
-        await self.note.step(f"{left} left")
+        await immortal.step(self.note, f"{left} left")
         if left:
             immortal.continue_as(left - 1)
 
@@ -74,7 +74,7 @@ class Buyer(Log):
             said = await self.shop.place(item, minutes)
         except CallCancelled as cancelled:
             said = cancelled.message
-        await self.note.step(said)
+        await immortal.step(self.note, said)
 
 
 def test_what_takes_longer_than_its_timeout_is_cancelled_and_its_caller_told() -> None:
@@ -183,7 +183,7 @@ class Narrow(Log):
     @rpc(limit=1)
     async def work(self, name: str) -> int:
         await immortal.sleep(MINUTE)
-        return await self.note.step(name)
+        return await immortal.step(self.note, name)
 
 
 @upgrades(Narrow)
@@ -191,7 +191,7 @@ class Wide(Narrow):
     @rpc(limit=3)
     async def work(self, name: str) -> int:
         await immortal.sleep(MINUTE)
-        return await self.note.step(name)
+        return await immortal.step(self.note, name)
 
     @classmethod
     def upgrade(cls, old: Narrow) -> Wide:
@@ -226,7 +226,7 @@ class Queue(Log):
     @impulse(limit=1)
     async def wait(self, name: str) -> None:
         await immortal.event(name)
-        await self.note.step(name)
+        await immortal.step(self.note, name)
 
 
 def listed(shop: WaitingInstances) -> list[tuple[str, list[str]]]:

@@ -242,7 +242,7 @@ class Handled(Immortal):
 
     @impulse
     async def add(self, what: str) -> None:
-        await self.log(what)
+        await immortal.step(self.log, what)
 
 
 class Peered(Immortal):

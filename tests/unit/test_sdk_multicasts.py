@@ -53,7 +53,7 @@ class Sender(Immortal):
     @rpc
     async def ask(self, text: str) -> int:
         got = await immortal.multicast([self.c, self.a, self.b]).add.all(text)
-        await self.keep(got)
+        await immortal.step(self.keep, got)
         return sum(got)
 
 
@@ -174,7 +174,7 @@ class Node(Immortal):
 
     @impulse
     async def look(self, number: int) -> None:
-        await self.note(f"fetched {await immortal.effect(fetch, number)}")
+        await immortal.step(self.note, f"fetched {await immortal.effect(fetch, number)}")
 
     @impulse
     def fail_after(self, text: str) -> None:
@@ -370,7 +370,7 @@ class Notifier(Immortal):
     @impulse
     async def tell(self, number: int) -> None:
         immortal.multicast([self.x, self.y]).hear.fork(str(number))
-        await self.note(await immortal.effect(fetch, number))
+        await immortal.step(self.note, await immortal.effect(fetch, number))
 
 
 def test_a_destination_that_refuses_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import CalleeFailed, CallRefused, Handle, Immortal, Node, peer, query, rpc
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.types.handles import EXTENSION_CODE, KEY_SIZE_BYTES, MARK
@@ -51,7 +52,7 @@ class Buyer(Immortal):
             said = f"got {await self.supplier.price('tea')}"
         except (CalleeFailed, CallRefused) as error:
             said = f"failed: {error}"
-        await self.note(said)
+        await immortal.step(self.note, said)
         return said
 
     @rpc

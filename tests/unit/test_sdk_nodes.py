@@ -124,7 +124,7 @@ class Broker(Immortal):
 
     @rpc
     async def ask_held(self, count: int) -> int:
-        return await (await self.last()).fill(count)
+        return await (await immortal.step(self.last)).fill(count)
 
     @rpc
     def last(self) -> Handle[Order]:
@@ -133,7 +133,7 @@ class Broker(Immortal):
     @rpc
     async def order_and_fill(self, note: str, count: int) -> int:
         handle = await self.exchange.order_for(note)
-        await self.keep(handle)
+        await immortal.step(self.keep, handle)
         return await handle.fill(count)
 
     @rpc
@@ -433,7 +433,7 @@ class Hub(Immortal, nodes=(Listener,)):
 
     @rpc
     async def ask_all(self, text: str) -> list[int]:
-        handles = await self.all_others()
+        handles = await immortal.step(self.all_others)
         return list(await immortal.multicast([handles[0], self.c, handles[1]]).hear.all(text))  # type: ignore[list-item]
 
     @impulse
@@ -452,7 +452,7 @@ class Hub(Immortal, nodes=(Listener,)):
 
     @rpc
     async def call_own_through_the_log(self) -> int:
-        return await (await self.first()).hear("awaited")
+        return await (await immortal.step(self.first)).hear("awaited")
 
     @rpc
     def first(self) -> Handle[Listener]:
@@ -644,7 +644,7 @@ class Guest(Immortal):
 
     @rpc
     async def warm(self) -> int:
-        return await (await self.room()).warm()
+        return await (await immortal.step(self.room)).warm()
 
 
 class Room(Node, formerly=("Place",)):

@@ -120,7 +120,7 @@ class Shop(Immortal):
 
     @rpc(id=8)
     async def later(self, what: str) -> str:
-        return f"{await self.does(what)} of {await self.total()}"
+        return f"{await immortal.step(self.does, what)} of {await immortal.step(self.total)}"
 
 
 CHANGES = {

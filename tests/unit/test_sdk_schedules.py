@@ -56,7 +56,7 @@ class Nightly(Immortal):
 
     @cron("0 12 * * mon-fri", tz="Europe/Berlin")
     async def later(self) -> None:
-        await self.add()  # type: ignore[func-returns-value]
+        await immortal.step(self.add)  # type: ignore[func-returns-value]
 
     @every("1h")
     def hourly(self) -> None:

@@ -148,7 +148,7 @@ class Polling(Immortal):
     @rpc(id=1)
     async def poll(self, rounds: int) -> None:
         for _ in range(rounds):
-            await self.look.step()
+            await immortal.step(self.look)
         await immortal.event("more")
 
     @rpc(id=2)

@@ -73,12 +73,22 @@ class Shop(Immortal):
         elif kind == "transient":
             self.cache.append(5)
         elif kind == "too large":
-            await self.fill.step()
+            await immortal.step(self.fill)
             print(self.large)
         elif kind == "waits":
             await immortal.step(asyncio.sleep, 1)  # type: ignore[unused-coroutine]
         elif kind == "no function":
             await immortal.step(5)  # type: ignore[arg-type]
+        elif kind == "calls a def handler":
+            self.fill()
+        elif kind == "an async handler":
+            await immortal.step(self.sell, "hat", 1)  # type: ignore[unused-coroutine]
+        elif kind == "a handler of a peer":
+            await immortal.step(self.bank.add, 1)  # type: ignore[unused-awaitable]
+        elif kind == "wrong arguments":
+            await immortal.step(self.fill, 1)  # type: ignore[call-arg]
+        elif kind == "calls a multicast":
+            await immortal.multicast([self.bank]).add(1)
         elif kind == "asks for the loop":
             await immortal.step(asyncio.get_running_loop)
         elif kind == "not awaited":
@@ -104,6 +114,24 @@ class Shop(Immortal):
         return "never"
 
 
+class Outlet(Shop):
+    @rpc
+    def fill(self) -> None:
+        self.large = "never"
+
+    @rpc
+    async def fill_as_a_shop(self) -> int:
+        await immortal.step(super().fill)
+        return await immortal.step(lambda: len(self.large))
+
+
+def test_a_step_of_the_class_above_runs_what_is_overridden() -> None:
+    for env in crash_everywhere(runs_max=10):
+        with env:
+            env.start(Bank, "bank")
+            assert env.start(Outlet, "outlet").call(Outlet.fill_as_a_shop) == 100_000
+
+
 def test_local_steps_and_reads_are_the_same_after_a_crash_anywhere() -> None:
     for env in crash_everywhere(runs_max=40):
         with env:
@@ -120,8 +148,13 @@ def test_local_steps_and_reads_are_the_same_after_a_crash_anywhere() -> None:
         ("sets", ["test_sdk_steps.py, line ", "Shop.wrong sets self.sold", "immortal.step"]),
         ("transient", ["Shop.wrong reads self.cache", "immortal.step"]),
         ("too large", ["self.large has 100,005 bytes", "at most 65,536", "immortal.step"]),
-        ("waits", ["immortal.step(<function sleep", "a function or lambda was expected that does not wait"]),
-        ("no function", ["immortal.step(5): a function or lambda was expected"]),
+        ("waits", ["immortal.step(<function sleep", "a function was expected that does not wait"]),
+        ("no function", ["immortal.step(5): a function was expected"]),
+        ("calls a def handler", ["test_sdk_steps.py, line ", "await immortal.step(self.fill, ...)"]),
+        ("an async handler", ["immortal.step(self.sell)", "await self.sell(...)"]),
+        ("a handler of a peer", ["immortal.step(self.<peer>.add)", "await self.<peer>.add(...)"]),
+        ("wrong arguments", ["Shop.fill"]),
+        ("calls a multicast", ["await immortal.multicast([...]).add.all(...)"]),
         ("asks for the loop", ["no running event loop"]),
         ("not awaited", ["step Shop.wrong.<locals>.<lambda> was made and never awaited"]),
     ],

@@ -202,7 +202,7 @@ class Waiter(Immortal):
     async def wait(self, words: str) -> None:
         for word in words:
             await self.counter.count(word)
-        await self.note(words, immortal.random.random())
+        await immortal.step(self.note, words, immortal.random.random())
 
     @rpc
     def note(self, words: str, value: float) -> None:

@@ -46,7 +46,7 @@ class Crawler(Immortal):
             text = "not found"
         except EffectFailed as failed:
             text = failed.type_name
-        await self.keep(url, text)  # type: ignore[misc] # a step: mypy needs the plugin
+        await immortal.step(self.keep, url, text)  # type: ignore[misc] # a step: mypy needs the plugin
         return text
 
     @impulse

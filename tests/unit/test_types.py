@@ -375,7 +375,7 @@ class Services:
                 done = await immortal.effect(passed_on, heard)
                 await immortal.sleep(timedelta(hours=1))
                 event = await immortal.event("value", annotation)
-                await self.note(event)
+                await immortal.step(self.note, event)
                 return done
 
             @rpc

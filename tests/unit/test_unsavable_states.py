@@ -19,6 +19,7 @@ import attrs
 import msgspec
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Immortal, initial, peer, rpc
 from immortal.errors import StateError
 from immortal.testing import Environment
@@ -348,12 +349,12 @@ class Awkward(Immortal):
 
     @rpc
     async def steps(self) -> str:
-        await self.does()
+        await immortal.step(self.does)
         try:
-            await self.spoils()
+            await immortal.step(self.spoils)
         except CalleeFailed as error:
             said = error.type_name
-        await self.does()
+        await immortal.step(self.does)
         return said
 
     @rpc

@@ -53,7 +53,7 @@ class Keeper(Immortal):
     @rpc
     async def later(self, what: Any) -> Any:
         await immortal.event("go")
-        return await self.keep(what)
+        return await immortal.step(self.keep, what)
 
     @rpc
     async def twice(self, what: Any, again: bool = True) -> Any:

@@ -119,11 +119,11 @@ class Table(Immortal, roles=ROLES):
     @rpc
     async def room(self) -> bool:
         """Wait until no client holds up writers, some seconds at most. Returns whether that is so."""
-        wait = await self.wait_for_room.step()
+        wait = await immortal.step(self.wait_for_room)
         if not wait:
             return True
         came = await immortal.race(immortal.event(_room(wait)), immortal.sleep(timedelta(seconds=limits.ROOM_S)))
-        if came.index == 0 or await self.stop_waiting.step(wait):
+        if came.index == 0 or await immortal.step(self.stop_waiting, wait):
             return came.index == 0
         await immortal.event(_room(wait))  # it came at the same moment, and would be kept
         return True
@@ -363,7 +363,7 @@ class Table(Immortal, roles=ROLES):
         """Sleep until a row expires, and delete it, without end."""
         for _ in range(limits.ALARMS_MAX):
             try:
-                sleep_ns = await self.expire.step()
+                sleep_ns = await immortal.step(self.expire)
                 if sleep_ns:
                     duration = timedelta(microseconds=-(-sleep_ns // 1000))
                     await immortal.race(immortal.event(_ALARM), immortal.sleep(duration))

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar, overload
 
+import immortal
 from immortal.appsdk.calls.codec import bind_arguments, encode_value, unencodable
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
@@ -86,14 +87,14 @@ class GroupMethod:
     async def _ask(self, encoded: bytes) -> tuple[Any, ...]:
         source, instance, name = self._source, self._instance, self._handler.name
         decode = source.definition.codec(self._handler).decode_result
-        own, view = await instance.group_known(source.name)
+        own, view = await immortal.step(instance.group_known, source.name)
         while True:
             members = _to_members(source, instance, own, view)
             answers: tuple[Answer, ...]
             answers = await members.group_deliver.all(source.name, view.number, Message(0, name, encoded), own, "")
             if executed := [one for one in answers if one.is_executed]:  # all alike, but for who is expelled meanwhile
                 return tuple(decode(one.result) for one in executed)
-            view = await instance.group_learn(source.name, newest_of(answers))
+            view = await immortal.step(instance.group_learn, source.name, newest_of(answers))
 
     def _encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
         name, signature = self._handler.function.__qualname__, self._handler.signature
@@ -109,13 +110,15 @@ async def _change(source: Group, instance: Any, kind: Kind) -> None:
     if not issubclass(instance.__class__, source.definition.cls):
         cls, members = instance.__class__.__qualname__, source.definition.name
         raise UsageError(f"group {source.name!r}: a {cls} can't {kind}: its members are of the class {members}")
-    own, view = await instance.group_known(source.name)
+    own, view = await immortal.step(instance.group_known, source.name)
     while (own in view.members) != (kind == "join"):
         if kind == "leave" and view.members == (own,):
             raise ValueError(f"group {source.name!r}: {own!r} is its last member and can't leave: another must join")
         everybody = _to_members(source, instance, own, View(view.number, view.after("join", own).members))  # it is last
         changed = await everybody.group_change.all(source.name, view, kind, [own], own)
-        view = await instance.group_learn(source.name, newest_of(changed[: None if kind == "leave" else -1]))
+        view = await immortal.step(
+            instance.group_learn, source.name, newest_of(changed[: None if kind == "leave" else -1])
+        )
 
 
 def _to_members(source: Group, instance: Any, own: str, view: View) -> Any:

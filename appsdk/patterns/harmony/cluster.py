@@ -89,11 +89,11 @@ class Cluster(Immortal, roles=ROLES):
     @rpc
     async def room(self, batch: str) -> bool:
         """Wait until there is room for more tasks, some seconds at most. Returns whether there is."""
-        if not await self.wait_for_room.step(batch):
+        if not await immortal.step(self.wait_for_room, batch):
             return True
         came = await immortal.race(immortal.event(f"room {batch}"), immortal.sleep(timedelta(seconds=IDLE_S)))
         if came.index == 1:
-            await self.stop_waiting.step(batch)
+            await immortal.step(self.stop_waiting, batch)
         return came.index == 0
 
     @rpc
@@ -144,11 +144,11 @@ class Cluster(Immortal, roles=ROLES):
     @rpc
     async def idle(self, worker: str, functions: list[str]) -> None:
         """Wait until there may be work for the worker, or some seconds are over."""
-        wait_s = await self.rest.step(worker, functions)
+        wait_s = await immortal.step(self.rest, worker, functions)
         if wait_s:
             came = await immortal.race(immortal.event(f"work {worker}"), immortal.sleep(timedelta(seconds=wait_s)))
             if came.index == 1:
-                await self.stop_resting.step(worker)
+                await immortal.step(self.stop_resting, worker)
 
     @rpc(raises=[BatchError])
     def rest(self, worker: str, functions: list[str]) -> float:

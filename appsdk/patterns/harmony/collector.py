@@ -209,11 +209,11 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
     @rpc(raises=[BatchConflict])
     async def watch(self, batch: str, number: int, life: Life | None = None) -> None:
         """Wait until that result or the end before it has come, or some seconds are over."""
-        event = await self.wait_for.step(batch, number, life)
+        event = await immortal.step(self.wait_for, batch, number, life)
         if event:
             came = await immortal.race(immortal.event(event), immortal.sleep(timedelta(seconds=IDLE_S)))
             if came.index == 1:
-                await self.stop_waiting.step(batch, event)
+                await immortal.step(self.stop_waiting, batch, event)
 
 
 # What a collector knows of one batch, and what the ready-made one keeps of it. No I/O, no clock.

@@ -78,7 +78,7 @@ class Queue(Immortal, roles=ROLES):
     @rpc(raises=[UnknownTask])
     async def wait(self, task: int, seconds: float) -> Outcome:
         """Return the task's state once it has ended, or after so many seconds (20 at most)."""
-        outcome = await self.look.step(task, seconds > 0)
+        outcome = await immortal.step(self.look, task, seconds > 0)
         if not outcome.wait:
             return outcome
         told = False
@@ -86,9 +86,9 @@ class Queue(Immortal, roles=ROLES):
             duration = timedelta(seconds=min(seconds, limits.WAIT_S_MAX))
             told = (await immortal.race(immortal.event(_call(outcome.wait)), immortal.sleep(duration))).index == 0
         finally:
-            if not told and not await self.look_no_more.step(task, outcome.wait):
+            if not told and not await immortal.step(self.look_no_more, task, outcome.wait):
                 await immortal.event(_call(outcome.wait))  # it came at the same moment, and would be kept
-        return await self.look.step(task, False)
+        return await immortal.step(self.look, task, False)
 
     @rpc(raises=[UnknownTask])
     def look(self, task: int, wait: bool) -> Outcome:
@@ -105,15 +105,15 @@ class Queue(Immortal, roles=ROLES):
         self, worker: str, session: str, functions: list[str], heartbeat_s: float, report: Report | None
     ) -> Given | None:
         """Wait for a task for a worker; ``report``: its reply to the one before. None: the worker is to ask again."""
-        offer = await self.say_ready.step(worker, session, functions, heartbeat_s, report)
+        offer = await immortal.step(self.say_ready, worker, session, functions, heartbeat_s, report)
         if offer.waits:
             try:
                 await immortal.event(_call(offer.call))
             except Cancelled:
-                if not await self.withdraw.step(offer.call):
+                if not await immortal.step(self.withdraw, offer.call):
                     await immortal.event(_call(offer.call))  # it came at the same moment, and would be kept
                 raise
-            offer = await self.take_offer.step(offer.call)
+            offer = await immortal.step(self.take_offer, offer.call)
         if offer.superseded:
             raise Superseded(
                 f"another process has said ready as worker {worker!r}: give each worker an ID of its own, or none"
@@ -192,7 +192,7 @@ class Queue(Immortal, roles=ROLES):
         """Sleep until something is due, and do it, without end."""
         for _ in range(limits.ALARMS_MAX):
             try:
-                sleep_ns = await self.advance.step()
+                sleep_ns = await immortal.step(self.advance)
                 if sleep_ns:
                     duration = timedelta(microseconds=-(-sleep_ns // 1000))
                     await immortal.race(immortal.event(_ALARM), immortal.sleep(duration))

@@ -178,7 +178,7 @@ class Store(Immortal, roles={"reader": ["total", "item"], "clerk": ["put"]}):
 
     @cron("*/3 * * * * *", tz="Europe/Berlin")
     async def by_the_clock(self) -> None:
-        await self.count_by_the_clock()
+        await immortal.step(self.count_by_the_clock)
 
     @rpc
     def count_by_the_clock(self) -> None:
@@ -236,7 +236,7 @@ class Teller(Grouped):
         try:
             return await self.store.put(item)
         except TooMuchError as error:
-            return await self.note("stock", f"{error.args}")
+            return await immortal.step(self.note, "stock", f"{error.args}")
 
     @impulse
     async def fail(self) -> None:
@@ -245,25 +245,27 @@ class Teller(Grouped):
             try:
                 await call("from teller")
             except CalleeFailed as failed:
-                await self.note("failures", f"{name}: {failed.type_name}: {failed.message}")
+                await immortal.step(self.note, "failures", f"{name}: {failed.type_name}: {failed.message}")
         for name, other in {"spoil": self.store.spoil, "meddle": self.store.meddle}.items():
             try:
                 await other()
             except (CalleeFailed, CallRefused) as failed:
-                await self.note("failures", f"{name}: {type(failed).__name__} {getattr(failed, 'type_name', '')}")
+                await immortal.step(
+                    self.note, "failures", f"{name}: {type(failed).__name__} {getattr(failed, 'type_name', '')}"
+                )
         self.store.fail.fork("nobody waits")
         await immortal.sleep(timedelta(seconds="long"))  # type: ignore[arg-type]  # which fails this handler
 
     @rpc
     async def sleeps(self) -> str:
         await immortal.sleep(timedelta(seconds=40))
-        await self.note("sleeps", "woke")
+        await immortal.step(self.note, "sleeps", "woke")
         return "woken"
 
     @rpc
     async def decide(self, number: int) -> None:
         answer = await immortal.race(immortal.event(f"decide {number}", bool), immortal.sleep(timedelta(days=2000)))
-        await self.note("decide", f"{number}: {answer}")
+        await immortal.step(self.note, "decide", f"{number}: {answer}")
 
     @rpc
     def signals(self, number: int, value: bool) -> None:
@@ -272,9 +274,9 @@ class Teller(Grouped):
     @rpc
     async def gathers(self) -> None:
         found = await asyncio.gather(
-            self.store.total(), immortal.event("gather", int), self.part("a"), self.note("gather", "-")
+            self.store.total(), immortal.event("gather", int), self.part("a"), immortal.step(self.note, "gather", "-")
         )
-        await self.note("gather", f"{tuple(found)}")
+        await immortal.step(self.note, "gather", f"{tuple(found)}")
 
     async def part(self, text: str) -> str:
         first = await self.store.note(text)
@@ -306,24 +308,24 @@ class Teller(Grouped):
             text = f"{failed.effect} {failed.type_name} {failed.message} {failed.attempts}"
         else:
             text = f"{receipt} {money.cents}"
-        await self.note("pays", text)
+        await immortal.step(self.note, "pays", text)
         return text
 
     @rpc
     async def pays_slowly(self) -> None:
-        await self.note("slow", await immortal.effect(slow, "slow"))
+        await immortal.step(self.note, "slow", await immortal.effect(slow, "slow"))
 
     @rpc
     async def pays_flakily(self) -> None:
         often = immortal.effect.options(
             retry=Retry(attempts=None, first_wait=timedelta(hours=1), max_wait=timedelta(hours=2))
         )
-        await self.note("flaky", await often(flaky, "flaky"))
+        await immortal.step(self.note, "flaky", await often(flaky, "flaky"))
 
     @rpc
     async def polls(self, first: int) -> None:
         value: int = await immortal.event("poll", int)
-        await self.note("polls", f"{first} {value}")
+        await immortal.step(self.note, "polls", f"{first} {value}")
         return immortal.continue_as(first + 1)  # type: ignore[no-any-return]
 
     @rpc
@@ -333,7 +335,7 @@ class Teller(Grouped):
     @rpc(limit=1, timeout=timedelta(days=3000))
     async def one_at_a_time(self, name: str) -> None:
         await immortal.event(f"turn {name}", type(None))
-        await self.note("turns", name)
+        await immortal.step(self.note, "turns", name)
 
     @rpc
     def signals_turn(self, name: str) -> None:
@@ -344,7 +346,7 @@ class Teller(Grouped):
         try:
             await immortal.event("never", int)
         except Cancelled as cancelled:
-            await self.note("cancelled", str(cancelled))
+            await immortal.step(self.note, "cancelled", str(cancelled))
             raise
 
     @rpc
@@ -354,13 +356,15 @@ class Teller(Grouped):
 
     @rpc
     async def trade_and_wait(self, order: str) -> None:
-        await self.note("trades", f"{len(await immortal.multicast([self.b1, self.b2]).place.all(order))}")
-        await self.note("trades", f"{len(await self.prices.place.all(f'{order} of the group'))}")
+        await immortal.step(
+            self.note, "trades", f"{len(await immortal.multicast([self.b1, self.b2]).place.all(order))}"
+        )
+        await immortal.step(self.note, "trades", f"{len(await self.prices.place.all(f'{order} of the group'))}")
 
     @rpc
     async def asks_b2(self) -> None:
         places = await self.b2.place("asked")
-        await self.note("asks", f"answered: {places > 0}")
+        await immortal.step(self.note, "asks", f"answered: {places > 0}")
 
 
 class Order(Node):
@@ -480,7 +484,7 @@ class Broker(Immortal, nodes=(Slip,), serializer="pickle"):
         winner = await immortal.race(immortal.event(f"finish {text}", int), immortal.sleep(timedelta(days=2000)))
         left = await order.fill(winner.value or 0)
         await slip.hear(f"{text} {left}")
-        await self.done(text, left, winner.index)
+        await immortal.step(self.done, text, left, winner.index)
 
     @rpc
     def done(self, text: str, left: int, index: int) -> None:
@@ -516,7 +520,7 @@ class Counter(Immortal):
     @rpc
     async def waits(self, name: str) -> None:
         await immortal.event(name, type(None))
-        await self.count(f"{name} came")
+        await immortal.step(self.count, f"{name} came")
 
     @rpc
     def signals(self, name: str) -> None:

@@ -33,7 +33,7 @@ class Counter(Immortal):
     @rpc
     async def waits(self, name: str) -> None:
         await immortal.event(name, type(None))
-        await self.count(f"{name} came")
+        await immortal.step(self.count, f"{name} came")
 
     @rpc
     def signals(self, name: str) -> None:
