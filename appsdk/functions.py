@@ -185,7 +185,7 @@ def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coro
     task = _task("step")
     made: Any
     if isinstance(function, TaskHandler):
-        made = function.step(args, kwargs)
+        made = function.as_step(args, kwargs)
         return made  # type: ignore[no-any-return]  # a future, with the type of what create_task takes
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise UsageError(

@@ -141,7 +141,7 @@ class TaskHandler:
     def __name__(self) -> str:
         return self._target.called.name
 
-    def step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Operation:
+    def as_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Operation:
         """Return the step that `immortal.step` makes of a handler. Raises UsageError, TypeError."""
         task, target, name = self._task, self._target, self.__name__
         if target.called.is_async or target.destination:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import Immortal, rpc
 from immortal.errors import UsageError
 from immortal.testing import Environment, crash_everywhere
@@ -188,7 +189,7 @@ class Playing(Immortal):
 
     @rpc
     async def run(self, seed: int) -> list[str]:
-        return await Player(self.note.step).run(Grammar(seed).program())
+        return await Player(lambda text: immortal.step(self.note, text)).run(Grammar(seed).program())
 
 
 def alone(seed: int) -> tuple[list[str], list[str]]:

@@ -163,7 +163,7 @@ def from_a_clone() -> None:
 async def from_asyncio() -> None:
     async with connect(Bank, "bank") as bank:
         bank.quote.fork(5)  # wrong: an int for a str
-        bank.debit.step("ann")  # wrong: steps are one's own
+        bank.debit.step("ann")  # wrong: there is no such thing
         number: int = bank.debit("ann")  # wrong: it is not awaited
         half: int = await bank.quote("ann")  # wrong: the result is a float
         await bank.debit.fork("ann")  # wrong: nothing to await
