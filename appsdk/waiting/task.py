@@ -130,7 +130,7 @@ class Task(Owner):
         self._steps_count = 0
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
-        self._copies: list[tuple[Read, Any, bytes]] = []  # of the state, as they were read in this turn
+        self._copies: list[tuple[Read, Any, bytes]] | None = None  # of the state, as they were read in this turn
         self.runs_local_step = False
         self._error: BaseException | None = None  # with which the handler ends, whatever its coroutines do
         self.left, self.must_end = None, False
@@ -424,6 +424,7 @@ class Task(Owner):
         operation.begin()
         value = operation.result()
         if not isinstance(value, _IMMUTABLE):
+            self._copies = self._copies or []
             self._copies.append((operation, value, schema.encode_attribute(name, value)))
         return value
 
@@ -434,8 +435,8 @@ class Task(Owner):
 
     def _check_copies(self) -> None:
         """Let the handler fail that has changed a copy of the state since it was read."""
-        copies, self._copies = self._copies, []
-        for operation, value, data in copies:
+        copies, self._copies = self._copies, None
+        for operation, value, data in copies or ():
             name = operation.name
             if operation.schema.encode_attribute(name, value) != data:
                 self.abandon(
