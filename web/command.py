@@ -45,7 +45,7 @@ def web(
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
-    if not _is_loopback(host) and (tls_cert is None or token_file is None):
+    if not is_loopback(host) and (tls_cert is None or token_file is None):
         raise click.UsageError(
             f"--host {host} can be reached from other machines: --tls-cert, --tls-key and --token-file are needed with"
             " it (or leave --host out, and come in by a tunnel, such as 'ssh -L')"
@@ -71,7 +71,8 @@ def web(
         serve(registry, host, port, tls, token, allow_actions=allow_actions, ready=ready)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether an address is reached from this machine alone."""
     if host == "localhost":
         return True
     try:

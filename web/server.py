@@ -122,7 +122,7 @@ def serve(
 ) -> None:
     """Serve the page until SIGINT or SIGTERM. ``ready`` gets its URL without a path. Raises WebError, RegistryError."""
     registry.names()  # whether it may be read
-    listener = _listen(host, port)
+    listener = listen(host, port)
     scheme = "http" if tls is None else "https"
     address, taken = listener.getsockname()[:2]
     any_host = address in ("0.0.0.0", "::")  # noqa: S104 (asked, not bound)
@@ -162,7 +162,8 @@ def serve(
         listener.close()
 
 
-def _listen(host: str, port: int) -> Listener:
+def listen(host: str, port: int) -> Listener:
+    """Open the socket of a server. Raises WebError."""
     listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -20,8 +20,9 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"the bridge to ASGI needs Starlette ({error}): {distribution.add_extra('http')}") from None
 
+from immortal.appsdk.integrations.asgi.gateway import gateway
 from immortal.appsdk.integrations.asgi.middleware import ImmortalMiddleware
 from immortal.appsdk.integrations.asgi.progress import progress
 from immortal.appsdk.integrations.asgi.services import Service, TooManyCalls
 
-__all__ = ["ImmortalMiddleware", "Service", "TooManyCalls", "progress"]
+__all__ = ["ImmortalMiddleware", "Service", "TooManyCalls", "gateway", "progress"]

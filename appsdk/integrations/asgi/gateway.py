@@ -1,0 +1,406 @@
+"""HTTP in front of instances: POST calls a handler, GET asks a query, and failures are problem details (RFC 9457).
+
+`POST /shop/order` takes the arguments as JSON, an object by name or an array by position. With the header
+Idempotency-Key the call is made once, however often the request is sent. `?wait=0` answers as soon as the instance has
+the call, with the address of its result. Nothing is kept here: a gateway may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import inspect
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from immortal.appsdk.calls.codec import resolve_hints
+from immortal.appsdk.client.errors import CallRefused, CallTimeout, ClientError
+from immortal.appsdk.client.proxies import Proxy, handle, start, with_key
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.integrations.asgi.middleware import (
+    KEY_HEADER,
+    KEY_SIZE_BYTES_MAX,
+    Problem,
+    ProblemResponse,
+    RefusedRequest,
+    problem_of_call,
+    problem_of_declared,
+    problem_of_misfit,
+)
+from immortal.appsdk.integrations.asgi.services import Service
+from immortal.appsdk.state.tree import to_json, tree
+from immortal.protocol import decoding
+
+BODY_SIZE_BYTES_MAX = 16 << 20  # a call has no more arguments
+PROBLEM_TYPES = "/problems/"
+WAIT_S_MAX = 300.0
+_CALLED = ("rpc", "query")
+_REFERENCES = "#/components/schemas/{name}"
+_PROBLEM = {
+    "description": "Problem details (RFC 9457)",
+    "content": {"application/problem+json": {"schema": {"type": "object"}}},
+}
+
+
+def gateway(services: Iterable[Service[Any]], *, token: str | None = None, title: str = "Immortal services") -> ASGIApp:
+    """Return an ASGI app that takes requests for the instances ``services``, each made with its class.
+
+    ``token``: what each request has to bring as ``Authorization: Bearer TOKEN``; None: nothing, for a server of this
+    machine alone or one that checks its callers itself. ``title``: of the description, `/openapi.json`. Raises
+    UsageError.
+    """
+    instances = {}
+    for one in services:
+        if not isinstance(one, Service) or one._definition is None:
+            raise UsageError(f"gateway([{one!r}]): Service(Class, name) was expected")
+        instances[one.name] = _Instance(one, one._definition)
+
+    async def described(request: Request) -> Response:
+        return _json(openapi({name: one.definition for name, one in instances.items()}, title))
+
+    @asynccontextmanager
+    async def closing(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for one in instances.values():
+                await one.service.close()
+
+    calls = "/{instance}/calls/{call}"
+    app = Starlette(
+        routes=[
+            Route("/openapi.json", described),
+            Route(calls, _status, methods=["GET"]),
+            Route(calls, _cancel, methods=["DELETE"]),
+            Route(f"{calls}/result", _result, methods=["GET"]),
+            Route("/{instance}/{handler}", _call, methods=["POST"]),
+            Route("/{instance}/{handler}", _query, methods=["GET"]),
+        ],
+        middleware=[Middleware(_Bearer, token=token)],
+        exception_handlers={RefusedRequest: _refused, ClientError: _failed, HTTPException: _http},
+        lifespan=closing,
+    )
+    app.state.instances = instances
+    return app
+
+
+class _Instance:
+    """An instance and the handlers that requests may name."""
+
+    def __init__(self, service: Service[Any], definition: Definition) -> None:
+        self.service = service
+        self.definition = definition
+        self.handlers = public_handlers(definition)
+
+    def proxy(self, timeout_s: float) -> Any:
+        made: Any = Proxy(self.service._client(), self.definition, self.service.name, timeout_s, None)
+        return made
+
+
+class _Bearer:
+    """ASGI middleware: each request brings the token; without one, a POST has to be JSON.
+
+    A page of another site makes a browser send forms and text, and JSON only after it has asked this server, which
+    does not answer such questions.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            given = request.headers.get("authorization", "").encode()
+            if self._token is not None and not hmac.compare_digest(given, self._token):
+                problem = Problem("unauthorized", 401, "The request has no token", "Authorization: Bearer TOKEN")
+                response = ProblemResponse(problem, PROBLEM_TYPES)
+                response.headers["WWW-Authenticate"] = "Bearer"
+                return await response(scope, receive, send)
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if self._token is None and request.method == "POST" and media_type != "application/json":
+                problem = Problem("media-type", 415, "The request is no JSON", "Content-Type: application/json")
+                return await ProblemResponse(problem, PROBLEM_TYPES)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def _call(request: Request) -> Response:
+    instance, handler = _handler(request)
+    arguments = _arguments(handler, await _body(request))
+    wait_s = _wait_s(request, instance.service._timeout_s)
+    key = _key(request)
+    proxy = instance.proxy(wait_s or instance.service._timeout_s)
+    if key is not None:
+        proxy = with_key(proxy, key)
+    method = getattr(proxy, handler.name)
+    if wait_s > 0:
+        return _json(await _made(handler, lambda: method(*arguments[0], **arguments[1])))
+    started = await _made(handler, lambda: start(method, *arguments[0], **arguments[1]))
+    where = f"{request.scope.get('root_path', '')}/{instance.service.name}/calls/{started.id}"
+    return _json({"id": started.id, "status": "waiting"}, 202, {"Location": where})
+
+
+async def _query(request: Request) -> Response:
+    instance, handler = _handler(request)
+    if not handler.is_query:
+        raise RefusedRequest(Problem("method", 405, f"{handler.name} is no query: it is called by POST"))
+    hints = resolve_hints(handler.function)
+    given = {name: _of_text(hints.get(name, Any), text) for name, text in request.query_params.items()}
+    asked = getattr(instance.proxy(instance.service._timeout_s).query, handler.name)
+    return _json(await _made(handler, lambda: asked(**_arguments(handler, given)[1])))
+
+
+async def _status(request: Request) -> Response:
+    _, made = _started(request)
+    status = await made.status()
+    code = 404 if status == "unknown" else 200
+    return _json({"id": made.id, "status": status}, code)
+
+
+async def _result(request: Request) -> Response:
+    instance, made = _started(request)
+    handler = instance.handlers[made.id.partition(":")[0]]
+    try:
+        return _json(await _made(handler, lambda: made.result(_wait_s(request, instance.service._timeout_s))))
+    except CallTimeout:
+        return _json({"id": made.id, "status": "waiting"}, 202, {"Retry-After": "1"})
+
+
+async def _cancel(request: Request) -> Response:
+    _, made = _started(request)
+    return _json({"id": made.id, "cancelled": await made.cancel("by DELETE")})
+
+
+async def _made(handler: Handler[Any, Any], make: Any) -> Any:
+    """Raises RefusedRequest for arguments that do not fit and for what the handler declares to raise, ClientError."""
+    try:
+        made = make()
+    except TypeError as error:
+        raise RefusedRequest(problem_of_misfit(error)) from None
+    try:
+        return await made
+    except tuple(handler.raises.values()) as error:
+        raise RefusedRequest(problem_of_declared(error, {})) from None
+
+
+def _handler(request: Request) -> tuple[_Instance, Handler[Any, Any]]:
+    instance = _instance(request)
+    name = request.path_params["handler"]
+    handler = instance.handlers.get(name)
+    if handler is None:
+        known = ", ".join(sorted(instance.handlers)) or "none"
+        detail = f"{instance.service.name} has no handler {name!r} (its handlers: {known})"
+        raise RefusedRequest(Problem("no-handler", 404, "There is no such handler", detail))
+    return instance, handler
+
+
+def _instance(request: Request) -> _Instance:
+    instances: Mapping[str, _Instance] = request.app.state.instances
+    name = request.path_params["instance"]
+    if name not in instances:
+        detail = f"no instance {name!r} is served here ({', '.join(sorted(instances)) or 'none is'})"
+        raise RefusedRequest(Problem("no-instance", 404, "There is no such instance", detail))
+    return instances[name]
+
+
+def _started(request: Request) -> tuple[_Instance, Any]:
+    instance, given = _instance(request), request.path_params["call"]
+    try:
+        if given.partition(":")[0] not in instance.handlers:
+            raise TypeError
+        return instance, handle(instance.proxy(instance.service._timeout_s), given)
+    except (TypeError, AttributeError):
+        detail = f"{given!r}: the id that the call was answered with was expected, such as order:3f2a..."
+        raise RefusedRequest(Problem("no-call", 404, "There is no such call", detail)) from None
+
+
+def _wait_s(request: Request, default_s: float | None) -> float:
+    """Return how long to wait for the result: `?wait=S`, or the header `Prefer: wait=S`."""
+    given = request.query_params.get("wait")
+    if given is None:
+        preferences = [one.strip() for one in request.headers.get("prefer", "").split(",")]
+        given = next((one.partition("=")[2] for one in preferences if one.startswith("wait=")), None)
+        given = "0" if given is None and "respond-async" in preferences else given
+    if given is None:
+        return default_s or WAIT_S_MAX
+    try:
+        seconds = float(given)
+        if 0 <= seconds <= WAIT_S_MAX:
+            return seconds
+    except ValueError:
+        pass
+    detail = f"wait={given}: a number of seconds from 0 to {WAIT_S_MAX:g} was expected"
+    raise RefusedRequest(Problem("wait", 400, "The time to wait is none", detail))
+
+
+def _key(request: Request) -> str | None:
+    given = request.headers.getlist(KEY_HEADER)
+    if not given:
+        return None
+    if len(given) > 1 or not 1 <= len(given[0].strip().encode()) <= KEY_SIZE_BYTES_MAX:
+        detail = f"one header {KEY_HEADER} of 1 to {KEY_SIZE_BYTES_MAX} bytes was expected"
+        raise RefusedRequest(Problem("key-invalid", 400, "The key of the request is none", detail))
+    parts = "\n".join((request.path_params["instance"], request.path_params["handler"], given[0].strip()))
+    return hashlib.blake2b(parts.encode(), digest_size=20).hexdigest()
+
+
+async def _body(request: Request) -> Any:
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > BODY_SIZE_BYTES_MAX:
+            raise RefusedRequest(Problem("too-large", 413, f"The body has more than {BODY_SIZE_BYTES_MAX:,} bytes"))
+    if not data:
+        return {}
+    try:
+        body = decoding.decode_json(data)
+    except decoding.DecodeError as error:
+        raise RefusedRequest(Problem("json", 400, "The body is no JSON", str(error))) from None
+    if not isinstance(body, dict | list):
+        what = "the arguments as an object, by name, or as an array, by position, were expected"
+        raise RefusedRequest(Problem("json", 400, "The body has no arguments", what))
+    return body
+
+
+def _arguments(handler: Handler[Any, Any], given: dict[str, Any] | list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments, by position and by name, as the handler's annotations have them. Raises RefusedRequest."""
+    hints, names = resolve_hints(handler.function), list(handler.signature.parameters)
+    if isinstance(given, list):
+        kinds = [hints.get(name, Any) for name in names] + [Any] * len(given)
+        return [_converted(f"argument {n}", *one) for n, one in enumerate(zip(kinds, given, strict=False), 1)], {}
+    return [], {name: _converted(name, hints.get(name, Any), value) for name, value in given.items()}
+
+
+def _converted(name: str, kind: Any, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise RefusedRequest(problem_of_misfit(TypeError(f"{name}: {error}"))) from None
+    except TypeError:  # a type that JSON has no form for: the call says what it takes
+        return value
+
+
+def _of_text(kind: Any, text: str) -> Any:
+    """Return an argument of a query, which an address has as text: what is no JSON of its kind is taken as text."""
+    if kind is str:
+        return text
+    try:
+        return decoding.decode_json(text.encode())
+    except decoding.DecodeError:
+        return text
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    try:
+        data = msgspec.json.encode(value)
+    except (TypeError, ValueError):  # keys that are arrays, integers of thousands of digits
+        data = json.dumps(to_json(tree(value)), ensure_ascii=False).encode()
+    return Response(data, status, headers, "application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedRequest)
+    return ProblemResponse(error.problem, PROBLEM_TYPES)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ClientError)
+    if isinstance(error, CallRefused):
+        return ProblemResponse(Problem("call-refused", 422, "The service does not take such a call"), PROBLEM_TYPES)
+    return ProblemResponse(problem_of_call(error), PROBLEM_TYPES)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ProblemResponse(Problem("request", error.status_code, str(error.detail)), PROBLEM_TYPES)
+
+
+# --- the description --------------------------------------------------------------------------------------------------
+
+
+def public_handlers(definition: Definition) -> dict[str, Handler[Any, Any]]:
+    """Return what requests may call: @rpc and @query methods whose names begin with no underscore."""
+    found = definition.handlers.values()
+    return {one.name: one for one in found if one.decorator in _CALLED and not one.name.startswith("_")}
+
+
+def openapi(definitions: Mapping[str, Definition], title: str) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 description of instances, by name, as plain values."""
+    schemas: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for name, definition in definitions.items():
+        for handler in public_handlers(definition).values():
+            paths[f"/{name}/{handler.name}"] = _path(name, handler, schemas)
+    security = {"token": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": "1"},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": security},
+        "security": [{"token": []}, {}],
+    }
+
+
+def _path(instance: str, handler: Handler[Any, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    hints = resolve_hints(handler.function)
+    properties, required = {}, []
+    for name, parameter in handler.signature.parameters.items():
+        properties[name] = _schema(hints.get(name, Any), schemas)
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
+    said = inspect.getdoc(handler.function) or handler.name
+    result = _schema(hints.get("return", Any), schemas)
+    operation = {
+        "operationId": f"{instance}_{handler.name}",
+        "summary": said.partition("\n")[0],
+        "tags": [instance],
+        "responses": {
+            "200": {"description": "What it returns", "content": {"application/json": {"schema": result}}},
+            "default": _PROBLEM,
+        },
+    }
+    arguments = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    key = {"name": KEY_HEADER, "in": "header", "schema": {"type": "string", "maxLength": KEY_SIZE_BYTES_MAX}}
+    wait = {"name": "wait", "in": "query", "schema": {"type": "number", "minimum": 0, "maximum": WAIT_S_MAX}}
+    body = {"required": bool(required), "content": {"application/json": {"schema": arguments}}}
+    later = {"202": {"description": "With wait=0: its result is at Location"}}
+    path = {"post": operation | {"parameters": [key, wait], "requestBody": body}}
+    path["post"]["responses"] = later | operation["responses"]  # type: ignore[operator]
+    if handler.is_query:
+        asked = [
+            {"name": name, "in": "query", "required": name in required, "schema": schema}
+            for name, schema in properties.items()
+        ]
+        path["get"] = operation | {"operationId": f"{instance}_get_{handler.name}", "parameters": asked}
+    return path
+
+
+def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a type; {} (anything) for one that JSON schema has no form for."""
+    if kind is None or kind is type(None):
+        return {"type": "null"}
+    try:
+        (schema,), components = msgspec.json.schema_components((kind,), ref_template=_REFERENCES)
+    except (TypeError, ValueError, NotImplementedError):
+        return {}
+    schemas.update(components)
+    return schema
