@@ -115,9 +115,9 @@ def is_any(value: Any) -> bool:
         return is_text(value)
     if type(value) in (list, tuple, set, frozenset):
         return all(map(is_any, value))
-    if type(value) is dict:
+    if type(value) in (dict, OrderedDict):
         return all(map(is_any, value)) and all(map(is_any, value.values()))
-    plain = (type(None), bool, int, float, bytes, Decimal, date, datetime, time, timedelta, UUID)
+    plain = (type(None), bool, int, float, complex, range, bytes, Decimal, date, datetime, time, timedelta, UUID)
     return type(value) in plain
 
 

@@ -101,7 +101,8 @@ def test_a_copy_that_is_cut_where_messages_are_lost_is_soon_right_again(seed: in
                 assert time.monotonic() < end_s
                 publisher.turn()
                 subscriber.process(time.monotonic())
-                select.select([publisher.fileno(), *subscriber.filenos()], [], [], 0.002)
+                sockets = [one.fileno() for one in subscriber.sockets()]
+                select.select([publisher.fileno(), *sockets], [], [], 0.002)
             proxy.cut()
         subscriber.close()
     context.destroy(linger=0)
