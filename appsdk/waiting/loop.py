@@ -183,7 +183,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     # --- futures and tasks --------------------------------------------------------------------------------------------
 
     def create_future(self) -> asyncio.Future[Any]:
-        return _Future(self)
+        return HandlerFuture(self)
 
     def create_task(self, coro: Any, *, name: object = None, **options: Any) -> asyncio.Task[Any]:
         """Make a task of a coroutine, or of anything else that a handler awaits, such as a call."""
@@ -214,7 +214,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         return self._tasks_count
 
     def make_task(self, coro: Any, name: str | None, context: contextvars.Context) -> asyncio.Task[Any]:
-        task = _Task(self, coro, name, context)
+        task = HandlerTask(self, coro, name, context)
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # a crash or checkpoint drops waiting handlers
         return task
 
@@ -317,7 +317,7 @@ class _Numbered:
         return self is other
 
 
-class _Future(_Numbered, asyncio.Future[Any]):
+class HandlerFuture(_Numbered, asyncio.Future[Any]):
     __slots__ = ("_number",)
 
     def __init__(self, loop: HandlerLoop) -> None:
@@ -325,7 +325,7 @@ class _Future(_Numbered, asyncio.Future[Any]):
         self._number = loop.next_future_number()
 
 
-class _Task(_Numbered, asyncio.Task[Any]):
+class HandlerTask(_Numbered, asyncio.Task[Any]):
     __slots__ = ("_number",)
 
     def __init__(self, loop: HandlerLoop, coro: Any, name: str | None, context: contextvars.Context) -> None:

@@ -66,6 +66,7 @@ def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
         for task in left:
             task.cancel()
         if left:
+            loop.tasks_count -= 1  # of the wait, which a handler has not: what is left may make tasks as it cleans up
             loop.run_until_complete(asyncio.wait(left))
         loop.run_until_complete(loop.shutdown_asyncgens())
         return result

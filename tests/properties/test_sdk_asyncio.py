@@ -42,8 +42,11 @@ class Grammar:
     def program(self) -> Node:
         return ("block", [self._node(0) for _ in range(self._random.randint(1, 3))])
 
-    def _ms(self) -> int:
-        return self._random.choice((10, 100, 1000, 10_000)) * 1009 + next(self._durations_ms) ** 2
+    def _ms(self) -> float:
+        """Return a duration. No sums of some are equal: two timers of one moment wake a handler in two turns."""
+        return (
+            self._random.choice((10, 100, 1000, 10_000)) * 1009 + next(self._durations_ms) ** 2 + self._random.random()
+        )
 
     def _nodes(self, depth: int, least: int = 1) -> list[Node]:
         return [self._node(depth + 1) for _ in range(self._random.randint(least, 3))]
