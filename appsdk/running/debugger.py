@@ -115,6 +115,7 @@ class _Finder:
         self._stop = stop
         self._is_of_user = is_of_user
         self._found: FrameType | None = None  # entered, and perhaps only on the way to where it goes on
+        self.has_stopped = False
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> _Finder | None:
         if event == "call" and self._is_of_user(frame):
@@ -122,6 +123,7 @@ class _Finder:
             return self
         if self._found is not None:
             found, self._found = self._found, None
+            self.has_stopped = True
             _settrace(None)
             self._stop(found)
         return None
@@ -197,6 +199,8 @@ class Breakpoint:
                     _settrace(before)
             if debugger.left:
                 raise _Left
+            if not finder.has_stopped:
+                print("no line of yours runs there: there was nothing to stop at", flush=True)  # noqa: T201
 
         return run
 

@@ -111,6 +111,10 @@ def test_break_stops_at_a_line_of_the_users(bought: Path, record: int, line: str
     assert f"('sold', {7 if record == 3 else 0})" in rest
 
 
+def test_break_where_no_code_of_the_users_runs_says_so(bought: Path) -> None:
+    assert "no line of yours runs there: there was nothing to stop at\n" in replay(bought, 0, "")
+
+
 def test_break_steps_from_an_await_to_the_function_of_a_step(bought: Path) -> None:
     said = replay(bought, 2, "n\nn\nn\nn\nn\ns\nc\n")
     assert re.findall(r"^-> (.*)", said, re.MULTILINE) == [
