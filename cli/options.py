@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import click
@@ -22,7 +23,8 @@ from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log.moment import MomentError, Time, parse_moment
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.notices import LOG_FORMATS, LOG_LEVELS
-from immortal.protocol.command_line import Commands
+from immortal.protocol.command_line import Commands, FailedError
+from immortal.protocol.distribution import add_extra
 from immortal.protocol.errors import ImmortalError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -130,6 +132,17 @@ def at_least_option(default: int) -> Callable[[Function], Function]:
         show_default=True,
         metavar="MESSAGES",
         help="Where fewer were compared and all is the same, the exit status is 1: a gate should not pass on little.",
+    )
+
+
+def debugpy_option(help_text: str) -> Callable[[Function], Function]:
+    def checked(ctx: click.Context, parameter: click.Parameter, port: int | None) -> int | None:
+        if port is not None and find_spec("debugpy") is None:
+            raise FailedError(f"--debugpy needs debugpy, which is not installed: {add_extra('debug')}")
+        return port
+
+    return click.option(
+        "--debugpy", type=click.IntRange(1, (1 << 16) - 1), metavar="PORT", callback=checked, help=help_text
     )
 
 

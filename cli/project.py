@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from immortal.cli.options import Function
+from immortal.cli.options import Function, debugpy_option
 from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.project.new_project import TEMPLATES, make_project
@@ -105,8 +105,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @click.command()
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option("--no-watch", is_flag=True, help="Files that are saved change nothing.")
+@debugpy_option(
+    "Clients of debugpy attach to the first service at PORT of this machine, to the second at PORT + 1, ..."
+)
 @click.pass_context
-def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
+def dev(ctx: click.Context, path: Path | None, no_watch: bool, debugpy: int | None) -> None:
     """Run all services of a project here, with one log, and with their code as it is saved.
 
     PATH is an immortal.toml, its folder, or one file of Python: then all services in it run, each as the instance that
@@ -123,7 +126,7 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
     project, registry = project_of(ctx, path)
     services = project.services()
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    development = Development(project, registry, interactive=interactive, watches=not no_watch)
+    development = Development(project, registry, interactive=interactive, watches=not no_watch, debugpy=debugpy)
 
     async def run() -> int:
         loop = asyncio.get_running_loop()

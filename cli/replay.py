@@ -17,6 +17,7 @@ import click
 from immortal.cli.options import (
     app_or_hand,
     at_least_option,
+    debugpy_option,
     name_argument,
     pass_registry,
     progress_bar,
@@ -60,7 +61,8 @@ _checkpoint_option = click.option(
     "--to", "last", type=RecordPlace(), metavar="SEQ[:MESSAGE]", help="End behind this record, or message of it."
 )
 @_app_option
-@click.option("--break", "breaks", is_flag=True, help="Stop in the debugger before the message given by --to.")
+@click.option("--break", "breaks", is_flag=True, help="Stop in the debugger at the message given by --to.")
+@debugpy_option("As --break, for VS Code or another client of debugpy, which is waited for at PORT of this machine.")
 @click.option("--state", "shows_state", is_flag=True, help="Print the state there, as JSON.")
 @click.option(
     "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the state there, as the app gives it."
@@ -80,6 +82,7 @@ def replay(
     last: tuple[int, int | None] | None,
     app: str | None,
     breaks: bool,
+    debugpy: int | None,
     shows_state: bool,
     state_file: Path | None,
     lines: bool,
@@ -93,14 +96,18 @@ def replay(
     It begins at the newest checkpoint from which the end can be reached. --to 12:3 ends behind message 3 of record 12,
     both counted from 0 ('immortal log show' lists them). Nothing is sent to anybody, and no hook of the app runs.
 
+    --break stops at the first line of that message's handler, or at the await behind which an async handler goes on.
+
     The calls that it makes are compared with the log, as in a recovery: where they are others, its own code shows no
     state (status 1), and other code, by --app, a state that is marked as one that never was (status 3). The exit status
     is 1 as well if a call fails that did not fail then, or if it can't be done.
     """
+    option = "--break" if debugpy is None else "--debugpy"
+    breaks = breaks or debugpy is not None
     if breaks and last is None:
-        raise click.UsageError("--break needs --to SEQ[:MESSAGE]: the message to stop at")
+        raise click.UsageError(f"{option} needs --to SEQ[:MESSAGE]: the message to stop at")
     if breaks and app == BY_HAND:
-        raise click.UsageError("--break starts the app itself, in this terminal: --app - can't be given with it")
+        raise click.UsageError(f"{option} starts the app itself, in this terminal: --app - can't be given with it")
     settings = settings_with_log(registry, name)
     sequence_id, message = last or (None, None)
     plan = ReplayPlan(checkpoint_id, sequence_id, message, before_last=breaks, follow=follow)
@@ -117,7 +124,7 @@ def replay(
         app = app or default_app(name, settings.app, summary, route.last_version)
         proving = ProvingSink(reader, route, outputs)
         break_at = last if breaks else None
-        command = AppCommand.of(app, strict=strict, lines=lines, break_at=break_at, settings=settings)
+        command = AppCommand.of(app, strict=strict, lines=lines, break_at=break_at, debugpy=debugpy, settings=settings)
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
         advance = None if breaks or lines else stack.enter_context(progress_bar("replaying"))

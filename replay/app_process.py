@@ -174,6 +174,7 @@ class AppCommand(Struct, frozen=True):
         checks_queries: bool = False,
         lines: bool = False,
         break_at: tuple[int, int | None] | None = None,
+        debugpy: int | None = None,
         settings: InstanceSettings | None = None,
         code: Path | None = None,
     ) -> AppCommand:
@@ -182,7 +183,8 @@ class AppCommand(Struct, frozen=True):
         ``checks_queries``: the state is compared around each query. ``lines``: what handlers write with
         immortal.logger is written as it once was, and shown.
         ``code``: a folder or a wheel whose modules come before those of the current folder.
-        ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
+        ``break_at``: (record, message): pdb stops at the first line of that message's handler, in the caller's
+        terminal; with ``debugpy``, a port, a client that attaches there does.
         """
         if app == BY_HAND:
             if code is not None:
@@ -198,7 +200,9 @@ class AppCommand(Struct, frozen=True):
         # The SDK wants a fixed hash seed, and would start itself over to get one.
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         # What the caller's environment says is meant for an app in service.
-        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
+        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": "", "IMMORTAL_DEBUGPY": str(debugpy or "")}
+        if break_at is None:
+            environment["PYTHONBREAKPOINT"] = "0"
         environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""
         environment["IMMORTAL_LOG_REPLAYED"] = "1" if lines else ""
         environment |= code_environment(code)

@@ -192,6 +192,27 @@ def is_collecting() -> bool:
     return _collecting is not None and _collecting == threading.get_ident()
 
 
+# Code that a debugger runs: time that a person takes is no handler's, and what is typed there no replay repeats.
+
+
+_DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})  # ipdb, pudb and pdb++ are made of the first two
+_CALLERS = frozenset({"immortal.appsdk.running.app_loop", "immortal.appsdk.waiting.task"})  # of handlers
+
+
+def in_debugger(frame: FrameType | None) -> bool:
+    """Tell whether ``frame`` is a debugger's or was called by it: at its prompt, or for what it shows."""
+    if not any(name in sys.modules for name in _DEBUGGERS):
+        return False
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name in _CALLERS:
+            return False  # a debugger that has started the whole program is below
+        if name.partition(".")[0] in _DEBUGGERS:
+            return frame.f_code.co_name not in ("runcall", "run")  # below these runs what is debugged
+        frame = frame.f_back
+    return False
+
+
 # What is said when the app's own code fails: where, with which arguments, its traceback, and what to do.
 
 
@@ -267,14 +288,20 @@ def place_of(frame: FrameType) -> str:
     return f"{file}, line {frame.f_lineno}"
 
 
+def is_own(file: str) -> bool:
+    """Tell whether ``file``, of a frame, is the SDK's or the import machinery's."""
+    return file.startswith(_OWN_FOLDERS) or "importlib" in file
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback without the SDK's own frames, indented."""
     whole = traceback.TracebackException.from_exception(error)
     pending: list[traceback.TracebackException | None] = [whole]
     while pending:
         if (one := pending.pop()) is not None:
-            users = [frame for frame in one.stack if not frame.filename.startswith(_OWN_FOLDERS)]
-            one.stack = traceback.StackSummary.from_list(users or one.stack)
+            users = [frame for frame in one.stack if not is_own(frame.filename)]
+            is_of_import = one.exc_type is not None and issubclass(one.exc_type, SyntaxError | ImportError)
+            one.stack = traceback.StackSummary.from_list(users if users or is_of_import else one.stack)
             pending += [one.__cause__, one.__context__]
     lines = list(whole.format())
     return "".join(f"    {line}\n" for part in lines for line in part.rstrip("\n").split("\n")).rstrip()

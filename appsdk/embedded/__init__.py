@@ -23,6 +23,7 @@ from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.running.life import say
 from immortal.appsdk.running.options import RunOptions, run_options
 from immortal.appsdk.running.runner import check_determinism
+from immortal.appsdk.running.user_modules import explain
 from immortal.coordinator.config import ConfigError, InstanceSettings
 from immortal.coordinator.config.values import check_app
 from immortal.coordinator.core.notices import Level
@@ -114,7 +115,7 @@ def run(
             sys.breakpointhook = _breakpoint
         sys.exit(instance.serve())
     except ImmortalError as error:
-        say(getattr(cls, "__qualname__", repr(cls)), str(error))
+        say(getattr(cls, "__qualname__", repr(cls)), explain(error, cls))
         sys.exit(error.exit_status if isinstance(error, AppError) else EXIT_FAILED)
 
 

@@ -79,11 +79,9 @@ class HandlerLog:
     def _write(self, level: str, event: object, arguments: tuple[object, ...], values: Mapping[str, Any]) -> None:
         if not _is_shown(level):
             return
-        runs = running.get()
-        task = None if runs is None or isinstance(runs, str | Context) else runs
-        context: Context | None = runs if isinstance(runs, Context) else None if task is None else task.tasks.context
+        context, task = _owner()
         here = context is not None and threading.get_ident() == context.thread_id
-        is_new = context is None or not here or is_first_time(context, task)
+        is_new = not runs_again()
         if not is_new and os.environ.get(REPLAYED_VARIABLE) != "1":
             return
         try:
@@ -96,7 +94,7 @@ class HandlerLog:
         if not is_new:
             fields["replayed"] = True
         if context is None:
-            instance = runs or "app"
+            instance = running.get() or "app"
         else:
             instance = context.instance_name or context.definition.name
         write_line(level, instance, text, fields)
@@ -112,6 +110,21 @@ def _place(context: Context, task: Any, frame: FrameType) -> dict[str, Any]:
 
 def _record(context: Context) -> str:
     return f"{context.sequence_id}:{max(context.message_index, 0)}"
+
+
+def _owner() -> tuple[Context | None, Any]:
+    """Return who runs: the Context and the Task of an async handler; None for what is not there."""
+    runs = running.get()
+    task = None if runs is None or isinstance(runs, str | Context) else runs
+    return (runs if isinstance(runs, Context) else None if task is None else task.tasks.context), task
+
+
+def runs_again() -> bool:
+    """Tell whether a handler's code runs here that has run before: in a replay, or as a handler that waits is
+    rebuilt."""
+    context, task = _owner()
+    here = context is not None and threading.get_ident() == context.thread_id
+    return context is not None and here and not is_first_time(context, task)
 
 
 def is_first_time(context: Context, task: Any) -> bool:

@@ -21,6 +21,7 @@ from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.running import tracing
 from immortal.appsdk.running.app_loop import AppLoop
+from immortal.appsdk.running.debugger import HOST, listen, pass_over_in_replays
 from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
 from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
 from immortal.protocol.safe_output import printable_message
@@ -46,6 +47,10 @@ class AppLife:
         is_left: Callable[[], bool] = lambda: False,
         coordinator: str = "",
     ) -> None:
+        pass_over_in_replays()
+        self._debugpy = options.debugpy
+        if options.stop is not None:
+            self._listen(definition.name)
         self._wake = wake
         self._effects = _effect_runner(definition, lambda: self.loop.now_ns())
         effects: EffectRunner | None = self._effects
@@ -90,6 +95,11 @@ class AppLife:
         self._timings = HandlerTimings(folder, limit_bytes, lambda text: say(definition.name, text))
         return self._timings.make_delivery
 
+    def _listen(self, label: str) -> None:
+        """Let debuggers attach: once a replay is over, which would stop at their breakpoints."""
+        if self._debugpy is not None and listen(self._debugpy):
+            say(label, f"debuggers attach at {HOST}:{self._debugpy}")
+
     def _journal_grew(self, grown: JournalGrew) -> None:
         say(
             self.dispatcher.definition.name,
@@ -119,6 +129,7 @@ class AppLife:
 
     def _start_hooks(self) -> None:
         definition, instance = self.dispatcher.definition, self.dispatcher.instance
+        self._listen(definition.name)
         for name in definition.on_primary:
             impulses = Impulses(instance, definition, self.dispatcher.outbox.impulses)
             full_name = f"{definition.name}.{name}"

@@ -14,14 +14,14 @@ import json
 import os
 import site
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any
 
+from immortal.appsdk.calls.user_code import user_traceback
 from immortal.appsdk.errors import EXIT_DONE, EXIT_NOT_RUNNABLE, DefinitionError
 from immortal.appsdk.handlers.definition import Definition, definition_of
-from immortal.appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
+from immortal.appsdk.running.user_modules import HiddenModules, add_to_path, explain, load_module
+from immortal.protocol.errors import ImmortalError
 from immortal.protocol.safe_output import printable_message
 
 
@@ -65,21 +65,14 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
         try:
             module = load_module(name)
-        except BaseException as error:  # the user's module: its own traceback, without importlib's frames
+        except ImmortalError as error:
+            return _refused(explain(error))
+        except BaseException as error:  # the user's module: its own traceback
             if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
                 return _refused(f"there is no module {error.name!r} in {folder}")
-            trace = list(_frames(error.__traceback__))
-            return _refused("".join(traceback.format_exception(type(error), error, trace[0] if trace else None)))
+            return _refused(f"importing {name!r} failed:\n{user_traceback(error)}")
     print(json.dumps({"services": services(module), "files": files(folder)}))  # noqa: T201 (for a program)
     return EXIT_DONE
-
-
-def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not is_import(file, __file__):
-            yield trace
-        trace = trace.tb_next
 
 
 def _refused(text: str) -> int:

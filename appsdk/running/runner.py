@@ -10,13 +10,12 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import NoReturn
 
-from immortal.appsdk.calls.user_code import mark_interrupts
+from immortal.appsdk.calls.user_code import mark_interrupts, user_traceback
 from immortal.appsdk.determinism.check import DeterminismError, check
 from immortal.appsdk.errors import (
     EXIT_DONE,
@@ -45,7 +44,7 @@ from immortal.appsdk.running.options import (
     run_options,
 )
 from immortal.appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, authenticate, connect, read_secret
-from immortal.appsdk.running.user_modules import HiddenModules, UserCode, add_to_path, is_import, load_module
+from immortal.appsdk.running.user_modules import HiddenModules, UserCode, add_to_path, explain, load_module
 from immortal.protocol import distribution
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory
@@ -123,15 +122,12 @@ def load_or_report(target: str) -> type | None:
             say(target, f"warning: {problem}")
         return cls
     except ImmortalError as error:
-        say(target, str(error))
+        say(target, explain(error))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the user's module: its own traceback, without importlib's frames
+    except BaseException as error:  # the user's module: its own traceback
         say(target, f"importing {target.rpartition(':')[0]!r} failed:")
-        trace = error.__traceback__
-        while trace and is_import(trace.tb_frame.f_code.co_filename, __file__):
-            trace = trace.tb_next
-        show("".join(traceback.format_exception(type(error), error, trace)).rstrip())
+        show(user_traceback(error))
         for problem in hidden.problems_of(error):
             say(target, problem)
     return None
@@ -246,7 +242,7 @@ def _run_to_status(
             say(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE
     except ImmortalError as error:
-        say(label, str(error))
+        say(label, explain(error, cls))
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

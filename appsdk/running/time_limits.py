@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from immortal.appsdk.calls.user_code import in_debugger
 from immortal.appsdk.errors import EXIT_FAILED, EXIT_RECOVER, QueryTooLong, StateError
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.verdicts import Handling, encode_handling
@@ -56,7 +57,7 @@ class Watchdog:
         self._end = end
         self._clock_s = clock_s
         handlers = threading.get_ident()
-        self._is_debugged = is_debugged or (lambda: in_debugger(handlers))
+        self._is_debugged = is_debugged or (lambda: in_debugger(sys._current_frames().get(handlers)))
         self._query_limit = query_limit
         self._looked_s = clock_s()
         self._handling: Handling | None = None
@@ -240,19 +241,3 @@ def _refuse() -> NoReturn:
     error = StateError(f"to encode the state has not come to its end within {ENCODING_LIMIT_S:g} s")
     error.takes_too_long = True
     raise error from None
-
-
-# Whether a thread stands in a debugger: time that a person takes is no handler's.
-
-
-_DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})  # ipdb, pudb and pdb++ are made of the first two
-
-
-def in_debugger(thread_id: int) -> bool:
-    """Tell whether a thread (:func:`threading.get_ident`) runs a debugger's code now, at its prompt for example."""
-    frame = sys._current_frames().get(thread_id)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
-            return frame.f_code.co_name not in ("runcall", "run")  # below these runs what is debugged
-        frame = frame.f_back
-    return False

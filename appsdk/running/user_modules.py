@@ -8,14 +8,18 @@ what an ``import`` of that name gives. It does no harm, but for whoever means th
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
+import linecache
 import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import (
@@ -30,8 +34,10 @@ from types import CodeType, ModuleType
 from typing import Any
 from zipimport import zipimporter
 
-from immortal.appsdk.errors import LoadError
+from immortal.appsdk.calls.user_code import is_own
+from immortal.appsdk.errors import DefinitionError, LoadError
 from immortal.appsdk.types.registry import current_module
+from immortal.protocol.errors import ImmortalError
 
 
 def add_to_path(folder: str) -> None:
@@ -75,12 +81,41 @@ def load_module(name: str) -> ModuleType:
     return module
 
 
-def is_import(file: str, importer: str) -> bool:
-    """Tell whether a frame of ``file`` belongs to the import machinery.
+def explain(error: ImmortalError, cls: type | None = None) -> str:
+    """The text of ``error``, behind the user's line that it is about, where that is known.
 
-    ``importer``: the file that asks for the import.
+    ``cls``: the class that is refused; None: the line of its module that was imported last tells.
     """
-    return file in (importer, __file__) or "importlib" in file
+    file, number = "", 0
+    with contextlib.suppress(OSError, TypeError, SyntaxError):  # there is no source
+        if cls is None:
+            for frame, line in traceback.walk_tb(error.__traceback__):
+                if not is_own(frame.f_code.co_filename):
+                    file, number = frame.f_code.co_filename, line
+        elif isinstance(error, DefinitionError):
+            file, number = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)[1]
+        number = _member_line(Path(file).read_text(), number, str(error))
+    if not (shown := linecache.getline(file, number).strip()):
+        return str(error)
+    where = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return f"{where}, line {number}: {shown}\n  {error}"
+
+
+def _member_line(source: str, number: int, text: str) -> int:
+    """Return the line of the member that ``text`` names ("App.take: ...", "attribute 'left'") in the class at line
+    ``number``; that line itself where it names none."""
+    named = {*re.findall(r"attribute '(\w+)'", text), *re.findall(r"^[\w.]+\.(\w+)\b", text)}
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    inside = [node for node in classes if _first_line(node) <= number <= (node.end_lineno or 0)]
+    for member in inside[-1].body if inside else ():
+        name = getattr(member, "name", None) or getattr(getattr(member, "target", None), "id", None)
+        if name in named:
+            return member.lineno
+    return number
+
+
+def _first_line(node: ast.ClassDef) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 class HiddenModules:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
-from immortal.appsdk.calls.user_code import place_of
+from immortal.appsdk.calls.user_code import in_debugger, place_of
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Peer
@@ -35,7 +35,7 @@ from immortal.appsdk.waiting.operations import (
 from immortal.appsdk.waiting.task import Task
 
 _MISSING = object()
-_TYPED = ("<stdin>", "<string>")  # files of expressions that a debugger evaluates: no rebuild would read there again
+_TYPED = ("<stdin>", "<string>")  # files of expressions that a debugger evaluates
 
 
 class TaskSelf:
@@ -54,6 +54,10 @@ class TaskSelf:
 
     def __repr__(self) -> str:
         return f"<{self._immortal_task.tasks.definition.name} in {self._immortal_task.name}>"
+
+    def __dir__(self) -> list[str]:
+        definition = self._immortal_task.tasks.definition
+        return sorted({*dir(definition.cls), *definition.state().fields})
 
     @property
     def _immortal_context(self) -> _Namespaces:
@@ -86,8 +90,9 @@ class TaskSelf:
             if name.startswith("__") or not hasattr(task.tasks.instance, name):
                 raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
         if name in schema.fields and schema.serializer == "msgspec":
-            is_typed = sys._getframe(1).f_code.co_filename in _TYPED
-            return task.look(schema, name) if is_typed else task.read(schema, name)
+            frame = sys._getframe(1)
+            is_looked_at = frame.f_code.co_filename in _TYPED or in_debugger(frame)  # no rebuild would read there again
+            return task.look(schema, name) if is_looked_at else task.read(schema, name)
         raise _refused(task, "reads", name, sys._getframe(1))
 
     def __setattr__(self, name: str, value: object) -> None:

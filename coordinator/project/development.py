@@ -35,13 +35,25 @@ _SETTLED = (State.READY, State.STOPPED, State.FAILED)
 
 
 class Development:
-    """Runs a project's services in development. ``interactive``: questions can be asked at the terminal."""
+    """Runs a project's services in development. ``interactive``: questions can be asked at the terminal.
 
-    def __init__(self, project: Project, registry: Registry, *, interactive: bool, watches: bool = True) -> None:
+    ``debugpy``: the port at which clients of debugpy attach to the first service; each next one has the next port.
+    """
+
+    def __init__(
+        self,
+        project: Project,
+        registry: Registry,
+        *,
+        interactive: bool,
+        watches: bool = True,
+        debugpy: int | None = None,
+    ) -> None:
         self._project = project
         self._registry = registry
         self._interactive = interactive
         self._watches = watches
+        self._debugpy = debugpy
         self._members: dict[str, ServiceProcess] = {}
         self._console = Console([], sys.stdout)
         self._files = SourceFiles(())
@@ -100,8 +112,15 @@ class Development:
 
     def _start_service(self, service: ServiceSpec) -> None:
         member = ServiceProcess(
-            self._project, service, self._console, interactive=self._interactive, simulates_effects=True
+            self._project,
+            service,
+            self._console,
+            interactive=self._interactive,
+            simulates_effects=True,
+            debugpy=self._debugpy,
         )
+        if self._debugpy is not None:
+            self._debugpy += 1
         self._members[service.name] = member
         member.start()
 

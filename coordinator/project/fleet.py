@@ -39,7 +39,7 @@ from immortal.coordinator.service.children import (
 from immortal.coordinator.service.process import die_with_parent
 
 LINE_SIZE_BYTES_MAX = 64 << 10  # longer lines are passed on in pieces
-EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"  # of the app: appsdk/running/options.py
+EFFECTS_VARIABLE, DEBUGPY_VARIABLE = "IMMORTAL_EFFECTS", "IMMORTAL_DEBUGPY"  # of the app: appsdk/running/options.py
 QUESTION_AFTER_S = 0.15  # longer than any print() takes from its text to its end of line
 _READ_SIZE_BYTES = 64 << 10
 _LINE = re.compile(
@@ -72,7 +72,10 @@ class OutputSink(Protocol):
 
 
 class ServiceProcess:
-    """A service and its `immortal run`. ``simulates_effects``: functions of the project run in place of its effects."""
+    """A service and its `immortal run`. ``simulates_effects``: functions of the project run in place of its effects.
+
+    ``debugpy``: the port at which its app listens for clients of debugpy.
+    """
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class ServiceProcess:
         *,
         interactive: bool,
         simulates_effects: bool = False,
+        debugpy: int | None = None,
     ) -> None:
         self.service = service
         self.state = State.STOPPED
@@ -91,6 +95,7 @@ class ServiceProcess:
         self._sink = sink
         self._interactive = interactive
         self._simulates_effects = simulates_effects
+        self._debugpy = debugpy
         self._process: subprocess.Popen[bytes] | None = None
         self._exited: asyncio.Future[int] | None = None
         self._stop_requested = False
@@ -137,6 +142,8 @@ class ServiceProcess:
         environment = {**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"}
         if self._simulates_effects and self.service.effects:
             environment[EFFECTS_VARIABLE] = msgspec.json.encode(self.service.effects).decode()
+        if self._debugpy is not None:
+            environment[DEBUGPY_VARIABLE] = str(self._debugpy)
         self._stop_requested, self.exit_status = False, None
         self._started_s, self._was_ready = time.monotonic(), False
         self._exited = asyncio.get_running_loop().create_future()
@@ -247,6 +254,8 @@ class ServiceProcess:
             self._set_state(State.READY)
         elif said.startswith(("the app died", "the app left", "the coordinator died", "restarting")):
             self._set_state(State.RESTARTING)
+            if self._interactive:
+                self._sink.ended(self.name, self.state_text)  # what a dead app has asked nobody answers
 
 
 class _LineReader:

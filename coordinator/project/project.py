@@ -407,7 +407,12 @@ def discover_services(module: str, folder: Path, environment: Mapping[str, str])
     """Import ``module`` of ``folder`` in a process with ``environment``. Raises ModuleImportError."""
     argv = [sys.executable, "-P", "-m", "immortal.appsdk.running.listing", module]
     done = subprocess.run(
-        argv, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
+        argv,
+        cwd=folder,
+        env={**environment, "PYTHONBREAKPOINT": "0"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
     )
     if done.returncode != 0:
         errors = done.stderr.decode("utf-8", "replace").strip()

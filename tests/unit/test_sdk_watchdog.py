@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bdb
-import threading
+import sys
 from datetime import timedelta
 
 import pytest
 
+from immortal.appsdk.calls.user_code import in_debugger
 from immortal.appsdk.running import time_limits
-from immortal.appsdk.running.time_limits import Watchdog, in_debugger
+from immortal.appsdk.running.time_limits import Watchdog
 from immortal.errors import EXIT_FAILED
 from immortal.protocol.messages import decode_message
 from immortal.protocol.verdicts import Handling, decode_handling
@@ -154,17 +155,16 @@ def test_time_in_the_debugger_does_not_count() -> None:
 
 
 def test_whether_a_thread_is_in_the_debugger() -> None:
-    own = threading.get_ident()
     seen = []
 
     class Prompt(bdb.Bdb):
         def user_line(self, frame: object) -> None:
-            seen.append(in_debugger(own))
+            seen.append(in_debugger(sys._getframe()))
 
     def debugged() -> None:
-        seen.append(in_debugger(own))
+        seen.append(in_debugger(sys._getframe()))
 
     Prompt().runcall(debugged)
     assert seen[0] is True  # it stopped in front of the line ...
     assert False in seen  # ... which then ran
-    assert in_debugger(own) is False
+    assert in_debugger(sys._getframe()) is False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -294,3 +296,31 @@ def test_a_log_is_replayed_by_code_that_was_formatted_since(tmp_path: Path) -> N
         draws.export_log(tmp_path / "draws.log")
         sink.export_log(tmp_path / "sink.log")
     assert_replays(tmp_path / "draws.log", formatted, receivers=[tmp_path / "sink.log"])
+
+
+class Stopping(Immortal):
+    @rpc
+    def add(self, number: int) -> int:
+        breakpoint()
+        return number + 1
+
+    @rpc
+    async def wait(self) -> int:
+        breakpoint()
+        await immortal.sleep(timedelta(minutes=1))
+        breakpoint()
+        return 1
+
+
+def test_a_breakpoint_stops_calls_and_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[str] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys._getframe(1).f_code.co_name))
+    with Environment() as env:
+        one = env.start(Stopping, "one")
+        assert one.call(Stopping.add, 1) == 2
+        waiting = one.begin(Stopping.wait)
+        env.run()
+        one.crash()
+        one.recover()  # runs both once more
+        assert waiting.result() == 1
+    assert stops == ["add", "wait", "wait"]

@@ -1,0 +1,226 @@
+"""Debuggers in an app: ``--break`` and its line, debugpy at a port, and ``breakpoint()``, which replays pass over."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments
+from immortal.appsdk.dispatch.delivery import Delivery, Entry
+from immortal.appsdk.errors import EXIT_NOT_RUNNABLE, AppError
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.log import runs_again
+from immortal.protocol.distribution import add_extra
+from immortal.protocol.safe_output import printable
+
+HOST = "127.0.0.1"  # who reaches the port can run any code
+_LIBRARIES = tuple(
+    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_settrace = sys.settrace  # pydevd puts another in its place, which warns
+
+
+class DebuggerError(AppError):
+    """debugpy can't listen."""
+
+    exit_status = EXIT_NOT_RUNNABLE
+
+
+# breakpoint()
+
+
+class _Hook:
+    """``sys.breakpointhook`` for code that runs for the first time: what a replay runs once more passes over it."""
+
+    own: Any  # the hook before
+    client: Any = None  # debugpy's, for as long as somebody is attached
+    is_attached: Callable[[], bool] = staticmethod(lambda: False)
+    always = False  # a message is looked at: its replay stops as well
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    @property  # as a method it would be a frame between breakpoint() and pdb, which would stop there
+    def __call__(self) -> Any:
+        if not _Hook.always and runs_again():
+            return lambda *arguments, **keywords: None
+        return _Hook.client if _Hook.is_attached() else self.own
+
+
+def pass_over_in_replays() -> None:
+    """From here on ``breakpoint()`` does nothing in code that a replay, or a rebuild, runs again."""
+    if not isinstance(sys.breakpointhook, _Hook):
+        sys.breakpointhook = _Hook(sys.breakpointhook)
+
+
+# debugpy
+
+
+def listen(port: int) -> bool:
+    """Let clients of debugpy, such as VS Code, attach at ``port`` of this machine; False if they can do so already.
+
+    Raises DebuggerError.
+    """
+    if _Hook.client is not None:
+        return False
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # Python's own frozen modules are not debugged
+    own = sys.breakpointhook
+    try:
+        import debugpy
+    except ImportError as error:
+        raise DebuggerError(f"--debugpy needs debugpy ({error}): {add_extra('debug')}") from None
+    try:
+        with socket.socket() as probe:  # where it is taken, debugpy would wait for ever
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+        debugpy.listen((HOST, port), in_process_debug_adapter=True)  # another process would keep the port
+    except (OSError, RuntimeError) as error:
+        raise DebuggerError(f"--debugpy: {HOST}:{port} can't be listened at: {error}") from None
+    sys.breakpointhook = own  # without a client: as ever
+    _Hook.client, _Hook.is_attached = staticmethod(debugpy.breakpoint), debugpy.is_client_connected
+    return True
+
+
+def _suspend(frame: FrameType) -> None:
+    """Hand ``frame`` to debugpy's client, and come back when that lets it go on."""
+    import debugpy
+    from _pydevd_bundle.pydevd_comm_constants import CMD_SET_BREAK
+    from _pydevd_bundle.pydevd_constants import get_global_debugger
+
+    debugpy.debug_this_thread()  # the frames that run already as well
+    debugger, thread = get_global_debugger(), threading.current_thread()
+    debugger.set_suspend(thread, CMD_SET_BREAK)
+    debugger.do_wait_suspend(thread, frame, "line", None)
+
+
+# --break: the debugger at one logged message, at the first line of the user's that it runs.
+
+
+class _Left(KeyboardInterrupt, ControlFlowSignal):
+    """Somebody has left the debugger: the app ends as at Ctrl-C."""
+
+
+class _Finder:
+    """Trace function that calls ``stop`` with the first frame of the user's that runs: at its first line, or, where a
+    coroutine goes on, at the innermost await."""
+
+    def __init__(self, stop: Callable[[FrameType], None], is_of_user: Callable[[FrameType], bool]) -> None:
+        self._stop = stop
+        self._is_of_user = is_of_user
+        self._found: FrameType | None = None  # entered, and perhaps only on the way to where it goes on
+        self.has_stopped = False
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> _Finder | None:
+        if event == "call" and self._is_of_user(frame):
+            self._found = frame
+            return self
+        if self._found is not None:
+            found, self._found = self._found, None
+            self.has_stopped = True
+            _settrace(None)
+            self._stop(found)
+        return None
+
+
+class Breakpoint:
+    """The message to stop at: ``message_index`` (from 0) of the record ``sequence_id``.
+
+    ``is_remote``: a client of debugpy is waited for there, in place of pdb.
+    """
+
+    def __init__(self, sequence_id: int, message_index: int = 0, *, is_remote: bool = False) -> None:
+        self.sequence_id = sequence_id
+        self.message_index = message_index
+        self.is_remote = is_remote
+        self.reached = False
+        self._package = ""  # of the app's class, wherever it is installed
+
+    def __str__(self) -> str:
+        return f"record {self.sequence_id}, message {self.message_index}"
+
+    def make_delivery(self, definition: Definition, context: Context) -> Delivery:
+        self._package = definition.cls.__module__.partition(".")[0]
+        return _BreakingDelivery(definition, context, self)
+
+    def _is_of_user(self, frame: FrameType) -> bool:
+        """Tell whether a frame is neither the SDK's nor a library's, and is in a file."""
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        is_elsewhere = package == "immortal" or frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+        return package == self._package or not is_elsewhere
+
+    def debugged(self, function: Callable[..., Any], name: str) -> Callable[..., None]:
+        """``function``, in the debugger: it stops at the first line. Leaving the debugger ends the app like Ctrl-C."""
+
+        import pdb  # here: it loads much that no ordinary run needs
+        from bdb import BdbQuit
+
+        is_of_user = self._is_of_user
+
+        class Debugger(pdb.Pdb):
+            left = False
+
+            def stop_here(self, frame: FrameType) -> bool:  # a step from the user's code to the user's code
+                return is_of_user(frame) and super().stop_here(frame)
+
+            def set_quit(self) -> None:
+                self.left = True
+                super().set_quit()
+
+            def stop_at(self, frame: FrameType) -> None:
+                self.reset()
+                self.set_trace(frame)
+                self.interaction(frame, None)
+                if self.left:
+                    raise BdbQuit
+
+        def run(instance: object, *arguments: Any) -> None:
+            self.reached = _Hook.always = True
+            print(printable(f"{self}: {name}{describe_arguments(arguments)}"), flush=True)  # noqa: T201
+            if self.is_remote:
+                import debugpy
+
+                debugpy.wait_for_client()
+            debugger, before = Debugger(nosigint=True), sys.gettrace()
+            finder = _Finder(_suspend if self.is_remote else debugger.stop_at, is_of_user)
+            _settrace(finder)
+            try:
+                function(instance, *arguments)
+            except BdbQuit:
+                pass
+            finally:
+                if not self.is_remote or sys.gettrace() is finder:
+                    _settrace(before)
+            if debugger.left:
+                raise _Left
+            if not finder.has_stopped:
+                print("no line of yours runs there: there was nothing to stop at", flush=True)  # noqa: T201
+
+        return run
+
+
+class _BreakingDelivery(Delivery):
+    """Hands the one message to the debugger. In its record each message is looked up by itself, elsewhere as ever."""
+
+    def __init__(self, definition: Definition, context: Context, stop: Breakpoint) -> None:
+        super().__init__(definition, context)
+        self._stop = stop
+
+    def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
+        if self._context.sequence_id == self._stop.sequence_id:
+            slice_end = offset + 1
+            self._known.clear()
+        return super().deliver(instance, content, offset, end, slice_end)
+
+    def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
+        entry, start, stride = super()._look_up(content, offset, end, index)
+        if (self._context.sequence_id, index) == (self._stop.sequence_id, self._stop.message_index):
+            decode, function, name = entry
+            entry = (decode, self._stop.debugged(function, name), name)
+        return entry, start, stride
