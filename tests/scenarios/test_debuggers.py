@@ -52,7 +52,7 @@ class Shop(Immortal):
     @rpc
     async def buy(self, item: str) -> int:
         cents = await self.pay(item)
-        total = await self.count(2)
+        total = await immortal.step(self.count, 2)
         await immortal.step(
             lambda: setattr(self, "sold", self.sold + 5)
         )
