@@ -33,10 +33,13 @@ from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
 
 NAMES = (
-    *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "logger", "multicast"),
-    *("node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep", "step", "uuid4"),
+    *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "label", "logger"),
+    *("multicast", "node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep"),
+    *("step", "uuid4"),
 )
 """The names of the functions, which `immortal` has too."""
+
+LABEL_CHARACTERS_MAX = 256
 
 A = TypeVar("A")
 N = TypeVar("N", bound=Node)
@@ -327,6 +330,31 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
             multicasts.proxies = MulticastCache(found)
         destinations = multicasts.proxies.of(targets)
     return destinations  # type: ignore[no-any-return]
+
+
+def label(**labels: str | int | uuid.UUID) -> None:
+    """``immortal.label(order=17)`` gives this execution a business key: `immortal executions shop --where order=17`.
+
+    In an ``async def`` handler and its steps, and in a ``def`` handler whose decorator has ``labels=``. A label of the
+    same name takes the place of the one before. It changes nothing else. Raises UsageError.
+    """
+    runs = _runner("label")
+    for name, value in labels.items():
+        if not isinstance(value, str | int | uuid.UUID) or len(str(value)) > LABEL_CHARACTERS_MAX:
+            raise UsageError(
+                f"immortal.label({name}={value!r}): a str, int or UUID was expected, of at most"
+                f" {LABEL_CHARACTERS_MAX} characters"
+            )
+    texts = {name: str(value) for name, value in labels.items()}
+    if isinstance(runs, Task):
+        runs.label(texts)
+    elif runs.tasks is not None:  # else a plain object
+        if runs.tasks.open_labels is None:
+            raise UsageError(
+                "immortal.label: a 'def' handler is listed, and can be labelled, with @rpc(labels=()), or with its"
+                " parameters in there; queries, schedules and hooks are not listed"
+            )
+        runs.tasks.open_labels.update(texts)
 
 
 # --- nodes and handles: docs/how-to/nodes.md --------------------------------------------------------------------------

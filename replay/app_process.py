@@ -198,7 +198,7 @@ class AppCommand(Struct, frozen=True):
         # The SDK wants a fixed hash seed, and would start itself over to get one.
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         # What the caller's environment says is meant for an app in service.
-        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
+        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": "", "IMMORTAL_EXECUTIONS": ""}
         environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""
         environment["IMMORTAL_LOG_REPLAYED"] = "1" if lines else ""
         environment |= code_environment(code)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from asyncio import events
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from decimal import Decimal
 from types import CoroutineType, FrameType
@@ -463,6 +463,12 @@ class Task(Owner):
             made: random.Random = context.make_stream(moment, *key)
             stream = self._streams[key] = made
         return stream
+
+    def label(self, labels: Mapping[str, str]) -> None:
+        """Label this execution in the list of all; in a rebuild it is there already."""
+        executions = self.tasks.executions
+        if executions is not None and (executions.is_new or not self.is_silent):
+            executions.labelled(self.number, labels)
 
     def report(self, text: str, error: BaseException | None) -> None:
         self._variables.copy().run(HandlerLog().error, text, exception=error)
