@@ -15,7 +15,7 @@ from immortal.presenters.records import time_text
 from immortal.protocol import decoding
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.executions import Execution, ExecutionsError, described_labels, open_index
+from immortal.protocol.executions import Execution, ExecutionIndex, ExecutionsError, described_labels, open_index
 
 ASK_S = 10.0
 
@@ -73,9 +73,10 @@ def _live(settings: InstanceSettings, found: Execution) -> Values:
 
 def _called(registry: Registry, name: str, to: str, number: int) -> list[Execution]:
     """What a call has begun there, if that instance is listed here."""
+    found: list[Execution] = []
     with suppress(ImmortalError), _index(registry, to or name) as index:
-        return index.called_by(name if to else "", number)
-    return []
+        found = index.called_by(name if to else "", number)
+    return found
 
 
 def _parent(registry: Registry, name: str, found: Execution) -> Values | None:
