@@ -184,11 +184,18 @@ class ExecutionIndex:
     def repeats_of(self, key: int) -> list[Execution]:
         return self._rows("from executions e where e.origin = ?", [key])
 
-    def all_rows(self) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
-        """Return (names of columns, all rows): what SQL shows."""
-        labels = "(select json_group_object(name, value) from labels l where l.key = executions.key) as labels"
-        cursor = self._run(f"select {_COLUMNS}, {labels} from executions", [])  # noqa: S608
-        return [one[0] for one in cursor.description], cursor
+    def all_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield all executions as SQL shows them, with labels as JSON."""
+        labels = "select json_group_object(name, value) from labels l where l.key = e.key"
+        columns = "e.arguments, e.state, e.began_ns, e.ended_ns, e.caller, e.call_number, e.result"
+        cursor = self._run(
+            f'select e.key, e.origin, e.handler, e.record as sequence_id, e.message as "index", {columns},'  # noqa: S608
+            f" ({labels}) as labels from executions e",
+            [],
+        )
+        names = [one[0] for one in cursor.description]
+        for key, origin, *row in cursor:
+            yield {"id": id_of(key), "origin": origin and id_of(origin), **dict(zip(names[2:], row, strict=True))}
 
     def _select(self, query: Query) -> tuple[str, list[Any]]:
         tables, conditions, values = "executions e", ["true"], list[Any]()

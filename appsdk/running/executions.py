@@ -158,6 +158,9 @@ class ExecutionWriter:
 
     def _write(self, ops: Iterable[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         try:
+            if self._database is not None and not self._path.exists():  # somebody has removed it
+                self._database.close()
+                self._database = None
             if self._database is None and not self._is_broken:
                 self._database = self._opened()
             for write, arguments in ops:
