@@ -236,8 +236,8 @@ class ExecutionWriter:
         try:
             if self._database is None:
                 return
-            if is_primary:  # a call that has failed is passed over by a replay, and is not made again
-                self._delete("stale = ? and not (key < 0 and state = 'failed')", (self._token,))
+            if is_primary:
+                self._delete("stale = ?", (self._token,))
             self._database.commit()
             self._database.execute("pragma synchronous = full")
             self._database.execute(f"pragma user_version = {int(time.time()) & 0x7FFFFFFF}")  # syncs what was before it

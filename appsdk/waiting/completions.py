@@ -13,7 +13,16 @@ from msgspec.structs import astuple
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, refused, text_of, verdict_on
+from immortal.appsdk.calls.failures import (
+    CANCELLED,
+    encode_failed,
+    failure_in_words,
+    forked,
+    reference,
+    refused,
+    text_of,
+    verdict_on,
+)
 from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.ordering.messages import Scope
@@ -86,7 +95,7 @@ class Endings:
         verdict = self._handler_runs.verdicts.get(verdict.key, verdict)
         if not self._handler_runs.tell(verdict, error):
             raise error
-        self.note(task.number, "failed", ": ".join(filter(None, (verdict.type_name, verdict.text))), task)
+        self.note(task.number, "failed", failure_in_words(verdict), task)
         if task.caller is not None:
             self._answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
 
