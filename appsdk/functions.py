@@ -346,15 +346,17 @@ def label(**labels: str | int | uuid.UUID) -> None:
                 f" {LABEL_CHARACTERS_MAX} characters"
             )
     texts = {name: str(value) for name, value in labels.items()}
-    if isinstance(runs, Task):
-        runs.label(texts)
-    elif runs.tasks is not None:  # else a plain object
-        if runs.tasks.open_labels is None:
+    tasks = None if isinstance(runs, Task) else runs.tasks
+    task = runs if isinstance(runs, Task) else tasks and tasks.running  # that awaits this step
+    if task is not None:
+        task.label(texts)
+    elif tasks is not None:  # else a plain object
+        if tasks.open_labels is None:
             raise UsageError(
                 "immortal.label: a 'def' handler is listed, and can be labelled, with @rpc(labels=()), or with its"
                 " parameters in there; queries, schedules and hooks are not listed"
             )
-        runs.tasks.open_labels.update(texts)
+        tasks.open_labels.update(texts)
 
 
 # --- nodes and handles: docs/how-to/nodes.md --------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def key_of_id(text: str) -> int:
     """Return the key of an ID. Raises ExecutionsError."""
     record, colon, message = text.partition(":")
     parts = (record, message) if colon else (record,)
-    if not all(part.isascii() and part.isdecimal() and len(part) < 13 for part in parts):
+    if not all(part.isascii() and part.isdecimal() and len(part) < 14 for part in parts):
         raise ExecutionsError(f"{text[:40]!r}: the ID of an execution was expected, such as 17, or 312:0 of a call")
     return key_of_call(int(record), int(message)) if colon else int(record)
 

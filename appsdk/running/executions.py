@@ -168,7 +168,7 @@ class ExecutionWriter:
                     write(*arguments)
             if self._database is not None:
                 self._database.commit()
-            if self._keep_days and time.monotonic() - self._pruned_s >= PRUNE_EACH_S:
+            if self._database is not None and self._keep_days and time.monotonic() - self._pruned_s >= PRUNE_EACH_S:
                 self._pruned_s = time.monotonic()
                 self._prune()
         except (sqlite3.Error, OSError) as error:

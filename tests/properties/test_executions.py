@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 import immortal
 from immortal import Immortal, impulse, rpc
-from immortal.appsdk.running.executions import ExecutionWriter
-from immortal.protocol.executions import FILE_NAME, Query, open_index
+from tests.helpers.listed import Listed
 from tests.helpers.memory import in_memory
-from tests.helpers.recorded import RecordedInstance
-from tests.helpers.waiting import WaitingInstances
 
 
 class Desk(Immortal):
@@ -48,29 +45,10 @@ class Desk(Immortal):
         immortal.signal(f"go {number}", well)
 
 
-class Listed(WaitingInstances):
-    """Instances whose executions are listed; what was not written at a kill is lost."""
-
-    def start(self, name: str, cls: type, **more: Any) -> RecordedInstance:
-        self.fails_alone = True
-        instance = self._running[name] = RecordedInstance(self, name, cls, **more)
-        writer = ExecutionWriter(self.folder / name / FILE_NAME, 0, lambda text: None)
-        instance.dispatcher.tasks.executions = writer
-        self.settle()
-        return instance
-
-    def stop(self, name: str) -> None:
-        writer = self[name].dispatcher.tasks.executions
-        writer._is_broken = True
-        writer.close()
-        super().stop(name)
-
-    def rows(self, name: str) -> dict[tuple[str, str], tuple[str, str]]:
-        """(state, parity) by handler and number."""
-        self[name].dispatcher.tasks.executions.flush(is_primary=True)
-        with open_index(self.folder / name, name) as index:
-            found = index.find(Query(limit=1000))
-        return {(one.handler, one.labels["number"]): (one.state, one.labels.get("parity", "")) for one in found}
+def rows(instances: Listed) -> dict[tuple[str, str], tuple[str, str]]:
+    """(state, parity) by handler and number."""
+    found = instances.find("desk")
+    return {(one.handler, one.labels["number"]): (one.state, one.labels.get("parity", "")) for one in found}
 
 
 _moves = st.lists(
@@ -121,9 +99,9 @@ def test_the_list_is_what_was_done(moves: list[Any]) -> None:
                     state = {"well": "ended", "badly": "failed", "cancel": "cancelled"}[how]
                     expected["Desk.serve", str(one)] = (state, before)
             if expected:
-                assert instances.rows("desk") == expected
+                assert rows(instances) == expected
                 instances.crash("desk")
                 instances.settle()
-                assert instances.rows("desk") == expected
+                assert rows(instances) == expected
         finally:
             instances.close()

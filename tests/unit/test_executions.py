@@ -1,0 +1,230 @@
+"""The list of executions: its keys and queries, labels, secrets, children, restarts, what is too old, a full disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import immortal
+from immortal import Immortal, impulse, peer, rpc
+from immortal.appsdk.running import executions
+from immortal.appsdk.running.executions import ExecutionWriter
+from immortal.appsdk.state.journal import SavedTask
+from immortal.coordinator.core import events as ev
+from immortal.errors import DefinitionError
+from immortal.protocol.executions import (
+    FILE_NAME,
+    INDEX_BITS,
+    ExecutionsError,
+    Query,
+    id_of,
+    key_of_call,
+    key_of_id,
+    label_of,
+    open_index,
+)
+from immortal.protocol.system_methods import Order
+from tests.helpers.listed import Listed
+
+
+class Bank(Immortal):
+    sums: dict[int, int]
+
+    def __init__(self) -> None:
+        self.sums = {}
+
+    @rpc(labels=("order",))
+    def charge(self, order: int, token: str) -> int:
+        self.sums[order] = len(token)
+        return order
+
+    @rpc
+    async def hold(self, order: int) -> int:
+        immortal.label(order=order)
+        return order
+
+
+class Shop(Immortal):
+    bank = peer(Bank, "bank")
+    labelled: int
+
+    def __init__(self) -> None:
+        self.labelled = 0
+
+    @impulse(labels=("order",))
+    async def ship(self, order: int, item: str) -> None:
+        immortal.label(item=item)
+        await self.bank.charge(order, "a secret")
+        await self.bank.hold(order)
+        await self.mark(order)
+        await immortal.event(f"go {order}", bool)
+
+    @rpc
+    def mark(self, order: int) -> None:
+        immortal.label(marked=order)  # in a step: of the handler that awaits it
+
+    @impulse(labels=())
+    def look(self) -> None:
+        immortal.label(looked="yes")
+
+    @impulse
+    def wrong(self) -> None:
+        immortal.label(order=1)
+
+    @impulse
+    def go(self, order: int) -> None:
+        immortal.signal(f"go {order}", True)
+
+
+@pytest.fixture
+def shops(tmp_path: Path) -> Iterator[Listed]:
+    instances = Listed(tmp_path, {"bank": Bank, "shop": Shop})
+    yield instances
+    instances.close()
+
+
+def test_an_execution_has_its_labels_its_arguments_and_its_children(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops["shop"].impulse("ship", 18, "rice")
+    (ship,) = shops.find("shop", Query(where=[("order", "17"), ("item", "tea")]))
+    assert (ship.call, ship.state, ship.caller) == ("Shop.ship(17, 'tea')", "waiting", None)
+    assert ship.labels == {"order": "17", "item": "tea", "marked": "17"}
+    charge, hold = sorted(shops.find("bank", Query(where=[("order", "17")])), key=lambda one: one.key)
+    assert (charge.call, charge.state, charge.result, charge.caller) == ("Bank.charge(17, ***)", "ended", "17", "shop")
+    assert (hold.call, hold.state, hold.result) == ("Bank.hold(17)", "ended", "17")
+    with open_index(shops.folder / "shop", "shop") as index:
+        calls = index.calls(ship.key)
+        assert index.caller_of(hold.call_number) == ship.key
+    assert [(step, number, to) for step, number, to in calls] == [
+        (1, charge.call_number, "bank"),
+        (2, hold.call_number, "bank"),
+    ]
+    assert not shops.find("shop", Query(where=[("order", "17"), ("item", "rice")]))
+    assert {one.labels["order"] for one in shops.find("shop", Query(text="rice"))} == {"18"}
+    assert len(shops.find("shop", Query(handler="ship", state="waiting"))) == 2
+    with pytest.raises(ExecutionsError, match="of a handler 'sell'"):
+        shops.find("shop", Query(handler="sell"))
+
+
+def test_pages_of_a_list_go_on_where_the_last_one_ended(shops: Listed) -> None:
+    for order in range(5):
+        shops["shop"].impulse("ship", order, "tea")
+    every = shops.find("shop")
+    first = shops.find("shop", Query(limit=2))
+    rest = shops.find("shop", Query(before=(first[-1].began_ns, first[-1].key)))
+    assert [*first, *rest] == every
+    assert [one.labels["order"] for one in every] == ["4", "3", "2", "1", "0"]
+
+
+def test_the_steps_of_one_that_has_ended_are_kept(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops["shop"].impulse("go", 17)
+    (ship,) = shops.find("shop", Query(where=[("order", "17")]))
+    assert ship.state == "ended"
+    with open_index(shops.folder / "shop", "shop") as index:
+        steps: Any = msgspec.json.decode(index.steps(ship.key) or "")
+    assert [step["what"] for step in steps] == ["call bank.charge", "call bank.hold", "step mark", "event go 17"]
+    assert [step["value"] for step in steps] == ["17", "17", "None", "True"]
+
+
+def test_a_restart_is_a_new_execution_that_names_its_origin(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    (ship,) = shops.find("shop")
+
+    def restart(*arguments: Any) -> Any:
+        value = msgspec.Raw(msgspec.msgpack.encode((ship.method_id, list(arguments))))
+        return shops.ask("shop", ev.HandlerOrdered, Order("restart", ship.key, ship.id, "ann", value))
+
+    said = restart(18, "rice")
+    shops.crash("shop")
+    (again,) = shops.find("shop", Query(where=[("order", "18")]))
+    assert said["text"] == f"Shop.ship has begun again, as {again.id}"
+    assert (again.origin, again.caller, again.call) == (ship.key, None, "Shop.ship(18, 'rice')")
+    assert "not what Shop.ship takes" in restart("x", "rice")["text"]
+
+
+def test_a_def_handler_is_labelled_where_it_is_listed(shops: Listed) -> None:
+    shops["shop"].impulse("look")
+    shops["shop"].impulse("wrong")
+    (look,) = shops.find("shop")
+    assert (look.handler, look.labels, look.state) == ("Shop.look", {"looked": "yes"}, "ended")
+    assert key_of_id(look.id) == look.key == key_of_call(look.record, look.message)
+    (verdict,) = shops["shop"].dispatcher._failures.known.values()
+    assert "with @rpc(labels=())" in verdict.text
+
+
+def test_what_is_no_parameter_is_no_label() -> None:
+    with pytest.raises(DefinitionError, match="a tuple of its parameters was expected, of 'order'"):
+
+        @rpc(labels=("number",))
+        def ship(self: Any, order: int) -> None: ...
+
+
+@given(record=st.integers(0, 1 << 40), message=st.integers(0, (1 << INDEX_BITS) - 1))
+def test_ids(record: int, message: int) -> None:
+    key = key_of_call(record, message)
+    assert key < 0
+    assert id_of(key) == f"{record}:{message}"
+    assert key_of_id(id_of(key)) == key
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:", "-1", "1:2:3", "9" * 30])
+def test_what_is_no_id(text: str) -> None:
+    with pytest.raises(ExecutionsError, match="such as 17, or 312:0"):
+        key_of_id(text)
+
+
+def test_what_is_no_label() -> None:
+    assert label_of("order=1=2") == ("order", "1=2")
+    with pytest.raises(ExecutionsError, match="such as order=17"):
+        label_of("order")
+
+
+def _row(number: int, time_ns: int) -> tuple[SavedTask, Any]:
+    handler: Any = Shop.__dict__["ship"]
+    arguments = msgspec.msgpack.encode([number, "tea"])
+    return SavedTask(number, 0, handler.method_id, arguments, None, 0, time_ns, [], []), handler
+
+
+def test_what_is_too_old_is_forgotten(tmp_path: Path) -> None:
+    now_ns, old_ns = time.time_ns(), time.time_ns() - 31 * 86_400 * 10**9
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
+    for number in range(1, executions.PRUNE_ROWS + 5):
+        writer.began(*_row(number, old_ns))
+        writer.ended(number, "ended", None, (), old_ns)
+    writer.began(*_row(900_000, old_ns))  # it waits
+    writer.began(*_row(900_001, now_ns))
+    writer.ended(900_001, "ended", None, (), now_ns)
+    writer.close()
+    with open_index(tmp_path, "shop") as index:
+        assert {one.key for one in index.find(Query())} == {900_000, 900_001}
+        assert {one.key for one in index.find(Query(where=[("order", "1")]))} == set()
+
+
+def test_a_list_that_can_not_be_written_is_told_once_and_holds_nobody_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / FILE_NAME).mkdir()
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 30, said.append)
+    for number in range(3):
+        writer.began(*_row(number, 1))
+        writer.flush(is_primary=True)
+    writer.close()
+    (warning,) = said
+    assert "the list of executions is not written any more" in warning
+
+
+def test_where_nothing_is_listed(tmp_path: Path) -> None:
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
+    writer.restored(1, -1, [])
+    writer.flush(is_primary=True)
+    writer.close()
+    assert not (tmp_path / FILE_NAME).exists()
+    with pytest.raises(ExecutionsError, match="'immortal executions shop rebuild'"), open_index(tmp_path, "shop"):
+        pass
