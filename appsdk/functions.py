@@ -31,6 +31,7 @@ from immortal.appsdk.waiting.loop import Race, Winner
 from immortal.appsdk.waiting.operations import Event, LocalFunction, LocalStep, Timer, encode_signal, event_name
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
+from immortal.protocol.safe_output import is_encodable
 
 NAMES = (
     *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "label", "logger"),
@@ -340,10 +341,11 @@ def label(**labels: str | int | uuid.UUID) -> None:
     """
     runs = _runner("label")
     for name, value in labels.items():
-        if not isinstance(value, str | int | uuid.UUID) or len(str(value)) > LABEL_CHARACTERS_MAX:
+        text = str(value) if isinstance(value, str | int | uuid.UUID) else None
+        if text is None or len(text) > LABEL_CHARACTERS_MAX or not is_encodable(text):
             raise UsageError(
                 f"immortal.label({name}={value!r}): a str, int or UUID was expected, of at most"
-                f" {LABEL_CHARACTERS_MAX} characters"
+                f" {LABEL_CHARACTERS_MAX} characters that can be encoded"
             )
     texts = {name: str(value) for name, value in labels.items()}
     tasks = None if isinstance(runs, Task) else runs.tasks

@@ -39,8 +39,8 @@ create index if not exists by_end on executions (ended_ns) where ended_ns is not
 create index if not exists by_call on executions (call_number) where call_number > 0;
 create index if not exists by_origin on executions (origin) where origin is not null;
 create index if not exists by_stale on executions (stale) where stale <> 0;
-create table if not exists labels (name text, value text, key integer, primary key (name, value, key)) without rowid;
-create index if not exists labels_of on labels (key);
+create table if not exists labels (key integer, name text, value text, primary key (key, name)) without rowid;
+create index if not exists by_label on labels (name, value, key);
 create table if not exists parts (
     key integer, step integer, number integer, destination text, attempts integer, primary key (key, step)
 ) without rowid;

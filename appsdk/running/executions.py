@@ -11,7 +11,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,17 @@ DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments that are kept, for a restart
 STEPS_MAX, TEXT_CHARACTERS_MAX = 100, 500
 PRUNE_EACH_S, PRUNE_ROWS = 3600.0, 2000
 
-_BEGAN = """
-insert into executions (key, handler, method_id, state, began_ns, caller, call_number, record, message, arguments, data,
-                        origin)
-values (?, ?, ?, 'waiting', ?, ?, ?, ?, ?, ?, ?, ?)
+_ROW = """
+insert into executions (key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message,
+                        arguments, data, result, steps, origin)
+values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 on conflict (key) do update set
-    handler = excluded.handler, method_id = excluded.method_id, state = 'waiting', began_ns = excluded.began_ns,
-    ended_ns = null, caller = excluded.caller, call_number = excluded.call_number, record = excluded.record,
-    message = excluded.message, arguments = excluded.arguments, data = excluded.data, result = null, steps = null,
-    origin = coalesce(excluded.origin, origin), stale = 0
+    handler = excluded.handler, method_id = excluded.method_id, state = excluded.state, began_ns = excluded.began_ns,
+    ended_ns = excluded.ended_ns, caller = excluded.caller, call_number = excluded.call_number,
+    record = excluded.record, message = excluded.message, arguments = excluded.arguments, data = excluded.data,
+    result = excluded.result, steps = excluded.steps, origin = coalesce(excluded.origin, origin), stale = 0
 """
-_ENDED = "update executions set state = ?, ended_ns = ?, result = ?, steps = ? where key = ?"
+_STATE, _ENDED, _TEXT, _DATA, _RESULT, _STEPS = 3, 5, 10, 11, 12, 13  # places in such a row
 
 
 class ExecutionWriter:
@@ -66,6 +66,9 @@ class ExecutionWriter:
         self._database: sqlite3.Connection | None = None
         self._is_broken = False
         self._pruned_s = 0.0
+        self._rows: dict[int, list[Any]] = {}  # that have begun in this batch: many end in it
+        self._labels: list[tuple[int, str, str]] = []
+        self._has_stale = False
 
     # --- the handlers' thread ---------------------------------------------------------------------------------------
 
@@ -103,12 +106,8 @@ class ExecutionWriter:
         result: bytes | str | None,
     ) -> None:
         """Note a ``def`` handler's call."""
-        number = key_of_call(call.sequence_id, call.message_index)
-        call = msgspec.structs.replace(call, number=number)
-        self._put(self._write_began, call, handler, None)
-        if labels:
-            self._put(self._write_labels, number, labels)
-        self._put(self._write_ended, number, state, result, (), call.started_ns)
+        call = msgspec.structs.replace(call, number=key_of_call(call.sequence_id, call.message_index))
+        self._put(self._write_handled, call, handler, labels, state, result)
 
     def restored(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
         """Note that all input behind ``record`` is handled again, from async handler ``next_number`` on."""
@@ -156,7 +155,7 @@ class ExecutionWriter:
         if self._database is not None:
             self._database.close()
 
-    def _write(self, ops: Iterable[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    def _write(self, ops: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         try:
             if self._database is not None and not self._path.exists():  # somebody has removed it
                 self._database.close()
@@ -166,15 +165,19 @@ class ExecutionWriter:
             for write, arguments in ops:
                 if not self._is_broken or write == self._sync:
                     write(*arguments)
-            if self._database is not None:
+            if self._database is not None and not self._is_broken:
+                self._write_rows()
                 self._database.commit()
             if self._database is not None and self._keep_days and time.monotonic() - self._pruned_s >= PRUNE_EACH_S:
                 self._pruned_s = time.monotonic()
                 self._prune()
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
             if not self._is_broken:
                 self._say(f"warning: the list of executions is not written any more: {self._path}: {error}")
             self._is_broken = True
+            for write, arguments in ops:
+                if write == self._sync:
+                    arguments[0].set()
 
     def _opened(self) -> sqlite3.Connection:
         os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, FILE_MODE))  # it has arguments, as the log has
@@ -188,19 +191,33 @@ class ExecutionWriter:
 
     def _write_began(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None) -> None:
         text, labels = _shown_call(handler, call.arguments)
-        data = call.arguments if len(call.arguments) <= DATA_SIZE_BYTES_MAX else None
-        place = call.sequence_id, call.message_index
-        front = call.number, handler.function.__qualname__, handler.method_id, call.started_ns
-        values = (*front, call.caller, call.call_number, *place, text, data, origin)
-        self._execute("delete from labels where key = ? and exists (select 1 from executions e where e.key = ? and e.stale)", (call.number, call.number))  # fmt: skip  # noqa: E501
-        self._execute(_BEGAN, values)
-        if labels:
-            self._write_labels(call.number, labels)
+        front = [call.number, handler.function.__qualname__, handler.method_id, "waiting", call.started_ns, None]
+        place = [call.caller, min(call.call_number, (1 << 63) - 1), call.sequence_id, call.message_index]
+        if self._has_stale:
+            sql = "delete from labels where key in (select key from executions where key = ? and stale <> 0)"
+            self._execute(sql, (call.number,))
+        self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin]
+        self._write_labels(call.number, labels)
+
+    def _write_handled(
+        self,
+        call: SavedTask,
+        handler: Handler[Any, Any],
+        labels: Mapping[str, str],
+        state: str,
+        result: bytes | str | None,
+    ) -> None:
+        self._write_began(call, handler, None)
+        self._write_labels(call.number, labels)
+        self._write_ended(call.number, state, result, (), call.started_ns)
 
     def _write_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
         text, _ = _shown_call(handler, arguments)
-        data = arguments if len(arguments) <= DATA_SIZE_BYTES_MAX else None
-        self._execute("update executions set arguments = ?, data = ? where key = ?", (text, data, number))
+        if (row := self._rows.get(number)) is not None:
+            row[_TEXT], row[_DATA] = text, _kept(arguments)
+        else:
+            values = text, _kept(arguments), number
+            self._execute("update executions set arguments = ?, data = ? where key = ?", values)
 
     def _write_ended(
         self, number: int, state: str, result: bytes | str | None, entries: Sequence[Entry], time_ns: int
@@ -209,12 +226,20 @@ class ExecutionWriter:
         shown = msgspec.json.encode(steps).decode() if steps else None
         text = _shown(result) if isinstance(result, bytes) else result
         text = None if text is None else encodable(text[:TEXT_CHARACTERS_MAX])
-        self._execute(_ENDED, (state, time_ns, text, shown, number))
+        if (row := self._rows.get(number)) is not None:
+            row[_STATE], row[_ENDED], row[_RESULT], row[_STEPS] = state, time_ns, text, shown
+        else:
+            values = state, time_ns, text, shown, number
+            self._execute("update executions set state = ?, ended_ns = ?, result = ?, steps = ? where key = ?", values)
 
     def _write_labels(self, number: int, labels: Mapping[str, str]) -> None:
-        for name, value in labels.items():
-            self._execute("delete from labels where key = ? and name = ? and value <> ?", (number, name, value))
-            self._execute("insert or ignore into labels values (?, ?, ?)", (name, value, number))
+        self._labels += [(number, name, value) for name, value in labels.items()]
+
+    def _write_rows(self) -> None:
+        assert self._database is not None
+        rows, self._rows, labels, self._labels = self._rows, {}, self._labels, []
+        self._database.executemany(_ROW, rows.values())
+        self._database.executemany("insert or replace into labels values (?, ?, ?)", labels)
 
     def _write_part(self, number: int, step: int, call_number: int, destination: str, attempts: int) -> None:
         self._execute("insert or replace into parts values (?, ?, ?, ?, ?)", (number, step, call_number, destination, attempts))  # fmt: skip  # noqa: E501
@@ -222,8 +247,10 @@ class ExecutionWriter:
     def _write_restored(
         self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]
     ) -> None:
+        self._write_rows()
         limits = self._token, next_number, -((record + 1) << INDEX_BITS)
-        self._execute("update executions set stale = ? where key >= ? or key < ?", limits)
+        made = self._execute("update executions set stale = ? where key >= ? or key < ?", limits)
+        self._has_stale = self._has_stale or made.rowcount > 0
         rows = self._execute("select key from executions where state = 'waiting' and stale = 0 and key > 0", ())
         known = {int(key) for (key,) in rows}
         for saved, handler in waiting:
@@ -236,8 +263,10 @@ class ExecutionWriter:
         try:
             if self._database is None:
                 return
-            if is_primary:
+            self._write_rows()
+            if is_primary and self._has_stale:
                 self._delete("stale = ?", (self._token,))
+                self._has_stale = False
             self._database.commit()
             self._database.execute("pragma synchronous = full")
             self._database.execute(f"pragma user_version = {int(time.time()) & 0x7FFFFFFF}")  # syncs what was before it
@@ -272,6 +301,10 @@ def _shown_call(handler: Handler[Any, Any], arguments: bytes) -> tuple[str, dict
     }
     labels = {name: str(value) for name, value in marked.items() if value is not None}
     return encodable(describe_arguments(values, parameters)), labels
+
+
+def _kept(arguments: bytes) -> bytes | None:
+    return arguments if len(arguments) <= DATA_SIZE_BYTES_MAX else None
 
 
 def _shown(value: bytes) -> str:

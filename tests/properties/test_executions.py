@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import immortal
@@ -63,6 +63,7 @@ _moves = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(moves=_moves)
+@example(moves=["serve", "crash", ("well", 0), "book"])
 def test_the_list_is_what_was_done(moves: list[Any]) -> None:
     expected: dict[tuple[str, str], tuple[str, str]] = {}
     waiting: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import immortal
-from immortal import Immortal, impulse, peer, rpc
+from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.running import executions
 from immortal.appsdk.running.executions import ExecutionWriter
 from immortal.appsdk.state.journal import SavedTask
@@ -31,6 +31,7 @@ from immortal.protocol.executions import (
     open_index,
 )
 from immortal.protocol.system_methods import Order
+from immortal.testing import Environment
 from tests.helpers.listed import Listed
 
 
@@ -81,6 +82,14 @@ class Shop(Immortal):
     @impulse
     def go(self, order: int) -> None:
         immortal.signal(f"go {order}", True)
+
+
+class Wrong(Immortal):
+    value: ClassVar[Any]
+
+    @rpc(labels=())
+    def give(self) -> None:
+        immortal.label(order=self.value)
 
 
 @pytest.fixture
@@ -158,6 +167,15 @@ def test_a_def_handler_is_labelled_where_it_is_listed(shops: Listed) -> None:
     assert key_of_id(look.id) == look.key == key_of_call(look.record, look.message)
     (verdict,) = shops["shop"].dispatcher._failures.known.values()
     assert "with @rpc(labels=())" in verdict.text
+
+
+@pytest.mark.parametrize("value", [1.5, None, "x" * 257, "\ud800"])
+def test_values_that_are_no_labels(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wrong, "value", value, raising=False)
+    with Environment(fail_alone=True) as env:
+        wrong = env.start(Wrong, "wrong")
+        with pytest.raises(CalleeFailed, match="a str, int or UUID was expected"):
+            wrong.call(Wrong.give)
 
 
 def test_what_is_no_parameter_is_no_label() -> None:
