@@ -68,7 +68,7 @@ class AppLife:
         if not trace:  # a run that is looked at tells whoever looks, in its own way
             self.dispatcher.context.reporter = FailureReporter(definition.name)
         self._executions: ExecutionWriter | None = None
-        if options.executions is not None:
+        if options.executions is not None and any(one.has_executions for one in definition.chain):
             from immortal.appsdk.running.executions import ExecutionWriter
 
             self._executions = ExecutionWriter(*options.executions, lambda text: say(definition.name, text))

@@ -17,6 +17,7 @@ from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.running import executions
 from immortal.appsdk.running.executions import ExecutionWriter
 from immortal.appsdk.state.journal import SavedTask
+from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
 from immortal.protocol.executions import (
@@ -236,6 +237,21 @@ def test_a_list_that_can_not_be_written_is_told_once_and_holds_nobody_up(tmp_pat
     writer.close()
     (warning,) = said
     assert "the list of executions is not written any more" in warning
+
+
+@pytest.mark.parametrize(
+    ("given", "days"),
+    [
+        ({}, 30),
+        ({"keep_log_days": 90}, 90),
+        ({"keep_executions_days": 1}, 7),
+        ({"keep_executions_days": 0}, None),
+        ({"keep_checkpoints": None}, 0),
+    ],
+)
+def test_how_long_they_are_kept(tmp_path: Path, given: dict[str, Any], days: int | None) -> None:
+    settings = InstanceSettings(name="a", peer="tcp://127.0.0.1:1", folder=tmp_path, log=str(tmp_path), **given)
+    assert settings.executions_days == days
 
 
 def test_where_nothing_is_listed(tmp_path: Path) -> None:
