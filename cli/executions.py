@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from immortal.appsdk.state.journal import decode_journal
 from immortal.cli.handlers import _ask, _order, _pass_settings, _settings_of
 from immortal.cli.options import InstanceCommandGroup, Moment, name_argument, settings_with_log
 from immortal.coordinator.config import InstanceSettings
@@ -224,16 +225,22 @@ def _goes_on(what: str, *, dry_run: bool, yes: bool) -> bool:
 @executions.command()
 @_id_argument
 @click.option("--arguments", metavar="JSON", help="Others than it had: all of them, such as '[17, \"tea\"]'.")
+@click.option(
+    "--from-step", type=click.IntRange(1), default=1, show_default=True, help="Keep the results of the steps before."
+)
 @_asking_options
 @_pass_settings
-def restart(settings: InstanceSettings, wanted: str, arguments: str | None, dry_run: bool, yes: bool) -> None:
-    """Begin an 'async def' execution again from its start: a new one, for which nobody waits, that names its origin.
+def restart(
+    settings: InstanceSettings, wanted: str, arguments: str | None, from_step: int, dry_run: bool, yes: bool
+) -> None:
+    """Begin an 'async def' execution again: a new one, for which nobody waits, that names its origin.
 
-    What the first one has done is done: the new one does it again.
+    What the first one has done is done: the new one does it again, from the given step on. The steps before have the
+    results that they had, and are not carried out, unless the handler now does something else there.
     """
     key = key_of_id(wanted)
     with open_index(settings.folder, settings.name) as index:
-        found, data = index.get(key), index.data(key)
+        found, data, journal = index.get(key), index.data(key), index.journal(key)
     if found is None:
         raise FailedError(f"{settings.name!r} has no execution {wanted}: 'immortal executions {settings.name}'")
     if arguments is not None:
@@ -241,11 +248,17 @@ def restart(settings: InstanceSettings, wanted: str, arguments: str | None, dry_
         if not isinstance(given, list):
             raise click.UsageError(f"--arguments {arguments[:60]!r}: a list of all arguments was expected")
         data = msgspec.msgpack.encode(given)
+    if from_step > 1 and (journal is None or found.state == "waiting"):
+        raise FailedError(f"the steps of {wanted} are not kept: it waits, or had none, or has too large ones")
     if data is None:
         raise FailedError(f"the arguments of {wanted} are too large to be kept: give them by --arguments")
+    step = f" from step {from_step}" if from_step > 1 else ""
     shown = f"{found.handler}({arguments[1:-1]})" if arguments is not None else found.call
-    if _goes_on(f"restart {wanted} as {shown}", dry_run=dry_run, yes=yes):
+    if _goes_on(f"restart {wanted} as {shown}{step}", dry_run=dry_run, yes=yes):
         request = {"task": key, "method": found.method_id, "arguments": msgspec.to_builtins(data)}
+        if from_step > 1:
+            given = [entry for entry in decode_journal(journal or b"") if 0 < entry.step < from_step]
+            request["journal"] = msgspec.to_builtins(msgspec.msgpack.encode(given))
         _order(settings, "restart", request)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from immortal.appsdk.state.journal import decode_journal
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
 from immortal.presenters.handlers import format_caller, format_wait, with_times
 from immortal.presenters.records import time_text
-from immortal.protocol import decoding
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import Execution, ExecutionIndex, ExecutionsError, described_labels, open_index
@@ -33,7 +33,7 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
                 f"{settings.name!r} has no such execution: it is older than what is kept, or there never was one;"
                 f" 'immortal executions {settings.name}' lists them"
             )
-        steps, attempts, calls = index.steps(key), index.attempts(key), index.calls(key)
+        journal, attempts, calls = index.journal(key), index.attempts(key), index.calls(key)
         view: Values = {"execution": found, "waits": [], "problem": "", "repeats": index.repeats_of(key)}
     live = _live(settings, found) if found.state == "waiting" else {}
     view["problem"] = live.get("problem", "")
@@ -43,7 +43,7 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
         for step, number, to in calls
         for child in _called(registry, settings.name, to, number)
     ]
-    made = with_times(decoding.load_json(steps)) if steps is not None else live.get("steps", [])
+    made = live.get("steps", []) if journal is None else with_times(_steps(journal))
     view["steps"] = [
         step
         | {
@@ -56,6 +56,12 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
     view["children"] = [child for child in children if child["step"] not in had]  # that are waited for, or given up
     view["parent"] = _parent(registry, settings.name, found)
     return view
+
+
+def _steps(journal: bytes) -> list[Values]:
+    from immortal.appsdk.waiting.operator import describe_step  # imported here: few commands show steps
+
+    return [describe_step(entry) for entry in decode_journal(journal)]
 
 
 def _live(settings: InstanceSettings, found: Execution) -> Values:
@@ -131,7 +137,8 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
         tries = f" ({step['attempts']} attempts)" if step["attempts"] > 1 else ""
         since_s = (step["time_ns"] - one.began_ns) / 1e9
         came = "raised" if step["raised"] else "gave"
-        yield f"    +{since_s:.3f} s  {step['what']}{tries} {came} {step.get('value', step.get('reason', ''))}"
+        value = step.get("value", step.get("reason", ""))
+        yield f"    {step['step']:>3}  +{since_s:.3f} s  {step['what']}{tries} {came} {value}"
         for child in step["children"]:
             yield f"        {_linked(child)}"
     for wait in view["waits"]:

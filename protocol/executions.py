@@ -30,7 +30,7 @@ create table if not exists executions (
     key integer primary key, handler text not null, method_id integer not null, state text not null,
     began_ns integer not null, ended_ns integer, caller text, call_number integer not null,
     record integer not null, message integer not null, arguments text not null, data blob, result text,
-    steps text, origin integer, stale integer not null default 0
+    journal blob, origin integer, stale integer not null default 0
 );
 create index if not exists by_time on executions (began_ns);
 create index if not exists by_handler on executions (handler, began_ns);
@@ -155,9 +155,9 @@ class ExecutionIndex:
     def get(self, key: int) -> Execution | None:
         return next(iter(self._with_labels(self._rows("from executions e where e.key = ?", [key]))), None)
 
-    def steps(self, key: int) -> str | None:
-        """Return the steps of one that has ended, as JSON; None: it waits, or they are not known."""
-        return self._value("select steps from executions where key = ?", key)  # type: ignore[no-any-return]
+    def journal(self, key: int) -> bytes | None:
+        """Return the journal of one that has ended, encoded; None: it waits, had no steps, or too large ones."""
+        return self._value("select journal from executions where key = ?", key)  # type: ignore[no-any-return]
 
     def attempts(self, key: int) -> dict[int, int]:
         """Return how often its effects were tried, by step, where that was more than once."""

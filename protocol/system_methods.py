@@ -57,7 +57,8 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
 
     ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value`` is MessagePack. An "expel"
     is to no handler, 0: ``text`` is the member, and ``value`` the name of its group. A "restart" begins the execution
-    ``task``, which may have ended, again: ``value`` is [method ID, arguments].
+    ``task``, which may have ended, again: ``value`` is [method ID, arguments, entries of a
+    journal]: results of its first steps.
     """
 
     verb: str

@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
+from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.user_code import describe_arguments
 from immortal.appsdk.effects.effect import encodable
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.state.journal import Entry, SavedTask
 from immortal.appsdk.types.handles import read_extension
-from immortal.appsdk.waiting.operator import describe_step
 from immortal.protocol import decoding
 from immortal.protocol.executions import INDEX_BITS, SCHEMA, TIMEOUT_S, key_of_call
 from immortal.protocol.files import FILE_MODE
@@ -30,21 +30,22 @@ from immortal.protocol.files import FILE_MODE
 FLUSH_S = 0.1
 BATCH_MAX = 20_000
 WAITING_MAX = 200_000  # that are not written yet: then handlers wait for the disk
-DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments that are kept, for a restart
-STEPS_MAX, TEXT_CHARACTERS_MAX = 100, 500
+DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments, and of a journal, that are kept
+TEXT_CHARACTERS_MAX = 500
 PRUNE_EACH_S, PRUNE_ROWS = 3600.0, 2000
 
 _ROW = """
 insert into executions (key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message,
-                        arguments, data, result, steps, origin)
+                        arguments, data, result, journal, origin)
 values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 on conflict (key) do update set
     handler = excluded.handler, method_id = excluded.method_id, state = excluded.state, began_ns = excluded.began_ns,
     ended_ns = excluded.ended_ns, caller = excluded.caller, call_number = excluded.call_number,
     record = excluded.record, message = excluded.message, arguments = excluded.arguments, data = excluded.data,
-    result = excluded.result, steps = excluded.steps, origin = coalesce(excluded.origin, origin), stale = 0
+    result = excluded.result, journal = excluded.journal, origin = coalesce(excluded.origin, origin), stale = 0
 """
-_STATE, _ENDED, _TEXT, _DATA, _RESULT, _STEPS = 3, 5, 10, 11, 12, 13  # places in such a row
+_UPDATE = "update executions set state = ?, ended_ns = ?, result = ?, journal = ? where key = ?"
+_STATE, _ENDED, _TEXT, _DATA, _RESULT, _JOURNAL = 3, 5, 10, 11, 12, 13  # places in such a row
 
 
 class ExecutionWriter:
@@ -222,15 +223,13 @@ class ExecutionWriter:
     def _write_ended(
         self, number: int, state: str, result: bytes | str | None, entries: Sequence[Entry], time_ns: int
     ) -> None:
-        steps = [_step(entry) for entry in entries[-STEPS_MAX:]]
-        shown = msgspec.json.encode(steps).decode() if steps else None
+        journal = _kept(encoder.encode(entries)) if entries else None
         text = _shown(result) if isinstance(result, bytes) else result
         text = None if text is None else encodable(text[:TEXT_CHARACTERS_MAX])
         if (row := self._rows.get(number)) is not None:
-            row[_STATE], row[_ENDED], row[_RESULT], row[_STEPS] = state, time_ns, text, shown
+            row[_STATE], row[_ENDED], row[_RESULT], row[_JOURNAL] = state, time_ns, text, journal
         else:
-            values = state, time_ns, text, shown, number
-            self._execute("update executions set state = ?, ended_ns = ?, result = ?, steps = ? where key = ?", values)
+            self._execute(_UPDATE, (state, time_ns, text, journal, number))
 
     def _write_labels(self, number: int, labels: Mapping[str, str]) -> None:
         self._labels += [(number, name, value) for name, value in labels.items()]
@@ -303,8 +302,8 @@ def _shown_call(handler: Handler[Any, Any], arguments: bytes) -> tuple[str, dict
     return encodable(describe_arguments(values, parameters)), labels
 
 
-def _kept(arguments: bytes) -> bytes | None:
-    return arguments if len(arguments) <= DATA_SIZE_BYTES_MAX else None
+def _kept(data: bytes) -> bytes | None:
+    return data if len(data) <= DATA_SIZE_BYTES_MAX else None
 
 
 def _shown(value: bytes) -> str:
@@ -312,8 +311,3 @@ def _shown(value: bytes) -> str:
         return describe_arguments((decoding.decode_shown(value, ext_hook=read_extension),))[1:-1]
     except (decoding.DecodeError, ValueError):
         return f"{len(value)} bytes"
-
-
-def _step(entry: Entry) -> dict[str, Any]:
-    step = describe_step(entry)
-    return step | ({"value": step["value"][:TEXT_CHARACTERS_MAX]} if "value" in step else {})

@@ -7,7 +7,7 @@ that signals an event. Each handler goes on until it waits again before the next
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from immortal.appsdk.calls.outbox import OF_ORDER
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks
+from immortal.appsdk.state.journal import WAYS_OUT, Entry, JournalError, SavedTask, SavedTasks
 from immortal.appsdk.waiting.completions import Endings, Incoming, Orders
 from immortal.appsdk.waiting.host import Host, Limits
 from immortal.appsdk.waiting.impulses import Deadline, EffectResult, TimeImpulses, ToldTime
@@ -149,16 +149,18 @@ class Tasks(Host):
 
         Raises HandlerError.
         """
-        method_id, encoded = decoding.decode(order.value, type=tuple[int, msgspec.Raw])
-        handler = self.definition.by_method_id.get(method_id)
-        if handler is None or not handler.is_async:
-            return False, "only an 'async def' handler is begun again: call it anew ('immortal call')"
         try:
+            method_id, encoded, given = decoding.decode(order.value, type=tuple[int, msgspec.Raw, list[Entry]])
+            handler = self.definition.by_method_id.get(method_id)
+            if handler is None or not handler.is_async:
+                return False, "only an 'async def' handler is begun again: call it anew ('immortal call')"
             arguments = self.codec(handler).decode(bytes(encoded))
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
-            return False, f"the arguments are not what {handler.function.__qualname__} takes: {error}"
+            return False, f"the arguments are not what it takes: {error}"
+        if given and not self.limits.has_room(handler, self.codec(handler).encoded(arguments)[1]):
+            return False, f"as many runs of {handler.function.__qualname__} as may go on at once: try again later"
         number = self._next_number
-        self.start(handler, arguments, None, 0, order.task)
+        self.start(handler, arguments, None, 0, order.task, given)
         return True, f"{handler.function.__qualname__} has begun again, as {number}"
 
     # --- what handlers do -------------------------------------------------------------------------------------------
@@ -188,10 +190,10 @@ class Tasks(Host):
         caller: str | None,
         call_number: int,
         origin: int | None = None,
+        given: Sequence[Entry] = (),
     ) -> None:
-        """Start an ``async def`` handler, for ``caller`` or (None) nobody. ``origin``: the execution that it repeats.
-
-        Raises HandlerError.
+        """Start an ``async def`` handler, for ``caller`` or (None) nobody. ``origin``: the execution that it repeats;
+        ``given``: the results that steps of that had. Raises HandlerError.
         """
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
@@ -201,16 +203,18 @@ class Tasks(Host):
         if self.executions is not None:
             self.executions.began(call, handler, origin)
         if self.limits.has_room(handler, call.arguments):
-            self._begin(call, handler)
+            self._begin(call, handler, given)
         else:
             self.limits.queued[number] = call
         self.drain()
 
-    def _begin(self, call: SavedTask, handler: Handler[Any, Any]) -> None:
+    def _begin(self, call: SavedTask, handler: Handler[Any, Any], given: Sequence[Entry] = ()) -> None:
         """Raises HandlerError."""
         if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
             return
         task = Task(self, handler, call, self.context.record_time_ns or 0)  # type: ignore[abstract]  # see HandlerLoop
+        if given:
+            task.given = {entry.step: entry for entry in given}
         self._add(task)
         task.advance()
         if task.is_done:

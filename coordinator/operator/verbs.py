@@ -10,7 +10,7 @@ handlers       {}: all waiting handlers; or {"task": 12}: details of that one
 cancel         {"task": 12, "reason": "...", "who": "..."}
 retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
 signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
-restart        {"task": 12, "method": 1234, "arguments": BASE64 of MessagePack, "who": "..."}
+restart        {"task": 12, "method": 1234, "arguments": BASE64, "journal": BASE64, "who": "..."}; both MessagePack
 expel          {"group": "...", "member": "...", "who": "..."}
 
 stop           {}: as SIGTERM does
@@ -33,6 +33,7 @@ from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import MessageKey
 
 WHO_CHARACTERS_MAX = 200
+EMPTY_ARRAY = b"\x90"  # in MessagePack
 
 
 TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
@@ -89,6 +90,7 @@ class _Restart(msgspec.Struct, forbid_unknown_fields=True):
     task: int
     method: int
     arguments: bytes
+    journal: bytes = EMPTY_ARRAY
     who: str = "an operator"
 
 
@@ -148,7 +150,8 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
             value = msgspec.Raw(msgspec.msgpack.encode(given.value))
             return ev.HandlerOrdered(Order("signal", given.task, given.event, given.who, value), token)
         case _Restart():
-            value = msgspec.Raw(msgspec.msgpack.encode((given.method, msgspec.Raw(given.arguments))))
+            parts = given.method, msgspec.Raw(given.arguments), msgspec.Raw(given.journal)
+            value = msgspec.Raw(msgspec.msgpack.encode(parts))
             return ev.HandlerOrdered(Order("restart", given.task, id_of(given.task), given.who, value), token)
         case _Expel():
             value = msgspec.Raw(msgspec.msgpack.encode(given.group))

@@ -98,6 +98,8 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         said = immortal(tmp_path, "executions", "shop", "restart", ended, "--arguments", '[20, "tea"]', "--yes")
         assert "Shop.ship has begun again, as" in said
         wait_until(lambda: states(tmp_path).get("20") == "waiting")
+        said = immortal(tmp_path, "executions", "shop", "restart", ended, "--from-step", "2", "--dry-run")
+        assert f"would restart {ended} as Shop.ship(17, 'tea') from step 2" in said
         assert next(iter(found(tmp_path, "shop", "--where", "order=20").values()))["origin"] == ended
         wait_until(lambda: len(found(tmp_path, "bank")) == 4)
 

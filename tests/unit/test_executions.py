@@ -16,7 +16,8 @@ import immortal
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.running import executions
 from immortal.appsdk.running.executions import ExecutionWriter
-from immortal.appsdk.state.journal import SavedTask
+from immortal.appsdk.state.journal import SavedTask, decode_journal
+from immortal.appsdk.waiting.operator import describe_step
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
@@ -139,7 +140,7 @@ def test_the_steps_of_one_that_has_ended_are_kept(shops: Listed) -> None:
     (ship,) = shops.find("shop", Query(where=[("order", "17")]))
     assert ship.state == "ended"
     with open_index(shops.folder / "shop", "shop") as index:
-        steps: Any = msgspec.json.decode(index.steps(ship.key) or "")
+        steps = [describe_step(entry) for entry in decode_journal(index.journal(ship.key) or b"")]
     assert [step["what"] for step in steps] == ["call bank.charge", "call bank.hold", "step mark", "event go 17"]
     assert [step["value"] for step in steps] == ["17", "17", "None", "True"]
 
@@ -149,7 +150,7 @@ def test_a_restart_is_a_new_execution_that_names_its_origin(shops: Listed) -> No
     (ship,) = shops.find("shop")
 
     def restart(*arguments: Any) -> Any:
-        value = msgspec.Raw(msgspec.msgpack.encode((ship.method_id, list(arguments))))
+        value = msgspec.Raw(msgspec.msgpack.encode((ship.method_id, list(arguments), [])))
         return shops.ask("shop", ev.HandlerOrdered, Order("restart", ship.key, ship.id, "ann", value))
 
     said = restart(18, "rice")
@@ -157,7 +158,27 @@ def test_a_restart_is_a_new_execution_that_names_its_origin(shops: Listed) -> No
     (again,) = shops.find("shop", Query(where=[("order", "18")]))
     assert said["text"] == f"Shop.ship has begun again, as {again.id}"
     assert (again.origin, again.caller, again.call) == (ship.key, None, "Shop.ship(18, 'rice')")
-    assert "not what Shop.ship takes" in restart("x", "rice")["text"]
+    assert "not what it takes" in restart("x", "rice")["text"]
+
+
+def test_a_restart_from_a_step_does_what_is_left(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops["shop"].impulse("go", 17)
+    (ship,) = shops.find("shop")
+    with open_index(shops.folder / "shop", "shop") as index:
+        given = [entry for entry in decode_journal(index.journal(ship.key) or b"") if entry.step < 4]
+    value = msgspec.Raw(msgspec.msgpack.encode((ship.method_id, [18, "tea"], given)))
+    shops.ask("shop", ev.HandlerOrdered, Order("restart", ship.key, ship.id, "ann", value))
+    assert len(shops.find("bank")) == 2  # none of the first one's calls is made again
+    for crash in (False, True, True):
+        if crash:
+            shops["shop"].checkpoint()
+            shops.crash("shop")
+        (again,) = shops.find("shop", Query(state="waiting"))
+        assert (again.call, again.origin) == ("Shop.ship(18, 'tea')", ship.key)
+        assert shops["shop"].dispatcher.tasks.waiting(again.key).save().entries[0].what == "call bank.charge"
+    shops["shop"].impulse("go", 18)
+    assert not shops.find("shop", Query(state="waiting"))
 
 
 def test_a_def_handler_is_labelled_where_it_is_listed(shops: Listed) -> None:
