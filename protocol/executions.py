@@ -6,6 +6,8 @@ it: without it nothing is lost, and `immortal executions NAME rebuild` makes it 
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.files import FILE_MODE
 
 if TYPE_CHECKING:
     import sqlite3  # which no coordinator needs
@@ -22,8 +25,9 @@ FILE_NAME = "executions.db"
 STATES = ("waiting", "ended", "failed", "cancelled")
 INDEX_BITS = 22  # of the key of a 'def' handler's call: the message in its record
 TIMEOUT_S = 10.0
+PROGRESS_STEPS = 100_000  # of SQLite, some ms
 
-SCHEMA = """
+_SCHEMA = """
 pragma journal_mode = wal;
 pragma synchronous = normal;
 create table if not exists executions (
@@ -261,12 +265,16 @@ class ExecutionIndex:
         try:
             return self._database.execute(sql, values)
         except Error as error:
-            raise ExecutionsError(f"the list of executions can't be read: {error}") from None
+            hint = ": it takes too long; narrow it down, such as by a label" if str(error) == "interrupted" else ""
+            raise ExecutionsError(f"the list of executions can't be read: {error}{hint}") from None
 
 
 @contextmanager
-def open_index(folder: Path, name: str) -> Iterator[ExecutionIndex]:
-    """Open the list of the instance ``name``, whose folder is ``folder``. Raises ExecutionsError."""
+def open_index(folder: Path, name: str, within_s: float | None = None) -> Iterator[ExecutionIndex]:
+    """Open the list of the instance ``name``, whose folder is ``folder``. Raises ExecutionsError.
+
+    ``within_s``: what takes longer is given up; None: nothing is.
+    """
     import sqlite3
 
     path = folder / FILE_NAME
@@ -281,7 +289,20 @@ def open_index(folder: Path, name: str) -> Iterator[ExecutionIndex]:
     except sqlite3.Error as error:
         raise ExecutionsError(f"{path} can't be opened: {error}") from None
     with closing(database):
+        if within_s is not None:
+            end_s = time.monotonic() + within_s
+            database.set_progress_handler(lambda: time.monotonic() > end_s, PROGRESS_STEPS)
         yield ExecutionIndex(database)
+
+
+def open_to_write(path: Path) -> sqlite3.Connection:
+    """Open or make a list. Raises sqlite3.Error, OSError."""
+    import sqlite3
+
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE))  # it has arguments, as the log has
+    database = sqlite3.connect(path, timeout=TIMEOUT_S, check_same_thread=False)
+    database.executescript(_SCHEMA)
+    return database
 
 
 def merge(folder: Path, rebuilt: Path) -> int:
@@ -290,17 +311,20 @@ def merge(folder: Path, rebuilt: Path) -> int:
     import sqlite3
 
     try:
-        with closing(sqlite3.connect(folder / FILE_NAME, timeout=TIMEOUT_S)) as database:
-            database.executescript(SCHEMA)
+        with closing(open_to_write(folder / FILE_NAME)) as database:
             database.execute("attach ? as other", [str(rebuilt)])
-            with database:
-                new = "select key from other.executions where key not in (select key from main.executions)"
-                for table in ("labels", "parts"):
-                    sql = f"insert or ignore into main.{table} select * from other.{table}"  # noqa: S608
-                    database.execute(f"{sql} where key in ({new})")
-                made = database.execute("insert or ignore into main.executions select * from other.executions")
-                return made.rowcount
-    except sqlite3.Error as error:
+            added, last = 0, -(1 << 63)
+            batch = "select key from other.executions where key > ? order by key limit 5000"
+            while keys := [key for (key,) in database.execute(batch, [last])]:
+                last = keys[-1]
+                with database:  # for a moment only: the app writes too
+                    there = f"select key from main.executions where key between {keys[0]} and {last}"  # noqa: S608
+                    new = f"where key between {keys[0]} and {last} and key not in ({there})"
+                    for table in ("labels", "parts", "executions"):
+                        made = database.execute(f"insert or ignore into main.{table} select * from other.{table} {new}")  # noqa: S608
+                    added += made.rowcount
+            return added
+    except (sqlite3.Error, OSError) as error:
         raise ExecutionsError(f"the list of executions can't be written: {error}") from None
 
 

@@ -239,7 +239,7 @@ def executions(request: Request) -> Response:
             before=None if before[0] is None else (before[0], key_of_id(before[1])),
             limit=EXECUTIONS_SHOWN_MAX + 1,
         )
-        with open_index(settings.folder, settings.name) as index:
+        with open_index(settings.folder, settings.name, ANSWER_S) as index:
             found = index.find(query)
     except ExecutionsError as error:
         problem = str(error)

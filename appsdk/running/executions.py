@@ -24,8 +24,7 @@ from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.state.journal import Entry, SavedTask
 from immortal.appsdk.types.handles import read_extension
 from immortal.protocol import decoding
-from immortal.protocol.executions import INDEX_BITS, SCHEMA, TIMEOUT_S, key_of_call
-from immortal.protocol.files import FILE_MODE
+from immortal.protocol.executions import INDEX_BITS, TIMEOUT_S, key_of_call, open_to_write
 
 FLUSH_S = 0.1
 BATCH_MAX = 20_000
@@ -162,7 +161,7 @@ class ExecutionWriter:
                 self._database.close()
                 self._database = None
             if self._database is None and not self._is_broken:
-                self._database = self._opened()
+                self._database = open_to_write(self._path)
             for write, arguments in ops:
                 if not self._is_broken or write == self._sync:
                     write(*arguments)
@@ -179,12 +178,6 @@ class ExecutionWriter:
             for write, arguments in ops:
                 if write == self._sync:
                     arguments[0].set()
-
-    def _opened(self) -> sqlite3.Connection:
-        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, FILE_MODE))  # it has arguments, as the log has
-        database = sqlite3.connect(self._path, timeout=TIMEOUT_S, check_same_thread=False)
-        database.executescript(SCHEMA)
-        return database
 
     def _execute(self, sql: str, values: Sequence[Any]) -> sqlite3.Cursor:
         assert self._database is not None

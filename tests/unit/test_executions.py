@@ -30,6 +30,7 @@ from immortal.protocol.executions import (
     key_of_call,
     key_of_id,
     label_of,
+    merge,
     open_index,
 )
 from immortal.protocol.system_methods import Order
@@ -273,6 +274,29 @@ def test_a_list_that_can_not_be_written_is_told_once_and_holds_nobody_up(tmp_pat
 def test_how_long_they_are_kept(tmp_path: Path, given: dict[str, Any], days: int | None) -> None:
     settings = InstanceSettings(name="a", peer="tcp://127.0.0.1:1", folder=tmp_path, log=str(tmp_path), **given)
     assert settings.executions_days == days
+
+
+def test_a_search_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 0, pytest.fail)
+    for number in range(1, 20_000):
+        writer.began(*_row(number, number))
+    writer.close()
+    with open_index(tmp_path, "shop", 0) as index, pytest.raises(ExecutionsError, match="takes too long; narrow it"):
+        index.find(Query(text="coffee"))
+
+
+def test_lists_are_merged_by_what_is_new(tmp_path: Path) -> None:
+    for folder, numbers in (("old", range(1, 4)), ("new", range(3, 12_000))):
+        (tmp_path / folder).mkdir()
+        writer = ExecutionWriter(tmp_path / folder / FILE_NAME, 0, pytest.fail)
+        for number in numbers:
+            writer.began(*_row(number, 1 if folder == "old" else 2))
+        writer.close()
+    assert merge(tmp_path / "old", tmp_path / "new" / FILE_NAME) == 11_996
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob(f"*/{FILE_NAME}*")} == {0o600}
+    with open_index(tmp_path / "old", "shop") as index:
+        assert sorted(one.began_ns for one in index.find(Query(limit=20_000))) == [1] * 3 + [2] * 11_996
+        assert len(index.find(Query(where=[("order", "11999")]))) == 1
 
 
 def test_where_nothing_is_listed(tmp_path: Path) -> None:
