@@ -25,7 +25,7 @@ FILE_NAME = "executions.db"
 STATES = ("waiting", "ended", "failed", "cancelled")
 INDEX_BITS = 22  # of the key of a 'def' handler's call: the message in its record
 TIMEOUT_S = 10.0
-PROGRESS_STEPS = 100_000  # of SQLite, some ms
+PROGRESS_STEPS = 100_000  # of SQLite: some ms
 
 _SCHEMA = """
 pragma journal_mode = wal;

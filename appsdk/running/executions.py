@@ -30,7 +30,7 @@ FLUSH_S = 0.1
 BATCH_MAX = 20_000
 WAITING_MAX = 200_000  # that are not written yet: then handlers wait for the disk
 DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments, and of a journal, that are kept
-TEXT_CHARACTERS_MAX = 500
+TEXT_CHARACTERS_MAX, LABEL_CHARACTERS_MAX = 500, 256
 PRUNE_EACH_S, PRUNE_ROWS = 3600.0, 2000
 
 _ROW = """
@@ -291,7 +291,7 @@ def _shown_call(handler: Handler[Any, Any], arguments: bytes) -> tuple[str, dict
     marked = {
         name: values[parameters.index(name)] for name in handler.labels or () if name in parameters[: len(values)]
     }
-    labels = {name: str(value) for name, value in marked.items() if value is not None}
+    labels = {name: str(value)[:LABEL_CHARACTERS_MAX] for name, value in marked.items() if value is not None}
     return encodable(describe_arguments(values, parameters)), labels
 
 
