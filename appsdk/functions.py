@@ -31,12 +31,16 @@ from immortal.appsdk.waiting.loop import Race, Winner
 from immortal.appsdk.waiting.operations import Event, LocalFunction, LocalStep, Timer, encode_signal, event_name
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskHandler, TaskMulticast, TaskSelf
+from immortal.protocol.safe_output import is_encodable
 
 NAMES = (
-    *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "logger", "multicast"),
-    *("node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep", "step", "uuid4"),
+    *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "label", "logger"),
+    *("multicast", "node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep"),
+    *("step", "uuid4"),
 )
 """The names of the functions, which `immortal` has too."""
+
+LABEL_CHARACTERS_MAX = 256
 
 A = TypeVar("A")
 N = TypeVar("N", bound=Node)
@@ -332,6 +336,34 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
             multicasts.proxies = MulticastCache(found)
         destinations = multicasts.proxies.of(targets)
     return destinations  # type: ignore[no-any-return]
+
+
+def label(**labels: str | int | uuid.UUID) -> None:
+    """``immortal.label(order=17)`` gives this execution a business key: `immortal executions shop --where order=17`.
+
+    In an ``async def`` handler and its steps, and in a ``def`` handler whose decorator has ``labels=``. A label of the
+    same name takes the place of the one before. It changes nothing else. Raises UsageError.
+    """
+    runs = _runner("label")
+    for name, value in labels.items():
+        text = str(value) if isinstance(value, str | int | uuid.UUID) else None
+        if text is None or len(text) > LABEL_CHARACTERS_MAX or not is_encodable(text):
+            raise UsageError(
+                f"immortal.label({name}={value!r}): a str, int or UUID was expected, of at most"
+                f" {LABEL_CHARACTERS_MAX} characters that can be encoded"
+            )
+    texts = {name: str(value) for name, value in labels.items()}
+    tasks = None if isinstance(runs, Task) else runs.tasks
+    task = runs if isinstance(runs, Task) else tasks and tasks.running  # that awaits this step
+    if task is not None:
+        task.label(texts)
+    elif tasks is not None:  # else a plain object
+        if tasks.open_labels is None:
+            raise UsageError(
+                "immortal.label: a 'def' handler is listed, and can be labelled, with @rpc(labels=()), or with its"
+                " parameters in there; queries, schedules and hooks are not listed"
+            )
+        tasks.open_labels.update(texts)
 
 
 # --- nodes and handles: docs/how-to/nodes.md --------------------------------------------------------------------------

@@ -42,6 +42,7 @@ _COMMANDS = {
         "log": ("immortal.cli.log", "Show, check, copy or compare logs."),
         "sql": ("immortal.cli.sql", "Run an SQL query over logs and states."),
         "trace": ("immortal.cli.trace", "Export traces for Perfetto or OpenTelemetry."),
+        "executions": ("immortal.cli.executions", "List what has run and what waits, by key."),
         "handlers": ("immortal.cli.handlers", "List async handlers that wait, and for what."),
         "dead-letters": ("immortal.cli.dead_letters", "List failed calls that nobody waits for."),
         "peers": ("immortal.cli.peers", "Show and repair an instance's links to its peers."),

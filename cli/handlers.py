@@ -200,7 +200,7 @@ def _row(one: Values) -> tuple[str, ...]:
     if one["cancelled"]:
         waits = f"cancelled {_second(one['cancelled'][-1]['time'])}, and goes on\n{waits}"
     at = "\n".join(place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
-    return str(one["id"]), one["handler"], format_caller(one), _second(one["since"]), waits, at
+    return str(one["id"]), f"{one['handler']}{one['arguments']}", format_caller(one), _second(one["since"]), waits, at
 
 
 def _lines(name: str, one: Values) -> Iterator[str]:

@@ -147,7 +147,9 @@ def run(
                 trust_pickle=trust_pickle,
                 place=None if place is None else place.folder,
             ),
-            Role.APP: app_command(at, now, strict=strict, log_format=log_format, log_level=log_level),
+            Role.APP: app_command(
+                at, now, strict=strict, log_format=log_format, log_level=log_level, folder=own.folder
+            ),
         }
 
     def on_upgrade_failed() -> bool:

@@ -58,9 +58,10 @@ def sql(
 ) -> None:
     """Run a QUERY over logs and states; the instances may run, and notice nothing.
 
-    Tables are messages, records, outputs, instances, clients; waiting, timers, effects; and of each instance its state
-    (NAME), and what is in an attribute that is a container (NAME.ATTRIBUTE). All is of one moment: no effect is shown
-    without its cause. States are had by replay. A query reaches these tables alone, and no file, unless --unsealed.
+    Tables are messages, records, outputs, instances, clients, executions; waiting, timers, effects; and of each
+    instance its state (NAME), and what is in an attribute that is a container (NAME.ATTRIBUTE). All is of one moment:
+    no effect is shown without its cause. States are had by replay. A query reaches these tables alone, and no file,
+    unless --unsealed.
     """
     if as_csv + as_json + (parquet is not None) > 1:
         raise click.UsageError("give one of --csv, --json and --parquet")

@@ -24,7 +24,7 @@ OTHER_MESSAGES = "other"  # method name for answers, results of effects and the 
 HANDLERS_COUNT_MAX = 1000  # handlers in one answer, the oldest: some MiB, as arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 
-Verb = Literal["cancel", "signal", "expel"]
+Verb = Literal["cancel", "signal", "expel", "restart"]
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -56,7 +56,9 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     """Order to the handler ``task``.
 
     ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value`` is MessagePack. An "expel"
-    is to no handler, 0: ``text`` is the member, and ``value`` the name of its group.
+    is to no handler, 0: ``text`` is the member, and ``value`` the name of its group. A "restart" begins the execution
+    ``task``, which may have ended, again: ``value`` is [method ID, arguments, entries of a
+    journal]: results of its first steps.
     """
 
     verb: str

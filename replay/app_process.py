@@ -200,7 +200,8 @@ class AppCommand(Struct, frozen=True):
         # The SDK wants a fixed hash seed, and would start itself over to get one.
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         # What the caller's environment says is meant for an app in service.
-        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": "", "IMMORTAL_DEBUGPY": str(debugpy or "")}
+        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": "", "IMMORTAL_EXECUTIONS": ""}
+        environment["IMMORTAL_DEBUGPY"] = str(debugpy or "")
         if break_at is None:
             environment["PYTHONBREAKPOINT"] = "0"
         environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""

@@ -37,6 +37,7 @@ STATIC = Path(__file__).with_name("static")
 ROUTES = [
     *fleet_pages.routes(),
     *instance_pages.routes(),
+    *instance_pages.execution_routes(),
     *instance_pages.letter_routes(),
     *message_pages.routes(),
     *message_pages.timeline_routes(),

@@ -150,6 +150,11 @@ def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, f
 # --- the message itself -----------------------------------------------------------------------------------------------
 
 
+def failure_in_words(verdict: Verdict) -> str:
+    """Return "KeyError: 'pepper'", or why else a message has failed."""
+    return ": ".join(filter(None, (verdict.type_name, verdict.text))) or verdict.kind.name.lower()
+
+
 def who_waits(message: bytes) -> Caller | None:
     """For the answer of ``message``, given from its size on; None: nobody, or it can't be read."""
     _, start, end = decode_message(message, 0)

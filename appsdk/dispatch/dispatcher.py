@@ -256,6 +256,7 @@ class Dispatcher:
                     self._start_first()
                     yield OutputReady()
                 else:
+                    self._list_executions()
                     self._save(heals=True)
                     yield from self._become_primary()
             elif message_type == MessageType.BECOMING_PRIMARY:
@@ -387,6 +388,7 @@ class Dispatcher:
                 yield JournalGrew(task.name, count, size_bytes)
 
     def _take_checkpoint(self) -> Iterator[Event]:
+        self._list_executions()
         if self._primary:
             yield from self._grown_journals()
         if self._upgraded and not self._primary:
@@ -403,6 +405,11 @@ class Dispatcher:
             self._save(heals=self._primary)  # who follows takes nothing back
             self.forks_next = True
             yield OutputReady()
+
+    def _list_executions(self) -> None:
+        """Have all executions so far in their list on disk: no replay from a checkpoint makes what is before it."""
+        if self.tasks.executions is not None:
+            self.tasks.executions.flush(is_primary=self._primary)
 
     def snapshot_ended(self, reason: str, *, forks_next: bool) -> None:
         """The child that was to encode the state has ended; why there is no checkpoint, "" if there is one."""
@@ -446,6 +453,7 @@ class Dispatcher:
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True
             self._failures.tell_people()
+            self._list_executions()
             self._rewinds.guards()
             self.tasks.time_impulses.start()
             self._gate.begin()

@@ -8,12 +8,12 @@ from typing import Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec, check_value
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import argument_mismatch, encode_failed, encode_refused, failure_of
+from immortal.appsdk.calls.failures import argument_mismatch, encode_failed, encode_refused, failure_of, text_of
 from immortal.appsdk.calls.user_code import is_user_failure
 from immortal.appsdk.errors import QueryError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.state.journal import declared_name, encode_raised
+from immortal.appsdk.state.journal import SavedTask, declared_name, encode_raised
 from immortal.appsdk.waiting.tasks import Tasks
 from immortal.protocol.client_frames import ReplyKind
 from immortal.protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQuestion
@@ -28,13 +28,14 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
         return lambda instance, *arguments: tasks.start(handler, arguments, None, 0)
     if handler.raises:
 
-        def run(instance: object, *arguments: Any) -> None:
-            tasks.handler_runs.run_handler(handler, arguments, waits=False)
+        def run(instance: object, *arguments: Any) -> tuple[bool, bytes]:
+            came = tasks.handler_runs.run_handler(handler, arguments, waits=False)
             tasks.drain()
+            return came
 
-        return run
+        return listed(tasks, handler, run)
     function: Callable[..., None] = partial(tasks.queries.run, handler) if handler.is_query else handler.call
-    return waking(tasks, function) if wakes else function
+    return listed(tasks, handler, waking(tasks, function) if wakes else function)
 
 
 def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
@@ -52,10 +53,48 @@ def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None
     if handler.is_async:
         return lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)
 
-    def run(instance: object, caller: str, number: int, *arguments: Any) -> None:
+    def run(instance: object, caller: str, number: int, *arguments: Any) -> tuple[bool, bytes]:
         came = tasks.handler_runs.run_handler(handler, arguments, caller=caller)
         tasks.answers.answer(handler, caller, number, *came)
         tasks.drain()
+        return came
+
+    return listed(tasks, handler, run, 2)
+
+
+def listed(
+    tasks: Tasks, handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0
+) -> Callable[..., None]:
+    """``function``, which handles a call of ``handler``, and then a row in the list of executions where it has labels.
+
+    ``front``: arguments before the handler's own: its caller, and the number of the call.
+    """
+    if handler.labels is None:
+        return function
+    context = tasks.context
+
+    def run(instance: object, *arguments: Any) -> None:
+        caller, number = arguments[:2] if front else (None, 0)
+        encoded = b"" if tasks.executions is None else tasks.codec(handler).encoded(arguments[front:])[1]
+        labels: dict[str, str] = {}
+        state, result = "failed", None
+        tasks.open_labels = labels
+        try:
+            came = function(instance, *arguments)
+            state = "ended"
+            if isinstance(came, tuple) and (front or handler.raises):
+                raised, result = came
+                state = "failed" if raised else state
+        except BaseException as error:
+            result = f"{type(error).__name__}: {text_of(error)}"
+            raise
+        finally:
+            tasks.open_labels = None
+            if tasks.executions is not None:
+                place = context.sequence_id, context.message_index
+                time_ns = context.record_time_ns or 0
+                call = SavedTask(0, 0, handler.method_id, encoded, caller, number, time_ns, [], [], *place)
+                tasks.executions.handled(call, handler, labels, state, result)
 
     return run
 

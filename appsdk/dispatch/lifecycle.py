@@ -63,6 +63,7 @@ class Life:
         self.instance = instance
         context.nodes.use(self.definition, instance)
         self._tasks.use(self.definition, instance)
+        self._tasks.list_restored(None)
 
     def restore(self, blob: bytes) -> None:
         """Restore the instance from a checkpoint. Raises StateError, JournalError."""
@@ -80,6 +81,7 @@ class Life:
         context.multicasts.restore(envelope.ordering)
         if envelope.tasks is not None:
             self._tasks.restore(envelope.tasks)
+        self._tasks.list_restored(envelope.tasks)
 
     def go_back(self, blob: bytes) -> None:
         """Rewind to a copy of this life's own; the object stays the same. Raises StateError, JournalError."""
@@ -90,6 +92,7 @@ class Life:
         self._context.multicasts.restore(envelope.ordering)
         self._context.nodes.restore(envelope.nodes)
         self._tasks.restore(envelope.tasks or SavedTasks())
+        self._tasks.list_restored(envelope.tasks)
 
     def _restored(self, envelope: Envelope, state: memoryview) -> Any:
         """A new object of the class that runs, in the state of a blob, as of its last record. Raises StateError."""

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 
+from msgspec import Raw
 from msgspec.structs import replace
 
+from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import method_of
+from immortal.appsdk.calls.failures import failure_in_words, method_of, rpc_of, who_waits
 from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, OutputReady
 from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.verdicts import Failures, RewindNeededError, awaited_part, message_at, offset_behind
 from immortal.appsdk.errors import HandlerError
 from immortal.appsdk.ordering.messages import Plain
 from immortal.appsdk.state.guard import Guard
+from immortal.appsdk.state.journal import SavedTask
+from immortal.protocol import decoding
 from immortal.protocol.batch import decode_batch, decode_replayable_batch
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import decode_record_time
-from immortal.protocol.messages import MessageType, decode_messages
+from immortal.protocol.messages import MessageType, RpcKind, decode_messages
 from immortal.protocol.readers import Record
 from immortal.protocol.system_methods import OTHER_MESSAGES
 from immortal.protocol.varint import encode_zigzag
@@ -291,10 +295,27 @@ class Records:
         behind = offset + len(message)
         context.message_index = index
         verdict = self._failures.known[context.sequence_id, index, 0, 0]
+        self._list_failed(verdict, message)
         yield from self._end_waiting(verdict, message)
         self._failures.answer(verdict, message)
         context.message_index = index + 1
         return behind
+
+    def _list_failed(self, verdict: Verdict, message: bytes) -> None:
+        """List the call of a ``def`` handler with labels, which is not handled again, as failed."""
+        context, executions, rpc = self._context, self._context.tasks.executions, rpc_of(message)
+        if executions is None or rpc is None or rpc.kind != RpcKind.CALL:
+            return
+        handler = self._life.definition.by_method_id.get(rpc.method_id)
+        if handler is None or handler.is_async or handler.labels is None:
+            return
+        caller, arguments = who_waits(message), rpc.arguments
+        if caller is not None:
+            arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
+        front = None if caller is None else caller.name, 0 if caller is None else caller.number
+        place = context.sequence_id, context.message_index
+        call = SavedTask(0, 0, handler.method_id, arguments, *front, context.record_time_ns or 0, [], [], *place)
+        executions.handled(call, handler, {}, "failed", failure_in_words(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait for a message that is skipped: whoever waits for it must not wait for ever."""

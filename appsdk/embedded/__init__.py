@@ -34,6 +34,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.peers.security import check_start
 from immortal.coordinator.service.runtime import Coordinator, run_coordinator
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.executions import FILE_NAME
 from immortal.protocol.process import register
 from immortal.protocol.timings import FOLDER_NAME
 
@@ -87,6 +88,8 @@ class _Instance:
         options = self.options
         if settings.timings_limit_mb:
             options = replace(options, timings=(settings.folder / FOLDER_NAME, settings.timings_limit_mb << 19))
+        if (days := settings.executions_days) is not None:
+            options = replace(options, executions=(settings.folder / FILE_NAME, days))
         self.app = EmbeddedApp(self.definition, options, epoll, coordinator.request_stop)
         return self.app
 

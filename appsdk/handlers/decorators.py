@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
@@ -147,6 +147,7 @@ class Handler(property, Generic[P, R]):
         schedule: Schedule | None = None,
         on_error: OnError | None = None,
         running: Running | None = None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.function = function
@@ -163,8 +164,18 @@ class Handler(property, Generic[P, R]):
         running.check(self)
         self.timeout, self.limit, self.limit_by = running.timeout, running.limit, running.limit_by
         self.method_id = self._checked_id(method_id)
+        self.labels = None if labels is None else self._checked_labels(labels)
         self.key = ""
         self.__doc__ = function.__doc__
+
+    def _checked_labels(self, labels: Sequence[str]) -> tuple[str, ...]:
+        parameters = self.signature.parameters
+        if isinstance(labels, str) or not set(labels) <= parameters.keys():
+            raise DefinitionError(
+                f"{self.name}: @{self.decorator}(labels={labels!r}): a tuple of its parameters was expected, of"
+                f" {', '.join(map(repr, parameters)) or 'none'}"
+            )
+        return tuple(labels)
 
     def _checked_id(self, method_id: int | None) -> int:
         if method_id is None:
@@ -270,6 +281,7 @@ def rpc(
     timeout: timedelta = ...,
     limit: int = ...,
     limit_by: str = ...,
+    labels: Sequence[str] = ...,
 ) -> _Decorator: ...
 def rpc(
     function: Callable[..., Any] | None = None,
@@ -281,6 +293,7 @@ def rpc(
     timeout: timedelta | None = None,
     limit: int | None = None,
     limit_by: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Any:
     """A method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
 
@@ -292,9 +305,12 @@ def rpc(
 
     Of an ``async def``: what still runs after ``timeout`` is cancelled (:class:`Cancelled`). At most ``limit``
     run at once, or with ``limit_by`` that many for each value of that parameter; other calls wait for their turn.
-    Raises DefinitionError.
+
+    ``labels``: parameters by which `immortal executions` finds a call, such as ``("order",)``. With them, or with
+    ``()``, the calls of a ``def`` are listed too. Raises DefinitionError.
     """
-    decorator = _Decorator("rpc", id, raises, on_error=on_error, running=Running(timeout, limit, limit_by))
+    running = Running(timeout, limit, limit_by)
+    decorator = _Decorator("rpc", id, raises, on_error=on_error, running=running, labels=labels)
     return decorator if function is None else decorator(function)
 
 
@@ -326,7 +342,13 @@ def impulse(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) 
 def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
 @overload
 def impulse(
-    *, id: int = ..., on_error: OnError = ..., timeout: timedelta = ..., limit: int = ..., limit_by: str = ...
+    *,
+    id: int = ...,
+    on_error: OnError = ...,
+    timeout: timedelta = ...,
+    limit: int = ...,
+    limit_by: str = ...,
+    labels: Sequence[str] = ...,
 ) -> _Decorator: ...
 def impulse(
     function: Callable[..., Any] | None = None,
@@ -337,9 +359,10 @@ def impulse(
     timeout: timedelta | None = None,
     limit: int | None = None,
     limit_by: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Any:
     """A method for input from the outside world, sent with an :class:`Impulses` handle. Options: see :func:`rpc`."""
-    decorator = _Decorator("impulse", id, on_error=on_error, running=Running(timeout, limit, limit_by))
+    decorator = _Decorator("impulse", id, on_error=on_error, running=Running(timeout, limit, limit_by), labels=labels)
     return decorator if function is None else decorator(function)
 
 
@@ -373,8 +396,10 @@ class _Decorator:
         schedule: Schedule | None = None,
         on_error: OnError | None = None,
         running: Running | None = None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         self._decorator = decorator
+        self._labels = labels
         self._method_id = method_id
         self._raises = raises
         self._schedule = schedule
@@ -394,6 +419,7 @@ class _Decorator:
             schedule=self._schedule,
             on_error=self._on_error,
             running=self._running,
+            labels=self._labels,
         )
         if handler.is_query and handler.is_async:
             raise DefinitionError(

@@ -127,6 +127,11 @@ class Definition(Struct):
         """Tell whether the class has ``async def`` handlers."""
         return any(handler.is_async for handler in self.handlers.values())
 
+    @property
+    def has_executions(self) -> bool:
+        """Tell whether calls of the class are listed as executions."""
+        return any(handler.is_async or handler.labels is not None for handler in self.handlers.values())
+
     def policy(self, handler: Any) -> OnError:
         """Return what happens to the state when ``handler`` raises an undeclared exception. A query keeps nothing.
 

@@ -27,6 +27,7 @@ from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
 from immortal.protocol.safe_output import printable_message
 
 if TYPE_CHECKING:
+    from immortal.appsdk.running.executions import ExecutionWriter
     from immortal.appsdk.running.timed import HandlerTimings
 
 
@@ -71,6 +72,12 @@ class AppLife:
         self.dispatcher.bound_encoding(limited)
         if not trace:  # a run that is looked at tells whoever looks, in its own way
             self.dispatcher.context.reporter = FailureReporter(definition.name)
+        self._executions: ExecutionWriter | None = None
+        if options.executions is not None and any(one.has_executions for one in definition.chain):
+            from immortal.appsdk.running.executions import ExecutionWriter
+
+            self._executions = ExecutionWriter(*options.executions, lambda text: say(definition.name, text))
+            self.dispatcher.tasks.executions = self._executions
         self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, self._journal_grew)
         limit = QueryLimit()
         self.dispatcher.tasks.queries.bound = limit.run
@@ -126,6 +133,8 @@ class AppLife:
         self.loop.close()
         if self._timings is not None:
             self._timings.close()
+        if self._executions is not None:
+            self._executions.close()
 
     def _start_hooks(self) -> None:
         definition, instance = self.dispatcher.definition, self.dispatcher.instance

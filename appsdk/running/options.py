@@ -19,6 +19,7 @@ DEBUGPY_VARIABLE = "IMMORTAL_DEBUGPY"
 EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"
 REWOUND_VARIABLE = "IMMORTAL_REWOUND"
 TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
+EXECUTIONS_VARIABLE = "IMMORTAL_EXECUTIONS"
 
 
 class OptionError(AppError):
@@ -34,7 +35,7 @@ class RunOptions:
     ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
     large it is. ``effects``: in place of which functions others run, both as "module:function". ``timings``: where to
     note when handlers ran, and how many bytes of that are kept; None: nowhere. ``debugpy``: the port at which its
-    clients attach."""
+    clients attach. ``executions``: the file to list them in, and for how many days (0: no limit); None: nowhere."""
 
     strict: bool = False
     trace: bool = False
@@ -44,6 +45,7 @@ class RunOptions:
     effects: Mapping[str, str] = field(default_factory=dict)
     timings: tuple[Path, int] | None = None
     debugpy: int | None = None
+    executions: tuple[Path, int] | None = None
 
 
 def run_options(
@@ -60,7 +62,8 @@ def run_options(
         stop=_breakpoint(where, stop, is_remote=debugpy is not None) if stop else None,
         rewound=_flag(environment, REWOUND_VARIABLE),
         effects=_effects(environment),
-        timings=_timings(environment),
+        timings=_place(environment, TIMINGS_VARIABLE, "BYTES:FOLDER"),
+        executions=_place(environment, EXECUTIONS_VARIABLE, "DAYS:FILE"),
         debugpy=debugpy,
     )
 
@@ -78,14 +81,14 @@ def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:
         ) from None
 
 
-def _timings(environment: Mapping[str, str]) -> tuple[Path, int] | None:
-    text = environment.get(TIMINGS_VARIABLE, "")
+def _place(environment: Mapping[str, str], name: str, form: str) -> tuple[Path, int] | None:
+    text = environment.get(name, "")
     if not text:
         return None
-    limit_bytes, _, folder = text.partition(":")
-    if not (limit_bytes.isdecimal() and folder):
-        raise OptionError(f"{TIMINGS_VARIABLE}={text!r}: BYTES:FOLDER was expected, as 'immortal run' sets it")
-    return Path(folder), int(limit_bytes)
+    limit, _, path = text.partition(":")
+    if not (limit.isdecimal() and path):
+        raise OptionError(f"{name}={text!r}: {form} was expected, as 'immortal run' sets it")
+    return Path(path), int(limit)
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:

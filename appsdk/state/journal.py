@@ -18,6 +18,7 @@ from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.failures import decode_failed
 from immortal.appsdk.errors import StateError
 from immortal.appsdk.types.exceptions import attributes_of, made
+from immortal.protocol import decoding
 
 TIMER = "timer"
 CANCEL = "cancel"  # an entry that is no result: Cancelled was raised where the handler waited
@@ -42,6 +43,9 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     raised: bool
     value: bytes
     time_ns: int  # of the record that brought it
+
+
+decode_journal = decoding.Decoder(list[Entry]).decode
 
 
 class Pending(msgspec.Struct, array_like=True, frozen=True, gc=False):

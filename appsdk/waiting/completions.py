@@ -13,7 +13,16 @@ from msgspec.structs import astuple
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, refused, verdict_on
+from immortal.appsdk.calls.failures import (
+    CANCELLED,
+    encode_failed,
+    failure_in_words,
+    forked,
+    reference,
+    refused,
+    text_of,
+    verdict_on,
+)
 from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.ordering.messages import Scope
@@ -42,6 +51,7 @@ class Endings:
         value, error = task.result()
         task.clear_up()
         if (reason := task.cancelled_with) is not None:  # as it was told to: no failure of its own, and no dead letter
+            self.note(task.number, "cancelled", reason, task)
             self.tell_cancelled(task.handler, task.caller, task.call_number, reason)
             return
         declared = None if error is None else declared_name(task.handler.raises, error)
@@ -51,7 +61,9 @@ class Endings:
         arguments = task.decoded_arguments()
         if error is not None:
             self._handler_runs.declared(task.handler, arguments, task.caller, error)
+        state, shown = ("ended", None) if error is None else ("failed", f"{type(error).__name__}: {text_of(error)}")
         if task.caller is None:
+            self.note(task.number, state, shown, task)
             return
         if error is not None and declared is not None:
             encode = partial(encode_raised, declared, error)
@@ -60,6 +72,7 @@ class Endings:
         try:
             encoded = self._handler_runs.encoded(task.handler, arguments, encode)
             self._answers.answer(task.handler, task.caller, task.call_number, error is not None, encoded)
+            self.note(task.number, state, encoded if error is None else shown, task)
         except HandlerError as problem:
             self._failed(task, problem)
         except UsageError as problem:  # it has a handle that can't be passed on
@@ -82,8 +95,15 @@ class Endings:
         verdict = self._handler_runs.verdicts.get(verdict.key, verdict)
         if not self._handler_runs.tell(verdict, error):
             raise error
+        self.note(task.number, "failed", failure_in_words(verdict), task)
         if task.caller is not None:
             self._answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
+
+    def note(self, number: int, state: str, result: bytes | str | None, task: Task | None = None) -> None:
+        """Note in the list of executions how one has ended."""
+        if (executions := self._context.tasks.executions) is not None:
+            entries = () if task is None else task.entries
+            executions.ended(number, state, result, entries, self._context.record_time_ns)
 
 
 # What comes for calls that wait: their answers, or the word that whoever was called has been expelled.
@@ -213,6 +233,8 @@ class Orders:
         tasks = self._context.tasks
         if order.verb == "expel":
             return self._expel(str(decoding.decode(order.value)), order.text)
+        if order.verb == "restart":
+            return tasks.restart(order)  # type: ignore[no-any-return]
         task: Task | None = tasks.waiting(order.task)
         if task is None and order.verb == "cancel" and (name := tasks.give_up(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"

@@ -54,6 +54,8 @@ class Host:
         self.context = context
         self.instance: Any = None
         self.running: Any = None  # the task whose coroutines run now
+        self.executions: Any = None  # an immortal.appsdk.running.executions.ExecutionWriter, or None: nobody lists them
+        self.open_labels: dict[str, str] | None = None  # of the listed 'def' handler that runs
         self.ready: deque[asyncio.Handle] = deque()  # of all handlers, of which one runs at a time: a deque is large
         self.calls: dict[int, Call] = {}
         self.clock = Clock()
@@ -151,6 +153,9 @@ class Host:
         """Register an operation, so that the result for its number finds it."""
         if isinstance(operation, Call):
             self.calls[operation.number] = operation
+            if self.executions is not None and not operation.task.is_silent:
+                to = operation.to if isinstance(operation, MulticastCall) else operation.target.destination
+                self.executions.called(operation.task.number, operation.step, operation.number, to)
         elif isinstance(operation, Timer):
             self.clock.add(operation)
         elif isinstance(operation, Event):

@@ -9,7 +9,7 @@ import linecache
 import os
 from operator import attrgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from immortal.appsdk.calls.user_code import describe_arguments
 from immortal.appsdk.effects.effect import encodable
@@ -17,13 +17,10 @@ from immortal.appsdk.state.journal import CANCEL_STEP, TIMER, Entry, SavedTask, 
 from immortal.appsdk.types.handles import read_extension
 from immortal.appsdk.waiting.impulses import Effect
 from immortal.appsdk.waiting.operations import Call, Event, Operation, Timer
+from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.tasks import Tasks
 from immortal.protocol import decoding
 from immortal.protocol.system_methods import HANDLERS_COUNT_MAX
-
-if TYPE_CHECKING:
-    from immortal.appsdk.waiting.task import Task
-
 
 Values = dict[str, Any]
 
@@ -54,7 +51,7 @@ def describe_one(tasks: Tasks, number: int) -> Values:
     if task is None:
         queued = tasks.limits.queued.get(number)
         return {"handler": None if queued is None else _queued(tasks, queued) | {"steps": [], "steps_count": 0}}
-    steps = [_step(task, entry) for entry in task.entries[-STEPS_MAX:]]
+    steps = [describe_step(entry) for entry in task.entries[-STEPS_MAX:]]
     return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
 
 
@@ -76,7 +73,7 @@ def _described(tasks: Tasks, task: Task) -> Values:
     return _call(task, task.name, task.described_arguments(), task.began_at) | {
         "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
         "at": [[_place(frame) for frame in frames] for frames in task.frames()],
-        "cancelled": [_cancellation(task, entry) for entry in task.cancelled],
+        "cancelled": [_cancellation(entry) for entry in task.cancelled],
     }
 
 
@@ -115,15 +112,15 @@ def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     return values | {"kind": "other"}
 
 
-def _cancellation(task: Task, entry: Entry) -> Values:
-    reason, who = task.cancellation(entry)
+def _cancellation(entry: Entry) -> Values:
+    reason, who = Task.cancellation(entry)
     return {"time_ns": entry.time_ns, "reason": reason, "who": who}
 
 
-def _step(task: Task, entry: Entry) -> Values:
-    """Something that the handler has had."""
+def describe_step(entry: Entry) -> Values:
+    """Describe something that an async handler has had."""
     if entry.step == CANCEL_STEP:
-        return {"step": 0, "what": "cancelled", **_cancellation(task, entry), "raised": True}
+        return {"step": 0, "what": "cancelled", **_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
         value = encodable(describe_arguments((shown,)))[1:-1]

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import random
 from asyncio import events
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from types import CoroutineType, FrameType
 from typing import Any, NoReturn
 from uuid import UUID
@@ -25,7 +26,7 @@ from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, 
 from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.waiting.host import Host
 from immortal.appsdk.waiting.loop import raise_signal
-from immortal.appsdk.waiting.operations import MISFITS, Operation, Owner, Read, Rebuild, Timer
+from immortal.appsdk.waiting.operations import MISFITS, MulticastCall, Operation, Owner, Read, Rebuild, Timer
 from immortal.protocol import decoding
 
 
@@ -53,6 +54,7 @@ class ContinueAs(ControlFlowSignal):
         self.arguments = arguments
 
 
+_NO_RESULTS: dict[int, Entry] = {}
 _IMMUTABLE = (int, float, complex, str, bytes, type(None), datetime, timedelta, Decimal, UUID)
 
 
@@ -99,6 +101,7 @@ class Task(Owner):
         "call_number",
         "caller",
         "entries",
+        "given",
         "handler",
         "pending",
         "runs_local_step",
@@ -121,6 +124,7 @@ class Task(Owner):
         self._rebuild: Rebuild | None = None
         self._is_running = self._is_cleared_away = False
         self._streams: dict[tuple[bytes, bytes], random.Random] | None = None
+        self.given = _NO_RESULTS
         self._begin()
 
     def _begin(self) -> None:
@@ -251,6 +255,7 @@ class Task(Owner):
     def _start_over(self, continuation: ContinueAs) -> None:
         self._close()
         self.arguments = continuation.arguments
+        self.given = _NO_RESULTS
         self.generation += 1
         self._begin()
         self.tasks.began(self)
@@ -342,6 +347,8 @@ class Task(Owner):
         if self._rebuild is not None:
             self._begin_again(operation, self._rebuild)
             return
+        if self.given and self._is_given(operation):
+            return
         if not operation.is_immediate:
             operation.number = self.tasks.draw_number(operation)
             self._wait_for(operation)
@@ -355,6 +362,24 @@ class Task(Owner):
             raise self.abandon(error) from error
         if outcome is not None:
             operation.complete(*self._take_outcome(operation, *outcome))
+
+    def _is_given(self, operation: Operation) -> bool:
+        """Give ``operation`` the result that this step of the origin had, in place of carrying it out.
+
+        Only with the message that began this handler: nothing of it is left for a checkpoint.
+        """
+        context = self.tasks.context
+        entry = self.given.pop(operation.step, None)
+        if entry is None or entry.what != operation.what or isinstance(operation, MulticastCall):  # sent with others
+            return False
+        if self.began_at != (context.sequence_id, context.message_index):
+            return False
+        if operation.is_immediate:
+            operation.complete(*self._take_outcome(operation, entry.raised, entry.value))
+        else:
+            self._wait_for(operation)
+            self.tasks.later(partial(self.tasks.resolve, operation, entry.raised, entry.value))
+        return True
 
     def _take_outcome(self, operation: Operation, raised: bool, value: bytes) -> tuple[Any, ...]:
         """Put it into the journal. What does not fit what it is declared to be is a failure of who sent it."""
@@ -464,6 +489,12 @@ class Task(Owner):
             made: random.Random = context.make_stream(moment, *key)
             stream = self._streams[key] = made
         return stream
+
+    def label(self, labels: Mapping[str, str]) -> None:
+        """Label this execution in the list of all; in a rebuild it is there already."""
+        executions = self.tasks.executions
+        if executions is not None and (executions.is_new or not self.is_silent):
+            executions.labelled(self.number, labels)
 
     def report(self, text: str, error: BaseException | None) -> None:
         self._variables.copy().run(HandlerLog().error, text, exception=error)

@@ -7,23 +7,26 @@ that signals an event. Each handler goes on until it waits again before the next
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.calls.outbox import OF_ORDER
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks
+from immortal.appsdk.state.journal import WAYS_OUT, Entry, JournalError, SavedTask, SavedTasks
 from immortal.appsdk.waiting.completions import Endings, Incoming, Orders
 from immortal.appsdk.waiting.host import Host, Limits
 from immortal.appsdk.waiting.impulses import Deadline, EffectResult, TimeImpulses, ToldTime
 from immortal.appsdk.waiting.operations import NOTHING, Timer, encode_signal, event_name, make_node_call
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskSelf
+from immortal.protocol import decoding
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import VerdictKind
@@ -134,6 +137,32 @@ class Tasks(Host):
             )
         return handler
 
+    def list_restored(self, saved: SavedTasks | None) -> None:
+        """Tell the list of executions from where on input is handled again."""
+        if self.executions is not None:
+            saved = saved or SavedTasks()
+            waiting = [(one, self._handler_of(one)) for one in (*saved.tasks, *saved.queued)]
+            self.executions.restored(saved.next_number, self.context.sequence_id, waiting)
+
+    def restart(self, order: Order) -> tuple[bool, str]:
+        """Begin an execution again, with the same or other arguments: (whether it was, that in words).
+
+        Raises HandlerError.
+        """
+        try:
+            method_id, encoded, given = decoding.decode(order.value, type=tuple[int, msgspec.Raw, list[Entry]])
+            handler = self.definition.by_method_id.get(method_id)
+            if handler is None or not handler.is_async:
+                return False, "only an 'async def' handler is begun again: call it anew ('immortal call')"
+            arguments = self.codec(handler).decode(bytes(encoded))
+        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+            return False, f"the arguments are not what it takes: {error}"
+        if given and not self.limits.has_room(handler, self.codec(handler).encoded(arguments)[1]):
+            return False, f"as many runs of {handler.function.__qualname__} as may go on at once: try again later"
+        number = self._next_number
+        self.start(handler, arguments, None, 0, order.task, given)
+        return True, f"{handler.function.__qualname__} has begun again, as {number}"
+
     # --- what handlers do -------------------------------------------------------------------------------------------
 
     def signal(self, name: str, value: Any) -> None:
@@ -155,25 +184,37 @@ class Tasks(Host):
     # --- what the log brings ----------------------------------------------------------------------------------------
 
     def start(
-        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], caller: str | None, call_number: int
+        self,
+        handler: Handler[Any, Any],
+        arguments: tuple[Any, ...],
+        caller: str | None,
+        call_number: int,
+        origin: int | None = None,
+        given: Sequence[Entry] = (),
     ) -> None:
-        """An ``async def`` handler, for ``caller`` or (None) nobody. Raises HandlerError."""
+        """Start an ``async def`` handler, for ``caller`` or (None) nobody. ``origin``: the execution that it repeats;
+        ``given``: the results that steps of that had. Raises HandlerError.
+        """
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
         place = context.sequence_id, context.message_index
         _, encoded = self.codec(handler).encoded(arguments)
         call = SavedTask(number, 0, handler.method_id, encoded, caller, call_number, time_ns, [], [], *place)
+        if self.executions is not None:
+            self.executions.began(call, handler, origin)
         if self.limits.has_room(handler, call.arguments):
-            self._begin(call, handler)
+            self._begin(call, handler, given)
         else:
             self.limits.queued[number] = call
         self.drain()
 
-    def _begin(self, call: SavedTask, handler: Handler[Any, Any]) -> None:
+    def _begin(self, call: SavedTask, handler: Handler[Any, Any], given: Sequence[Entry] = ()) -> None:
         """Raises HandlerError."""
         if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
             return
         task = Task(self, handler, call, self.context.record_time_ns or 0)  # type: ignore[abstract]  # see HandlerLoop
+        if given:
+            task.given = {entry.step: entry for entry in given}
         self._add(task)
         task.advance()
         if task.is_done:
@@ -197,6 +238,8 @@ class Tasks(Host):
         """Count a run for limits, and start its timeout; with continue_as each run counts anew."""
         self.limits.ended(task.number)
         self.limits.began(task.number, task.handler, task.arguments)
+        if task.generation and self.executions is not None:
+            self.executions.began_again(task.number, task.handler, task.arguments)
         if self.limits.queued:
             self.later(self._begin_next)
         timeout = task.handler.timeout
@@ -223,6 +266,7 @@ class Tasks(Host):
         if call is None:
             return None
         handler = self._handler_of(call)
+        self._endings.note(call.number, "cancelled", reason)
         self._endings.tell_cancelled(handler, call.caller, call.call_number, reason)
         return handler.function.__qualname__
 
@@ -257,7 +301,10 @@ class Tasks(Host):
 
     def effect_done(self, result: EffectResult) -> None:
         """An effect has returned or raised. Raises HandlerError."""
+        request = self.effects.request(result.number)
         if (effect := self.effects.take(result)) is not None:
+            if self.executions is not None and request is not None and request.attempt > 1:
+                self.executions.tried(effect.task.number, effect.step, request.attempt)
             self.resolve(effect, result.raised, bytes(result.value))
             self.drain()
 
@@ -301,6 +348,7 @@ class Tasks(Host):
         verdict = self.handler_runs.verdicts.get((context.sequence_id, context.message_index, number, 0))
         if verdict is None or verdict.kind is not VerdictKind.KILLED:
             return False
+        self._endings.note(number, "failed", verdict.text)
         if caller is not None:
             self.answers.answer_verdict(verdict, Caller(caller, call_number, handler.method_id))
         return True

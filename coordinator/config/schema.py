@@ -368,6 +368,11 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         whole(0, 1 << 20, "MiB"),
         says("Keep so much of when input came, was durable and was handled, for traces; 0: none is noted."),
     ] = 0
+    keep_executions_days: Annotated[
+        int,
+        whole(0, 100_000, "days"),
+        says("List executions that have ended so long, and as long as the log at least; 0: none is listed."),
+    ] = 30
     app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
     tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
     peers: Annotated[Mapping[str, PeerPlace], says("Where peers are that are no part of the registry, by name.")] = (
@@ -394,6 +399,13 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         if not self._keeps_by_default or self.keep_log_mb is not None:
             return self.keep_log_mb
         return 1024 if self.log_limit_mb is None else min(1024, self.log_limit_mb // 2)  # a full log must get room
+
+    @property
+    def executions_days(self) -> int | None:
+        """Days for which ended executions are listed; 0: without a limit; None: none is listed."""
+        if not self.keep_executions_days:
+            return None
+        return 0 if self.kept_days is None else max(self.keep_executions_days, self.kept_days)
 
     @property
     def leaves_keeping_open(self) -> bool:

@@ -10,6 +10,7 @@ handlers       {}: all waiting handlers; or {"task": 12}: details of that one
 cancel         {"task": 12, "reason": "...", "who": "..."}
 retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
 signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
+restart        {"task": 12, "method": 1234, "arguments": BASE64, "journal": BASE64, "who": "..."}; both MessagePack
 expel          {"group": "...", "member": "...", "who": "..."}
 
 stop           {}: as SIGTERM does
@@ -27,10 +28,12 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogStore, Standby
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.executions import id_of
 from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import MessageKey
 
 WHO_CHARACTERS_MAX = 200
+EMPTY_ARRAY = b"\x90"  # in MessagePack
 
 
 TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
@@ -83,6 +86,14 @@ class _Signal(msgspec.Struct, forbid_unknown_fields=True):
     who: str = "an operator"
 
 
+class _Restart(msgspec.Struct, forbid_unknown_fields=True):
+    task: int
+    method: int
+    arguments: bytes
+    journal: bytes = EMPTY_ARRAY
+    who: str = "an operator"
+
+
 class _Expel(msgspec.Struct, forbid_unknown_fields=True):
     group: str
     member: str
@@ -106,6 +117,7 @@ _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "cancel": decoding.JsonDecoder(_Cancel),
     "retry-effect": decoding.JsonDecoder(_Retry),
     "signal": decoding.JsonDecoder(_Signal),
+    "restart": decoding.JsonDecoder(_Restart),
     "expel": decoding.JsonDecoder(_Expel),
 }
 VERBS = tuple(_DECODERS)
@@ -137,6 +149,10 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
         case _Signal():
             value = msgspec.Raw(msgspec.msgpack.encode(given.value))
             return ev.HandlerOrdered(Order("signal", given.task, given.event, given.who, value), token)
+        case _Restart():
+            parts = given.method, msgspec.Raw(given.arguments), msgspec.Raw(given.journal)
+            value = msgspec.Raw(msgspec.msgpack.encode(parts))
+            return ev.HandlerOrdered(Order("restart", given.task, id_of(given.task), given.who, value), token)
         case _Expel():
             value = msgspec.Raw(msgspec.msgpack.encode(given.group))
             return ev.HandlerOrdered(Order("expel", 0, given.member, given.who, value), token)

@@ -18,6 +18,7 @@ from msgspec import Struct, field
 from immortal.coordinator.app import secret as app_secret
 from immortal.coordinator.config import AppAuth, InstanceSettings, override
 from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, die_with_parent
+from immortal.protocol.executions import FILE_NAME
 from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.timings import FOLDER_NAME
 
@@ -26,6 +27,7 @@ APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
 APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
 APP_TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
+APP_EXECUTIONS_VARIABLE = "IMMORTAL_EXECUTIONS"
 PYTHON = (sys.executable, "-P")  # files in the current folder must not hide modules of Python or ours
 
 
@@ -85,10 +87,16 @@ def coordinator_command(
 
 
 def app_command(
-    settings: InstanceSettings, app: str, *, strict: bool = False, log_format: str | None = None, log_level: str = ""
+    settings: InstanceSettings,
+    app: str,
+    *,
+    strict: bool = False,
+    log_format: str | None = None,
+    log_level: str = "",
+    folder: Path | None = None,
 ) -> Command:
     """Return the command of the app. ``log_format``, ``log_level``: of its handlers' lines; None, "": by the
-    environment."""
+    environment. ``folder``: the instance's, of a follower."""
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
@@ -100,6 +108,8 @@ def app_command(
         environment[APP_LOG_LEVEL_VARIABLE] = log_level
     if settings.timings_limit_mb:
         environment[APP_TIMINGS_VARIABLE] = f"{settings.timings_limit_mb << 19}:{settings.folder / FOLDER_NAME}"
+    if (days := settings.executions_days) is not None:
+        environment[APP_EXECUTIONS_VARIABLE] = f"{days}:{(folder or settings.folder) / FILE_NAME}"
     if settings.app_auth is not AppAuth.NONE:
         environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
     return Command([*PYTHON, "-m", "immortal.appsdk", app, *(["--strict"] if strict else [])], environment)

@@ -10,6 +10,7 @@ import hashlib
 
 import one
 
+import immortal
 from immortal import peer, rpc
 
 COUNT = 3  # as in immortal.toml: another number would look for tenants where their state is not
@@ -28,7 +29,7 @@ class Shop(one.Shop):
     @rpc
     async def lend(self, lender: str, borrower: str, item: str, count: int) -> bool:
         """Called where the lender is. In between the goods are with nobody; they arrive, whatever crashes."""
-        if not await self.order(lender, item, count):
+        if not await immortal.step(self.order, lender, item, count):
             return False
         shops = {"shops-1": self.first, "shops-2": self.second, "shops-3": self.third}
         await shops[place_of(borrower)].deliver(borrower, item, count)

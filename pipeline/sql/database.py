@@ -2,6 +2,7 @@
 
 messages, records, outputs           by the Parquet files of :mod:`.extract`; the columns of `immortal pipeline`
 instances, clients                   by the logs
+executions                           by the lists beside the logs
 waiting, timers, effects             of all states
 NAME, NAME.ATTRIBUTE                 of one state: its attributes, and what is in one that is a container
 """
@@ -23,6 +24,7 @@ from immortal.coordinator.log import LogReader
 from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from immortal.pipeline.sql.states import state_tables, with_instance
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.executions import ExecutionsError, open_index
 from immortal.replay.errors import LogViewError
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ _EMPTY = {
     "effects": "id bigint, handler text, effect text, number bigint, step bigint",
 }
 _TIMES = {"waiting": "since_ns", "timers": "due_ns"}
-LOG_TABLES = (*TABLES, "instances", "clients")
+LOG_TABLES = (*TABLES, "instances", "clients", "executions")
 OUR_TABLES = (*LOG_TABLES, *FLEET_STATES)
 _RESERVED = ("main", "temp", "system", "information_schema", "pg_catalog", "memory")
 
@@ -94,6 +96,10 @@ class Database:
             )
         if "instances" in wanted:
             self._make_instances()
+        if "executions" in wanted:
+            rows = [row for log in self._logs.values() for row in self._executions(log)]
+            self.connection.register("_made_executions", pa.Table.from_pylist(rows, schema=_EXECUTIONS))
+            self.connection.execute("create view executions as select * from _made_executions")
         for_all = wanted & FLEET_STATES.keys()
         states = {
             name: state_tables(log.settings, log.reader, self.cuts[name].last)
@@ -225,6 +231,16 @@ class Database:
             return None
         return self._decode(instance, rpc_kind, rpc_type, method_id, arguments)
 
+    def _executions(self, log: Log) -> Iterator[dict[str, Any]]:
+        """Yield the executions of an instance up to its cut; none where none are listed."""
+        try:
+            with open_index(log.settings.folder, log.name) as index:
+                for row in index.all_rows():
+                    if row["sequence_id"] <= self.cuts[log.name].last:
+                        yield row | {"instance": log.name}
+        except ExecutionsError:
+            return
+
     def _make_instances(self) -> None:
         rows = [_instance_row(log, self.cuts[log.name]) for log in self._logs.values()]
         self.connection.register("_made_instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
@@ -254,6 +270,24 @@ class Database:
             self.connection.execute(f"create view main.{_quoted(name)} as select * from {place}")
 
 
+_EXECUTIONS = pa.schema(
+    [
+        ("instance", pa.string()),
+        ("id", pa.string()),
+        ("handler", pa.string()),
+        ("arguments", pa.string()),
+        ("state", pa.string()),
+        ("began_ns", pa.int64()),
+        ("ended_ns", pa.int64()),
+        ("caller", pa.string()),
+        ("call_number", pa.int64()),
+        ("sequence_id", pa.int64()),
+        ("index", pa.int64()),
+        ("result", pa.string()),
+        ("origin", pa.string()),
+        ("labels", pa.string()),  # a JSON object: labels->>'order'
+    ]
+)
 _INSTANCES = pa.schema(
     [
         ("instance", pa.string()),

@@ -245,7 +245,7 @@ def test_the_fleet_is_live(shown: Browser, fleet: Fleet) -> None:
 def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
     page = shown.go("/i/desk")
     waiting = page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody tr")
-    assert waiting.locator("td[data-label=Handler]").inner_text() == "Desk.ask"
+    assert waiting.locator("td[data-label=Handler]").inner_text().startswith("Desk.ask('<script>")
     assert "approval of <script>" in waiting.locator("td[data-label='Waits for']").inner_text()
     assert "desk.py:" in waiting.locator("td[data-label=At]").inner_text()
     streams = page.locator("h2:has-text('Streams') + table tbody tr")
@@ -257,6 +257,24 @@ def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
     page.locator(".call", has_text="ask(").wait_for()
     assert "\\x1b[31m" in page.locator(".call").inner_text()
     looks_right(shown, "handler")
+
+
+def test_executions_are_looked_for(shown: Browser, fleet: Fleet) -> None:
+    immortal(fleet.folder, "executions", "desk", "signal", "approval of x", "--handler", "ask", "--dry-run")
+    page = shown.go("/i/desk/executions")
+    page.get_by_label("Handler").fill("ask")
+    page.get_by_label("State").select_option("waiting")
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url("**handler=ask*")
+    assert page.locator("tbody tr").count() == 1
+    assert "Desk.ask('<script>" in page.locator("td[data-label=Execution]").inner_text()
+    looks_right(shown, "executions")
+    page.locator("tbody a").click()
+    page.get_by_role("link", name="The state then").wait_for()
+    assert "event approval of" in page.locator("tbody").inner_text()
+    looks_right(shown, "execution")
+    shown.go("/i/desk/executions?where=nonsense")
+    assert "such as order=17" in page.locator(".note").inner_text()
 
 
 def test_what_runs_by_itself(shown: Browser, fleet: Fleet) -> None:

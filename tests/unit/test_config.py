@@ -89,7 +89,8 @@ def test_all_fields(tmp_path: Path) -> None:
             " keep_log_mb, log_trigger_mb,"
             " checkpoint_age_s, kills_before_verdict,"
             " replay_check, rpc_limit_mb, nesting_max, spill_limit_mb, log_limit_mb, disk_free_mb, metrics,"
-            " metrics_token_file, metrics_certificate_file, metrics_key_file, timings_limit_mb, app,"
+            " metrics_token_file, metrics_certificate_file, metrics_key_file, timings_limit_mb,"
+            " keep_executions_days, app,"
             " tuning, peers, peer_keys, client_keys",
         ),
         (
@@ -282,6 +283,7 @@ settings_values = st.builds(
     kills_before_verdict=st.none() | st.integers(1, 1000),
     rpc_limit_mb=st.integers(1, 1023),
     timings_limit_mb=st.integers(0, 1 << 20),
+    keep_executions_days=st.integers(0, 100_000),
     replay_check=st.none() | st.sampled_from(ReplayCheck),
     app=st.none() | st.just("wordcount:Counter"),
     tuning=st.builds(Tuning, st.integers(1, 9999), st.integers(0, 9999), st.integers(1, 9999)),

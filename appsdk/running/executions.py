@@ -1,0 +1,306 @@
+"""The list of executions, written behind the handlers: they only append to a queue, one thread does the rest.
+
+All of it follows from the log, so a recovery writes the same rows again. What is older than a checkpoint is on disk
+before that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-executions.md).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.user_code import describe_arguments
+from immortal.appsdk.effects.effect import encodable
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.state.journal import Entry, SavedTask
+from immortal.appsdk.types.handles import read_extension
+from immortal.protocol import decoding
+from immortal.protocol.executions import INDEX_BITS, TIMEOUT_S, key_of_call, open_to_write
+
+FLUSH_S = 0.1
+BATCH_MAX = 20_000
+WAITING_MAX = 200_000  # that are not written yet: then handlers wait for the disk
+DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments, and of a journal, that are kept
+TEXT_CHARACTERS_MAX, LABEL_CHARACTERS_MAX = 500, 256
+PRUNE_EACH_S, PRUNE_ROWS = 3600.0, 2000
+
+_ROW = """
+insert into executions (key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message,
+                        arguments, data, result, journal, origin)
+values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+on conflict (key) do update set
+    handler = excluded.handler, method_id = excluded.method_id, state = excluded.state, began_ns = excluded.began_ns,
+    ended_ns = excluded.ended_ns, caller = excluded.caller, call_number = excluded.call_number,
+    record = excluded.record, message = excluded.message, arguments = excluded.arguments, data = excluded.data,
+    result = excluded.result, journal = excluded.journal, origin = coalesce(excluded.origin, origin), stale = 0
+"""
+_UPDATE = "update executions set state = ?, ended_ns = ?, result = ?, journal = ? where key = ?"
+_STATE, _ENDED, _TEXT, _DATA, _RESULT, _JOURNAL = 3, 5, 10, 11, 12, 13  # places in such a row
+
+
+class ExecutionWriter:
+    """Writes the list of one instance to ``path``. ``keep_days``: of those that have ended; 0: all.
+
+    ``say`` is told once if it can't be written; then it is written no more, and the app goes on. The file and the
+    thread are made with the first execution.
+    """
+
+    def __init__(self, path: Path, keep_days: int, say: Callable[[str], None]) -> None:
+        self.is_new = not path.exists()  # labels of handlers that wait are not known yet
+        self._path = path
+        self._keep_days = keep_days
+        self._say = say
+        self._token = int.from_bytes(os.urandom(6)) + 1  # of this process: which rows it has not made again yet
+        self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._hurry = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._database: sqlite3.Connection | None = None
+        self._is_broken = False
+        self._pruned_s = 0.0
+        self._rows: dict[int, list[Any]] = {}  # that have begun in this batch: many end in it
+        self._labels: list[tuple[int, str, str]] = []
+        self._has_stale = False
+
+    # --- the handlers' thread ---------------------------------------------------------------------------------------
+
+    def began(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None = None) -> None:
+        """Note an async handler that begins, or waits for its turn."""
+        self._put(self._write_began, call, handler, origin)
+
+    def began_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
+        """Note other arguments, by continue_as."""
+        self._put(self._write_again, number, handler, arguments)
+
+    def ended(
+        self, number: int, state: str, result: bytes | str | None, entries: Sequence[Entry], time_ns: int | None
+    ) -> None:
+        """``result``: encoded, or a text."""
+        self._put(self._write_ended, number, state, result, entries, time_ns or 0)
+
+    def labelled(self, number: int, labels: Mapping[str, str]) -> None:
+        self._put(self._write_labels, number, labels)
+
+    def called(self, number: int, step: int, call_number: int, destination: str) -> None:
+        """Note a call that the async handler ``number`` waits for."""
+        self._put(self._write_part, number, step, call_number, destination, 1)
+
+    def tried(self, number: int, step: int, attempts: int) -> None:
+        """Note how often an effect was tried."""
+        self._put(self._write_part, number, step, 0, "", attempts)
+
+    def handled(
+        self,
+        call: SavedTask,
+        handler: Handler[Any, Any],
+        labels: Mapping[str, str],
+        state: str,
+        result: bytes | str | None,
+    ) -> None:
+        """Note a ``def`` handler's call."""
+        call = msgspec.structs.replace(call, number=key_of_call(call.sequence_id, call.message_index))
+        self._put(self._write_handled, call, handler, labels, state, result)
+
+    def restored(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
+        """Note that all input behind ``record`` is handled again, from async handler ``next_number`` on."""
+        if waiting or self._thread is not None or self._path.exists():
+            self._put(self._write_restored, next_number, record, waiting)
+
+    def flush(self, *, is_primary: bool) -> None:
+        """Wait until all of it is on disk. ``is_primary``: nothing is left that a replay would make again."""
+        if self._thread is None or self._is_broken:
+            return
+        done = threading.Event()
+        self._put(self._sync, done, is_primary)
+        self._hurry.set()
+        done.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._hurry.set()
+            self._thread.join(TIMEOUT_S)
+
+    def _put(self, write: Callable[..., None], *arguments: Any) -> None:
+        if self._is_broken:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="executions", daemon=True)
+            self._thread.start()
+        self._queue.put((write, arguments))
+        if self._queue.qsize() > WAITING_MAX:
+            self.flush(is_primary=False)
+
+    # --- the thread that writes --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        is_over = False
+        while not is_over:
+            first = self._queue.get()
+            self._hurry.wait(FLUSH_S)
+            self._hurry.clear()
+            ops = [first]
+            while len(ops) < BATCH_MAX and not self._queue.empty():
+                ops.append(self._queue.get())
+            is_over = None in ops
+            self._write([one for one in ops if one is not None])
+        if self._database is not None:
+            self._database.close()
+
+    def _write(self, ops: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        try:
+            if self._database is not None and not self._path.exists():  # somebody has removed it
+                self._database.close()
+                self._database = None
+            if self._database is None and not self._is_broken:
+                self._database = open_to_write(self._path)
+            for write, arguments in ops:
+                if not self._is_broken or write == self._sync:
+                    write(*arguments)
+            if self._database is not None and not self._is_broken:
+                self._write_rows()
+                self._database.commit()
+            if self._database is not None and self._keep_days and time.monotonic() - self._pruned_s >= PRUNE_EACH_S:
+                self._pruned_s = time.monotonic()
+                self._prune()
+        except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
+            if not self._is_broken:
+                self._say(f"warning: the list of executions is not written any more: {self._path}: {error}")
+            self._is_broken = True
+            for write, arguments in ops:
+                if write == self._sync:
+                    arguments[0].set()
+
+    def _execute(self, sql: str, values: Sequence[Any]) -> sqlite3.Cursor:
+        assert self._database is not None
+        return self._database.execute(sql, values)
+
+    def _write_began(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None) -> None:
+        text, labels = _shown_call(handler, call.arguments)
+        front = [call.number, handler.function.__qualname__, handler.method_id, "waiting", call.started_ns, None]
+        place = [call.caller, min(call.call_number, (1 << 63) - 1), call.sequence_id, call.message_index]
+        if self._has_stale:
+            sql = "delete from labels where key in (select key from executions where key = ? and stale <> 0)"
+            self._execute(sql, (call.number,))
+        self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin]
+        self._write_labels(call.number, labels)
+
+    def _write_handled(
+        self,
+        call: SavedTask,
+        handler: Handler[Any, Any],
+        labels: Mapping[str, str],
+        state: str,
+        result: bytes | str | None,
+    ) -> None:
+        self._write_began(call, handler, None)
+        self._write_labels(call.number, labels)
+        self._write_ended(call.number, state, result, (), call.started_ns)
+
+    def _write_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
+        text, _ = _shown_call(handler, arguments)
+        if (row := self._rows.get(number)) is not None:
+            row[_TEXT], row[_DATA] = text, _kept(arguments)
+        else:
+            values = text, _kept(arguments), number
+            self._execute("update executions set arguments = ?, data = ? where key = ?", values)
+
+    def _write_ended(
+        self, number: int, state: str, result: bytes | str | None, entries: Sequence[Entry], time_ns: int
+    ) -> None:
+        journal = _kept(encoder.encode(entries)) if entries else None
+        text = _shown(result) if isinstance(result, bytes) else result
+        text = None if text is None else encodable(text[:TEXT_CHARACTERS_MAX])
+        if (row := self._rows.get(number)) is not None:
+            row[_STATE], row[_ENDED], row[_RESULT], row[_JOURNAL] = state, time_ns, text, journal
+        else:
+            self._execute(_UPDATE, (state, time_ns, text, journal, number))
+
+    def _write_labels(self, number: int, labels: Mapping[str, str]) -> None:
+        self._labels += [(number, name, value) for name, value in labels.items()]
+
+    def _write_rows(self) -> None:
+        assert self._database is not None
+        rows, self._rows, labels, self._labels = self._rows, {}, self._labels, []
+        self._database.executemany(_ROW, rows.values())
+        self._database.executemany("insert or replace into labels values (?, ?, ?)", labels)
+
+    def _write_part(self, number: int, step: int, call_number: int, destination: str, attempts: int) -> None:
+        self._execute("insert or replace into parts values (?, ?, ?, ?, ?)", (number, step, call_number, destination, attempts))  # fmt: skip  # noqa: E501
+
+    def _write_restored(
+        self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]
+    ) -> None:
+        self._write_rows()
+        limits = self._token, next_number, -((record + 1) << INDEX_BITS)
+        made = self._execute("update executions set stale = ? where key >= ? or key < ?", limits)
+        self._has_stale = self._has_stale or made.rowcount > 0
+        rows = self._execute("select key from executions where state = 'waiting' and stale = 0 and key > 0", ())
+        known = {int(key) for (key,) in rows}
+        for saved, handler in waiting:
+            if saved.number not in known:
+                self._write_began(saved, handler, None)
+        for key in known - {saved.number for saved, _ in waiting}:  # how, nobody has written
+            self._execute("update executions set state = 'ended' where key = ?", (key,))
+
+    def _sync(self, done: threading.Event, is_primary: bool) -> None:
+        try:
+            if self._database is None:
+                return
+            self._write_rows()
+            if is_primary and self._has_stale:
+                self._delete("stale = ?", (self._token,))
+                self._has_stale = False
+            self._database.commit()
+            self._database.execute("pragma synchronous = full")
+            self._database.execute(f"pragma user_version = {int(time.time()) & 0x7FFFFFFF}")  # syncs what was before it
+            self._database.execute("pragma synchronous = normal")
+        finally:
+            done.set()
+
+    def _prune(self) -> None:
+        assert self._database is not None
+        oldest_ns = time.time_ns() - self._keep_days * 86_400 * 10**9
+        while self._delete(f"ended_ns < ? limit {PRUNE_ROWS}", (oldest_ns,)) == PRUNE_ROWS:
+            self._database.commit()
+        self._database.commit()
+
+    def _delete(self, condition: str, values: Sequence[Any]) -> int:
+        keys = [(key,) for (key,) in self._execute(f"select key from executions where {condition}", values)]  # noqa: S608
+        assert self._database is not None
+        for table in ("labels", "parts", "executions"):
+            self._database.executemany(f"delete from {table} where key = ?", keys)  # noqa: S608
+        return len(keys)
+
+
+def _shown_call(handler: Handler[Any, Any], arguments: bytes) -> tuple[str, dict[str, str]]:
+    """Return (arguments as text without secrets, the labels that its decorator marks)."""
+    try:
+        values = decoding.decode_shown(arguments, type=list[Any], ext_hook=read_extension)
+    except (decoding.DecodeError, ValueError):
+        return f"({len(arguments)} bytes)", {}
+    parameters = list(handler.signature.parameters)[: len(values)]
+    marked = {
+        name: values[parameters.index(name)] for name in handler.labels or () if name in parameters[: len(values)]
+    }
+    labels = {name: str(value)[:LABEL_CHARACTERS_MAX] for name, value in marked.items() if value is not None}
+    return encodable(describe_arguments(values, parameters)), labels
+
+
+def _kept(data: bytes) -> bytes | None:
+    return data if len(data) <= DATA_SIZE_BYTES_MAX else None
+
+
+def _shown(value: bytes) -> str:
+    try:
+        return describe_arguments((decoding.decode_shown(value, ext_hook=read_extension),))[1:-1]
+    except (decoding.DecodeError, ValueError):
+        return f"{len(value)} bytes"

@@ -1,0 +1,159 @@
+"""One execution with its steps, its calls across services and what it waits for, as a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from immortal.appsdk.state.journal import decode_journal
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.control import ControlError
+from immortal.presenters.handlers import format_caller, format_wait, with_times
+from immortal.presenters.records import time_text
+from immortal.protocol.command_line import counted
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.executions import Execution, ExecutionIndex, ExecutionsError, described_labels, open_index
+
+ASK_S = 10.0
+
+Values = dict[str, Any]
+
+
+def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> Values:
+    """Return plain values of one execution: ``execution``, ``steps`` with their ``attempts`` and ``children``,
+    ``waits``, ``parent``, ``repeats``. Raises ExecutionsError.
+    """
+    with open_index(settings.folder, settings.name) as index:
+        found = index.get(key)
+        if found is None:
+            raise ExecutionsError(
+                f"{settings.name!r} has no such execution: it is older than what is kept, or there never was one;"
+                f" 'immortal executions {settings.name}' lists them"
+            )
+        journal, attempts, calls = index.journal(key), index.attempts(key), index.calls(key)
+        view: Values = {"execution": found, "waits": [], "problem": "", "repeats": index.repeats_of(key)}
+    live = _live(settings, found) if found.state == "waiting" else {}
+    view["problem"] = live.get("problem", "")
+    view["waits"] = live.get("waits", [])
+    children = [
+        {"step": step, "instance": to or settings.name, "execution": child}
+        for step, number, to in calls
+        for child in _called(registry, settings.name, to, number)
+    ]
+    made = live.get("steps", []) if journal is None else with_times(_steps(journal))
+    view["steps"] = [
+        step
+        | {
+            "attempts": attempts.get(step["step"], 1),
+            "children": [child for child in children if child["step"] == step["step"]],
+        }
+        for step in made
+    ]
+    had = {step["step"] for step in made}
+    view["children"] = [child for child in children if child["step"] not in had]  # that are waited for, or given up
+    view["parent"] = _parent(registry, settings.name, found)
+    return view
+
+
+def _steps(journal: bytes) -> list[Values]:
+    from immortal.appsdk.waiting.operator import describe_step  # imported here: few commands show steps
+
+    return [describe_step(entry) for entry in decode_journal(journal)]
+
+
+def _live(settings: InstanceSettings, found: Execution) -> Values:
+    """What the app says of a handler that waits; ``problem``: why it does not."""
+    try:
+        answer = control.query(settings.folder, "handlers", ASK_S, argument={"task": found.key})
+    except ControlError as error:
+        return {"problem": f"what it waits for, its app knows: {error}"}
+    one = answer.get("handler")
+    if one is None:
+        return {"problem": str(answer.get("error", "it has just ended: look again"))}
+    found_now: Values = with_times(one)
+    return found_now
+
+
+def _called(registry: Registry, name: str, to: str, number: int) -> list[Execution]:
+    """What a call has begun there, if that instance is listed here."""
+    found: list[Execution] = []
+    with suppress(ImmortalError), _index(registry, to or name) as index:
+        found = index.called_by(name if to else "", number)
+    return found
+
+
+def _parent(registry: Registry, name: str, found: Execution) -> Values | None:
+    """Which execution of which instance has called this one; None: none that is known."""
+    if found.caller is None or found.caller.startswith("~"):
+        return None
+    with suppress(ImmortalError), _index(registry, found.caller or name) as index:
+        if (key := index.caller_of(found.call_number)) is not None and (caller := index.get(key)) is not None:
+            return {"instance": found.caller or name, "execution": caller}
+    return None
+
+
+def _index(registry: Registry, name: str) -> AbstractContextManager[ExecutionIndex]:
+    return open_index(registry.load(name).folder, name)
+
+
+def execution_row(one: Execution) -> tuple[str, ...]:
+    """Return its cells: ID, state, call, caller, began, took, labels."""
+    caller = format_caller({"caller": one.caller})
+    return one.id, one.state, one.call, caller, _second(one.began_ns), took(one), described_labels(one.labels) or "-"
+
+
+def took(one: Execution) -> str:
+    return "-" if one.ended_ns is None else f"{(one.ended_ns - one.began_ns) / 1e9:.3f} s"
+
+
+def _second(time_ns: int) -> str:
+    return f"{time_text(time_ns)[:19]}Z"
+
+
+def execution_lines(name: str, view: Values) -> Iterator[str]:
+    """Yield an execution as lines of text."""
+    one: Execution = view["execution"]
+    yield f"execution {one.id}: {one.call}"
+    result = "" if one.result is None else f": {one.result}"
+    yield f"  state      {one.state}{f', after {took(one)}' if one.ended_ns is not None else ''}{result}"
+    if one.labels:
+        yield f"  labels     {described_labels(one.labels)}"
+    yield f"  began      {time_text(one.began_ns)}"
+    if one.record >= 0:
+        yield f"  begun by   message {one.message} of record {one.record}: 'immortal log show {name} {one.record}'"
+    parent = "" if view["parent"] is None else f", {_linked(view['parent'])}"
+    yield f"  called by  {format_caller({'caller': one.caller})}{parent}"
+    if one.origin is not None:
+        yield f"  repeats    {one.plain()['origin']}"
+    for repeat in view["repeats"]:
+        yield f"  begun anew as {repeat.id}, {repeat.state}"
+    if one.key > 0:
+        yield ""
+        yield f"  {counted(len(view['steps']), 'step')}{':' if view['steps'] else ''}"
+    for step in view["steps"]:
+        tries = f" ({step['attempts']} attempts)" if step["attempts"] > 1 else ""
+        since_s = (step["time_ns"] - one.began_ns) / 1e9
+        came = "raised" if step["raised"] else "gave"
+        value = step.get("value", step.get("reason", ""))
+        yield f"    {step['step']:>3}  +{since_s:.3f} s  {step['what']}{tries} {came} {value}"
+        for child in step["children"]:
+            yield f"        {_linked(child)}"
+    for wait in view["waits"]:
+        yield f"    waits for {format_wait(wait)}"
+    for child in view["children"]:
+        yield f"        {_linked(child)}"
+    if view["problem"]:
+        yield f"    {view['problem']}"
+    if one.record >= 0:
+        yield ""
+        yield f"  the state then: 'immortal replay {name} --to {one.record} --state'"
+        yield f"  with other code: 'immortal what-if {name}'"
+
+
+def _linked(child: Values) -> str:
+    """An execution of another one's timeline."""
+    one: Execution = child["execution"]
+    return f"{child['instance']} {one.id}: {one.call} {one.state} ('immortal executions {child['instance']} {one.id}')"

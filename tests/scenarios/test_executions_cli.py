@@ -1,0 +1,118 @@
+"""`immortal executions` with real processes: found by key, across services, after kill -9, and without the list."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from immortal.client import connect
+from immortal.protocol.executions import FILE_NAME, Query, open_index
+from tests.helpers.cli import HOME, Run, immortal, wait_until
+
+SHOP = """
+import immortal
+from immortal import Immortal, peer, rpc
+
+
+class Bank(Immortal):
+    total: int
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @rpc(labels=("order",))
+    def charge(self, order: int, cents: int) -> int:
+        self.total += cents
+        return self.total
+
+
+class Shop(Immortal):
+    bank = peer(Bank, "bank")
+
+    @rpc
+    async def ship(self, order: int, item: str) -> str:
+        immortal.label(order=order)
+        await self.bank.charge(order, 100)
+        if not await immortal.event("go", bool):
+            raise ValueError("it is refused")
+        return f"{item} is shipped"
+
+    @rpc
+    def begin(self, order: int, item: str) -> None:
+        self.ship.fork(order, item)
+"""
+
+
+def found(folder: Path, name: str, **query: Any) -> dict[str, dict[str, Any]]:
+    """By ID, as a command would find them: without the time that each command takes to start."""
+    if not (folder / HOME / name / FILE_NAME).exists():
+        return {}
+    with open_index(folder / HOME / name, name) as index:
+        return {one.id: one.plain() for one in index.find(Query(**query))}
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {one["labels"]["order"]: one["state"] for one in found(folder, "shop").values()}
+
+
+def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    for name, app in (("bank", "shop:Bank"), ("shop", "shop:Shop")):
+        immortal(tmp_path, "register", name, "--peer", "tcp://127.0.0.1:*", "--app", app)
+    assert "'immortal executions shop rebuild'" in immortal(tmp_path, "executions", "shop", status=1)
+    bank, shop = Run(tmp_path, "bank", "--restart"), Run(tmp_path, "shop", "--restart")
+    try:
+        bank.line("ready")
+        shop.line("ready")
+        with connect("shop", home=tmp_path / HOME) as client:
+            for order, item in ((17, "tea"), (18, "rice"), (19, "salt")):
+                client.begin(order, item)
+        wait_until(lambda: len(found(tmp_path, "bank")) == 3)
+        os.kill(int(shop.line("app_pid=").rpartition("app_pid=")[2]), signal.SIGKILL)
+        shop.line("ready", 2)
+        wait_until(lambda: states(tmp_path) == {"17": "waiting", "18": "waiting", "19": "waiting"})
+        said = json.loads(immortal(tmp_path, "executions", "shop", "--where", "order=17", "--json"))
+        assert [(one["handler"], one["arguments"]) for one in said] == [("Shop.ship", "(17, 'tea')")]
+
+        said = immortal(tmp_path, "executions", "shop", "cancel", "--where", "order=18", "--dry-run")
+        assert "would cancel 1 execution" in said
+        assert states(tmp_path)["18"] == "waiting"
+        immortal(tmp_path, "executions", "shop", "cancel", "--where", "order=18", given="y\n")
+        immortal(tmp_path, "executions", "shop", "signal", "go", "true", "--where", "order=17", "--yes")
+        wait_until(lambda: states(tmp_path) == {"17": "ended", "18": "cancelled", "19": "waiting"})
+        audit = immortal(tmp_path, "audit", "shop")
+        assert "verb=cancel" in audit
+        assert "verb=signal" in audit
+
+        (ended,) = found(tmp_path, "shop", where=[("order", "17")])
+        page = immortal(tmp_path, "executions", "shop", ended)
+        assert "call bank.charge gave 100" in page
+        assert "Bank.charge(17, 100) ended" in page
+        assert "event go gave True" in page
+        (child,) = found(tmp_path, "bank", where=[("order", "17")])
+        assert f"shop {ended}: Shop.ship(17, 'tea') ended" in immortal(tmp_path, "executions", "bank", child)
+
+        said = immortal(tmp_path, "executions", "shop", "restart", ended, "--arguments", '[20, "tea"]', "--yes")
+        assert "Shop.ship has begun again, as" in said
+        wait_until(lambda: states(tmp_path).get("20") == "waiting")
+        said = immortal(tmp_path, "executions", "shop", "restart", ended, "--from-step", "2", "--dry-run")
+        assert f"would restart {ended} as Shop.ship(17, 'tea') from step 2" in said
+        assert next(iter(found(tmp_path, "shop", where=[("order", "20")]).values()))["origin"] == ended
+        wait_until(lambda: len(found(tmp_path, "bank")) == 4)
+
+        for run in (shop, bank):
+            run.kill()
+        before = found(tmp_path, "shop")
+        assert states(tmp_path) == {"17": "ended", "18": "cancelled", "19": "waiting", "20": "waiting"}
+        for path in (tmp_path / HOME / "shop").glob(f"{FILE_NAME}*"):
+            path.unlink()
+        assert "4 executions added" in immortal(tmp_path, "executions", "shop", "rebuild")
+        assert found(tmp_path, "shop") == before
+        rows = immortal(tmp_path, "sql", "select id, state from executions where instance = 'bank'", "--json")
+        assert [json.loads(row)["state"] for row in rows.splitlines()] == ["ended"] * 4
+    finally:
+        for run in (shop, bank):
+            run.kill()

@@ -1,0 +1,309 @@
+"""The list of executions: its keys and queries, labels, secrets, children, restarts, what is too old, a full disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import immortal
+from immortal import CalleeFailed, Immortal, impulse, peer, rpc
+from immortal.appsdk.running import executions
+from immortal.appsdk.running.executions import ExecutionWriter
+from immortal.appsdk.state.journal import SavedTask, decode_journal
+from immortal.appsdk.waiting.operator import describe_step
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core import events as ev
+from immortal.errors import DefinitionError
+from immortal.protocol.executions import (
+    FILE_NAME,
+    INDEX_BITS,
+    ExecutionsError,
+    Query,
+    id_of,
+    key_of_call,
+    key_of_id,
+    label_of,
+    merge,
+    open_index,
+)
+from immortal.protocol.system_methods import Order
+from immortal.testing import Environment
+from tests.helpers.listed import Listed
+
+
+class Bank(Immortal):
+    sums: dict[int, int]
+
+    def __init__(self) -> None:
+        self.sums = {}
+
+    @rpc(labels=("order",))
+    def charge(self, order: int, token: str) -> int:
+        self.sums[order] = len(token)
+        return order
+
+    @rpc
+    async def hold(self, order: int) -> int:
+        immortal.label(order=order)
+        return order
+
+
+class Shop(Immortal):
+    bank = peer(Bank, "bank")
+    labelled: int
+
+    def __init__(self) -> None:
+        self.labelled = 0
+
+    @impulse(labels=("order",))
+    async def ship(self, order: int, item: str) -> None:
+        immortal.label(item=item)
+        await self.bank.charge(order, "a secret")
+        await self.bank.hold(order)
+        await immortal.step(self.mark, order)
+        await immortal.event(f"go {order}", bool)
+
+    @rpc
+    def mark(self, order: int) -> None:
+        immortal.label(marked=order)  # in a step: of the handler that awaits it
+
+    @impulse(labels=())
+    def look(self) -> None:
+        immortal.label(looked="yes")
+
+    @impulse
+    def wrong(self) -> None:
+        immortal.label(order=1)
+
+    @impulse
+    def go(self, order: int) -> None:
+        immortal.signal(f"go {order}", True)
+
+
+class Wrong(Immortal):
+    value: ClassVar[Any]
+
+    @rpc(labels=())
+    def give(self) -> None:
+        immortal.label(order=self.value)
+
+
+@pytest.fixture
+def shops(tmp_path: Path) -> Iterator[Listed]:
+    instances = Listed(tmp_path, {"bank": Bank, "shop": Shop})
+    yield instances
+    instances.close()
+
+
+def test_an_execution_has_its_labels_its_arguments_and_its_children(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops["shop"].impulse("ship", 18, "rice")
+    (ship,) = shops.find("shop", Query(where=[("order", "17"), ("item", "tea")]))
+    assert (ship.call, ship.state, ship.caller) == ("Shop.ship(17, 'tea')", "waiting", None)
+    assert ship.labels == {"order": "17", "item": "tea", "marked": "17"}
+    charge, hold = sorted(shops.find("bank", Query(where=[("order", "17")])), key=lambda one: one.key)
+    assert (charge.call, charge.state, charge.result, charge.caller) == ("Bank.charge(17, ***)", "ended", "17", "shop")
+    assert (hold.call, hold.state, hold.result) == ("Bank.hold(17)", "ended", "17")
+    with open_index(shops.folder / "shop", "shop") as index:
+        calls = index.calls(ship.key)
+        assert index.caller_of(hold.call_number) == ship.key
+    assert [(step, number, to) for step, number, to in calls] == [
+        (1, charge.call_number, "bank"),
+        (2, hold.call_number, "bank"),
+    ]
+    assert not shops.find("shop", Query(where=[("order", "17"), ("item", "rice")]))
+    assert {one.labels["order"] for one in shops.find("shop", Query(text="rice"))} == {"18"}
+    assert len(shops.find("shop", Query(handler="ship", state="waiting"))) == 2
+    with pytest.raises(ExecutionsError, match="of a handler 'sell'"):
+        shops.find("shop", Query(handler="sell"))
+
+
+def test_pages_of_a_list_go_on_where_the_last_one_ended(shops: Listed) -> None:
+    for order in range(5):
+        shops["shop"].impulse("ship", order, "tea")
+    every = shops.find("shop")
+    first = shops.find("shop", Query(limit=2))
+    rest = shops.find("shop", Query(before=(first[-1].began_ns, first[-1].key)))
+    assert [*first, *rest] == every
+    assert [one.labels["order"] for one in every] == ["4", "3", "2", "1", "0"]
+
+
+def test_the_steps_of_one_that_has_ended_are_kept(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops["shop"].impulse("go", 17)
+    (ship,) = shops.find("shop", Query(where=[("order", "17")]))
+    assert ship.state == "ended"
+    with open_index(shops.folder / "shop", "shop") as index:
+        steps = [describe_step(entry) for entry in decode_journal(index.journal(ship.key) or b"")]
+    assert [step["what"] for step in steps] == ["call bank.charge", "call bank.hold", "step mark", "event go 17"]
+    assert [step["value"] for step in steps] == ["17", "17", "None", "True"]
+
+
+def test_a_restart_is_a_new_execution_that_names_its_origin(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    (ship,) = shops.find("shop")
+
+    def restart(*arguments: Any) -> Any:
+        value = msgspec.Raw(msgspec.msgpack.encode((ship.method_id, list(arguments), [])))
+        return shops.ask("shop", ev.HandlerOrdered, Order("restart", ship.key, ship.id, "ann", value))
+
+    said = restart(18, "rice")
+    shops.crash("shop")
+    (again,) = shops.find("shop", Query(where=[("order", "18")]))
+    assert said["text"] == f"Shop.ship has begun again, as {again.id}"
+    assert (again.origin, again.caller, again.call) == (ship.key, None, "Shop.ship(18, 'rice')")
+    assert "not what it takes" in restart("x", "rice")["text"]
+
+
+def test_a_restart_from_a_step_does_what_is_left(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops["shop"].impulse("go", 17)
+    (ship,) = shops.find("shop")
+    with open_index(shops.folder / "shop", "shop") as index:
+        given = [entry for entry in decode_journal(index.journal(ship.key) or b"") if entry.step < 4]
+    value = msgspec.Raw(msgspec.msgpack.encode((ship.method_id, [18, "tea"], given)))
+    shops.ask("shop", ev.HandlerOrdered, Order("restart", ship.key, ship.id, "ann", value))
+    assert len(shops.find("bank")) == 2  # none of the first one's calls is made again
+    for crash in (False, True, True):
+        if crash:
+            shops["shop"].checkpoint()
+            shops.crash("shop")
+        (again,) = shops.find("shop", Query(state="waiting"))
+        assert (again.call, again.origin) == ("Shop.ship(18, 'tea')", ship.key)
+        assert shops["shop"].dispatcher.tasks.waiting(again.key).save().entries[0].what == "call bank.charge"
+    shops["shop"].impulse("go", 18)
+    assert not shops.find("shop", Query(state="waiting"))
+
+
+def test_a_def_handler_is_labelled_where_it_is_listed(shops: Listed) -> None:
+    shops["shop"].impulse("look")
+    shops["shop"].impulse("wrong")
+    (look,) = shops.find("shop")
+    assert (look.handler, look.labels, look.state) == ("Shop.look", {"looked": "yes"}, "ended")
+    assert key_of_id(look.id) == look.key == key_of_call(look.record, look.message)
+    (verdict,) = shops["shop"].dispatcher._failures.known.values()
+    assert "with @rpc(labels=())" in verdict.text
+
+
+@pytest.mark.parametrize("value", [1.5, None, "x" * 257, "\ud800"])
+def test_values_that_are_no_labels(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wrong, "value", value, raising=False)
+    with Environment(fail_alone=True) as env:
+        wrong = env.start(Wrong, "wrong")
+        with pytest.raises(CalleeFailed, match="a str, int or UUID was expected"):
+            wrong.call(Wrong.give)
+
+
+def test_what_is_no_parameter_is_no_label() -> None:
+    with pytest.raises(DefinitionError, match="a tuple of its parameters was expected, of 'order'"):
+
+        @rpc(labels=("number",))
+        def ship(self: Any, order: int) -> None: ...
+
+
+@given(record=st.integers(0, 1 << 40), message=st.integers(0, (1 << INDEX_BITS) - 1))
+def test_ids(record: int, message: int) -> None:
+    key = key_of_call(record, message)
+    assert key < 0
+    assert id_of(key) == f"{record}:{message}"
+    assert key_of_id(id_of(key)) == key
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:", "-1", "1:2:3", "9" * 30])
+def test_what_is_no_id(text: str) -> None:
+    with pytest.raises(ExecutionsError, match="such as 17, or 312:0"):
+        key_of_id(text)
+
+
+def test_what_is_no_label() -> None:
+    assert label_of("order=1=2") == ("order", "1=2")
+    with pytest.raises(ExecutionsError, match="such as order=17"):
+        label_of("order")
+
+
+def _row(number: int, time_ns: int) -> tuple[SavedTask, Any]:
+    handler: Any = Shop.__dict__["ship"]
+    arguments = msgspec.msgpack.encode([number, "tea"])
+    return SavedTask(number, 0, handler.method_id, arguments, None, 0, time_ns, [], []), handler
+
+
+def test_what_is_too_old_is_forgotten(tmp_path: Path) -> None:
+    now_ns, old_ns = time.time_ns(), time.time_ns() - 31 * 86_400 * 10**9
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
+    for number in range(1, executions.PRUNE_ROWS + 5):
+        writer.began(*_row(number, old_ns))
+        writer.ended(number, "ended", None, (), old_ns)
+    writer.began(*_row(900_000, old_ns))  # it waits
+    writer.began(*_row(900_001, now_ns))
+    writer.ended(900_001, "ended", None, (), now_ns)
+    writer.close()
+    with open_index(tmp_path, "shop") as index:
+        assert {one.key for one in index.find(Query())} == {900_000, 900_001}
+        assert {one.key for one in index.find(Query(where=[("order", "1")]))} == set()
+
+
+def test_a_list_that_can_not_be_written_is_told_once_and_holds_nobody_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / FILE_NAME).mkdir()
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 30, said.append)
+    for number in range(3):
+        writer.began(*_row(number, 1))
+        writer.flush(is_primary=True)
+    writer.close()
+    (warning,) = said
+    assert "the list of executions is not written any more" in warning
+
+
+@pytest.mark.parametrize(
+    ("given", "days"),
+    [
+        ({}, 30),
+        ({"keep_log_days": 90}, 90),
+        ({"keep_executions_days": 1}, 7),
+        ({"keep_executions_days": 0}, None),
+        ({"keep_checkpoints": None}, 0),
+    ],
+)
+def test_how_long_they_are_kept(tmp_path: Path, given: dict[str, Any], days: int | None) -> None:
+    settings = InstanceSettings(name="a", peer="tcp://127.0.0.1:1", folder=tmp_path, log=str(tmp_path), **given)
+    assert settings.executions_days == days
+
+
+def test_a_search_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 0, pytest.fail)
+    for number in range(1, 20_000):
+        writer.began(*_row(number, number))
+    writer.close()
+    with open_index(tmp_path, "shop", 0) as index, pytest.raises(ExecutionsError, match="takes too long; narrow it"):
+        index.find(Query(text="coffee"))
+
+
+def test_lists_are_merged_by_what_is_new(tmp_path: Path) -> None:
+    for folder, numbers in (("old", range(1, 4)), ("new", range(3, 12_000))):
+        (tmp_path / folder).mkdir()
+        writer = ExecutionWriter(tmp_path / folder / FILE_NAME, 0, pytest.fail)
+        for number in numbers:
+            writer.began(*_row(number, 1 if folder == "old" else 2))
+        writer.close()
+    assert merge(tmp_path / "old", tmp_path / "new" / FILE_NAME) == 11_996
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob(f"*/{FILE_NAME}*")} == {0o600}
+    with open_index(tmp_path / "old", "shop") as index:
+        assert sorted(one.began_ns for one in index.find(Query(limit=20_000))) == [1] * 3 + [2] * 11_996
+        assert len(index.find(Query(where=[("order", "11999")]))) == 1
+
+
+def test_where_nothing_is_listed(tmp_path: Path) -> None:
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
+    writer.restored(1, -1, [])
+    writer.flush(is_primary=True)
+    writer.close()
+    assert not (tmp_path / FILE_NAME).exists()
+    with pytest.raises(ExecutionsError, match="'immortal executions shop rebuild'"), open_index(tmp_path, "shop"):
+        pass
