@@ -242,7 +242,7 @@ def _run_to_status(
             say(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE
     except ImmortalError as error:
-        say(label, explain(error, cls))
+        say(label, str(error) if isinstance(error, DeterminismError) else explain(error, cls))  # which has the lines
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

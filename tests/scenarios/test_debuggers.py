@@ -120,7 +120,7 @@ def test_break_steps_from_an_await_to_the_function_of_a_step(bought: Path) -> No
     assert re.findall(r"^-> (.*)", said, re.MULTILINE) == [
         "return await immortal.effect(price, item)",
         "cents = await self.pay(item)",
-        "total = await self.count(2)",
+        "total = await immortal.step(self.count, 2)",
         "await immortal.step(",
         'lambda: setattr(self, "sold", self.sold + 5)',
         "await immortal.step(",
