@@ -16,7 +16,14 @@ from uuid import UUID
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.failures import encode_failed, text_of
-from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure, place_of, running
+from immortal.appsdk.calls.user_code import (
+    ControlFlowSignal,
+    describe_arguments,
+    describe_encoded,
+    is_user_failure,
+    place_of,
+    running,
+)
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.log import HandlerLog
@@ -186,6 +193,11 @@ class Task(Owner):
     def described_arguments(self) -> str:
         """Return its arguments as text, without secrets."""
         return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters)
+
+    @property
+    def described_call(self) -> str:
+        """Its name and arguments as text, without secrets, and without making the arguments anew."""
+        return f"{self.name}{describe_encoded(self.arguments, self.handler.signature.parameters, named=False)}"
 
     # --- running ----------------------------------------------------------------------------------------------------
 

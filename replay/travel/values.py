@@ -146,6 +146,12 @@ def text_of(value: Tree, characters: int = TEXT_CHARACTERS_MAX) -> str:
     return text if len(text) <= characters else f"{text[: characters - 1]}…"
 
 
+def call_text(task: Tree) -> str:
+    """Return a waiting handler as ``ride(17)``."""
+    arguments = ", ".join(text_of(one, 60) for one in task["arguments"])
+    return f"{task['handler']}({arguments})"
+
+
 def shown(whole: Tree, path: str = "") -> Node:
     """The tree at ``path``, cut to NODES_MAX nodes, those near the root first."""
     left = NODES_MAX
@@ -165,8 +171,10 @@ def shown(whole: Tree, path: str = "") -> Node:
                     node["more"] = len(value) - number
                     break
                 left -= 1
-                label = str(key) if isinstance(value, Fields) else text_of(key, 60) if kind == "dict" else f"{key}"
                 inner = node["path"]
+                label = str(key) if isinstance(value, Fields) else text_of(key, 60) if kind == "dict" else f"{key}"
+                if inner in ("$waiting", "$queued"):
+                    label = call_text(part)
                 # A set has no order that a path could name: its members are shown, and not gone to.
                 child: Node = {"label": label, "path": "" if kind == "set" else step_text(value, key, inner)}
                 node["items"].append(child)
