@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.appsdk.types.registry import show_custom
-from immortal.coordinator.core.formatting import CallText, Methods, method_name, time_text
+from immortal.coordinator.core.formatting import CallText, Methods, method_name
+from immortal.coordinator.core.formatting import time_text as time_text
 from immortal.coordinator.log import LoggedValue, verify_value
 from immortal.pipeline.arguments import ArgumentDecoder
 from immortal.protocol.batch import decode_batch, decode_replayable_batch

@@ -113,8 +113,16 @@ class Report:
         if any(result.description is None for result in results.values()):  # no SDK app: its state is bytes
             return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
         old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
-        old_class, new_class, code = self._class(Side.OLD), self._class(Side.NEW), self._apps[Side.NEW].code
-        return diff_states(old_class, old_path, new_class, new_path, limit=self._limit + 1, new_code=code)
+        old_code, new_code = (self._apps[side].code for side in Side)
+        return diff_states(
+            self._class(Side.OLD),
+            old_path,
+            self._class(Side.NEW),
+            new_path,
+            limit=self._limit + 1,
+            old_code=old_code,
+            new_code=new_code,
+        )
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
         """Return what the new code waits for and the old code never did; such waits exist only if the states differ."""

@@ -119,7 +119,7 @@ class Executions:
                 self._began[draw.number] = sequence_id, draw.detail
         for known in (self._began, self._owners):
             while len(known) > NUMBERS_MAX:
-                del known[next(iter(known))]  # type: ignore[arg-type]
+                del known[next(iter(known))]
 
     def of(self, message: bytes) -> Key | None:
         """Return which input began the handler that waited for ``message``, an answer or the result of an effect."""

@@ -129,6 +129,7 @@ class Dispatcher:
         self._reader = RecordReader()
         self._extended = False  # the coordinator has used an extension, so it took our Hello
         self._primary = False
+        self.primary_since = 0  # the first record that it handles as the primary
         self.forks_next = True  # False: the child of the last checkpoint hung
         self._journals_told: dict[str, tuple[int, int]] = {}  # the longest of each handler: results, bytes
         self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
@@ -443,6 +444,7 @@ class Dispatcher:
             raise RemoteProtocolError("the app was told that it is primary before it had a state")
         if not self._primary:
             self._primary = True
+            self.primary_since = self.context.sequence_id + 1
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True
             self._failures.tell_people()

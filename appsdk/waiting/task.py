@@ -196,7 +196,6 @@ class Task(Owner):
 
     @property
     def described_call(self) -> str:
-        """Its name and arguments as text, without secrets, and without making the arguments anew."""
         return f"{self.name}{describe_encoded(self.arguments, self.handler.signature.parameters, named=False)}"
 
     # --- running ----------------------------------------------------------------------------------------------------

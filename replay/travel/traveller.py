@@ -66,8 +66,8 @@ class MomentExplorer:
         """A question: its time runs from here."""
         self._end_s = time.monotonic() + QUESTION_S
 
-    def overview(self) -> Values:
-        """The records that can be gone to, and the checkpoints on the way."""
+    def overview(self, record: int = 0) -> Values:
+        """The records that can be gone to, and the checkpoints on the way, by the code of ``record``."""
         summary = self._source.summary()
         usable = usable_checkpoints(summary)
         return {
