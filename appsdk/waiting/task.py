@@ -77,6 +77,21 @@ class _Alarm(Timer):
         self.task.ready.append(self._handle)
 
 
+def _explained(error: BaseException) -> BaseException:
+    """Return ``error``; of asyncio.gather([a, b]), one that says what is wrong."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = None if trace is None else trace.tb_frame.f_code
+    if not isinstance(error, TypeError) or code is None or (code.co_name, code.co_filename) != _GATHER:
+        return error
+    text = "asyncio.gather takes each awaitable as an argument of its own, and no list: asyncio.gather(*[...])"
+    return TypeError(f"{text} ({error})").with_traceback(error.__traceback__)
+
+
+_GATHER = asyncio.gather.__name__, asyncio.gather.__code__.co_filename
+
+
 def _is_of_user(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in ("asyncio", "immortal")
 
@@ -318,7 +333,7 @@ class Task(Owner):
         try:
             value = self.main.result()
         except BaseException as error:
-            return None, error
+            return None, _explained(error)
         for future in self.unbegun.values():
             return None, UsageError(
                 f"{future} was made and never awaited, so it never began: write 'await' in front of it (or "

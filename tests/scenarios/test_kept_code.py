@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ class Tally(Immortal):
 
 
 @pytest.fixture
-def tally(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+def tally(tmp_path: Path) -> tuple[Path, str]:
     """A folder with the log of ``tally`` and the file of its class, which has changed since; the module's name."""
     name = write_module(tmp_path, TALLY)
     cls = load_module(tmp_path, name).Tally
@@ -48,7 +47,7 @@ def tally(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     registry.remember_app("tally", f"{name}:Tally")
     assert kept_code.keep(tmp_path / HOME / "tally" / "code", f"{name}:Tally", sources_of(cls), 0)
     (tmp_path / f"{name}.py").write_text(TALLY.replace("+= n", "+= 100 * n"))
-    yield tmp_path, name
+    return tmp_path, name
 
 
 def test_states_are_shown_by_the_code_that_made_them(tally: tuple[Path, str]) -> None:
