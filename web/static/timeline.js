@@ -176,14 +176,20 @@
     context.globalAlpha = 1;
     label(lane);
   }
-  /* What each message is, above its dot, as far as there is room before the next label. */
+  /* What a message is, above its dot; of some that are close the first that is not the clock's. */
   function label(lane) {
     context.fillStyle = css("--ink");
-    const its = dots.filter((dot) => dot.lane === lane).sort((one, other) => one.x - other.x);
-    its.forEach((dot, i) => {
-      const next = i + 1 < its.length ? its[i + 1].x : width - RIGHT;
-      const letters = Math.min(40, Math.floor((next - dot.x - 4) / LETTER)), words = dot.one[6];
-      if (letters >= 8) context.fillText(words.length > letters ? `${words.slice(0, letters - 1)}…` : words, dot.x - RADIUS, dot.y - 14);
+    const groups = [];
+    for (const dot of dots.filter((one) => one.lane === lane).sort((one, other) => one.x - other.x)) {
+      const last = groups[groups.length - 1];
+      if (last && dot.x - last[0].x < 9 * LETTER) last.push(dot);
+      else groups.push([dot]);
+    }
+    groups.forEach((group, i) => {
+      const { x, y } = group[0], { one } = group.find((dot) => !dot.one[6].startsWith("the clock")) || group[0];
+      const next = i + 1 < groups.length ? groups[i + 1][0].x : width - RIGHT;
+      const letters = Math.min(40, Math.floor((next - x - 4) / LETTER));
+      if (letters >= 5) context.fillText(one[6].length > letters ? `${one[6].slice(0, letters - 1)}…` : one[6], x - RADIUS, y - 14);
     });
   }
   function empty(lane) {
