@@ -10,10 +10,11 @@ import pytest
 from immortal.appsdk.running.user_modules import sources_of
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import kept_code
+from immortal.replay.errors import ReplayError
 from immortal.replay.travel.sessions import Sessions
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.projects import SHOP
-from tests.helpers.recorded import load_module, write_module
+from tests.helpers.recorded import Instances, load_module, write_module
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 from tests.scenarios.test_what_if_cli import what_if
 
@@ -101,3 +102,34 @@ def test_an_app_keeps_its_code_as_it_begins_to_work(tmp_path: Path) -> None:
         assert [one.first for one in kept_code.starts(folder)] == [0, 2]
     finally:
         immortal(tmp_path, "down")
+
+
+def test_each_version_shows_its_own_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = write_module(tmp_path, TALLY)
+    first = load_module(tmp_path, old)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = f"from {old} import Tally as One\nfrom immortal import upgrades\n@upgrades(One)\nclass Tally(One):\n"
+    new = write_module(tmp_path, f"{source}    twice: int\n    def __init__(self) -> None:\n        self.twice = 0\n")
+    instances = Instances(tmp_path)
+    instances.start("tally", first.Tally).impulse("add", 2)
+    instances.stop("tally")
+    instances.start("tally", load_module(tmp_path, new).Tally, upgrade_to=2).impulse("add", 3)
+    instances.close()
+    registry = Registry(tmp_path)
+    registry.register("tally", "tcp://127.0.0.1:*")
+    registry.remember_app("tally", f"{new}:Tally")
+    monkeypatch.chdir(tmp_path)
+    sessions = Sessions(tmp_path)
+    try:
+        shown = []
+        for record in (1, 2):
+            items = sessions.ask("tally", "moment", record=record, index=None)["state"]["items"]
+            shown.append({one["label"]: one["text"] for one in items})
+        assert shown == [{"total": "2"}, {"total": "5", "twice": "0"}]
+        assert {code.app for _, code in sessions._sessions} == {f"{old}:Tally", f"{new}:Tally"}
+        found = sessions.ask("tally", "moment", record=1, index=0)
+        assert found["message"].endswith("Tally.add(2)")
+        with pytest.raises(ReplayError, match="from record 2 on version 2 handled the log"):
+            sessions.ask("tally", "find", record=1, index=0, handler="", expression="False", back=False)
+    finally:
+        sessions.close()
