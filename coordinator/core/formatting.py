@@ -151,7 +151,7 @@ def time_text(time_ns: int) -> str:
 
 def _effect_error(value: object) -> str:
     match value:
-        case ["EffectFailed", [_, kind, message, *_], *_]:
+        case ["", [_, kind, message, *_], *_]:  # an EffectFailed
             return f"{kind}: {message}"
         case [name, list(arguments), *_]:
             return f"{name}({', '.join(map(safe_repr, arguments))})"
