@@ -104,7 +104,7 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
     if not isinstance(values, list):
         return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
     of = ""
-    if rpc.kind != RpcKind.CALL and values and isinstance(values[0], str):  # an answer to a client, on its way
+    if rpc.kind != RpcKind.CALL and values[1:] and isinstance(values[0], str):  # an answer to a client, on its way
         client, *values = values
         of = f" of {client}"
     match rpc.kind, values:
