@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import io
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -72,6 +71,8 @@ def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first
     """
     if sum(len(source) for _, source in sources.values()) > SOURCES_SIZE_BYTES_MAX:
         return False
+    import zipfile  # a MiB of each coordinator, which only removes archives
+
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         folders = {f"{parent}/" for source in sources for parent in _parents(source)}
