@@ -34,7 +34,7 @@ from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
-from immortal.replay.app_process import default_app, show_state
+from immortal.replay.app_process import OwnCode, default_app, own_code_at_end, show_state
 from immortal.replay.errors import never_was
 from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
 from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
@@ -121,10 +121,15 @@ def replay(
         summary = reader.summary()
         route = plan_route(plan, reader, summary)
         is_own = app is None
-        app = app or default_app(name, settings.app, summary, route.last_version)
+        own = OwnCode(app) if app is not None else own_code_at_end(settings, summary, route)
+        app, code = own.app, own.archive
+        if own.note:
+            echo(f"note: by {own.note}", err=True)
         proving = ProvingSink(reader, route, outputs)
         break_at = last if breaks else None
-        command = AppCommand.of(app, strict=strict, lines=lines, break_at=break_at, debugpy=debugpy, settings=settings)
+        command = AppCommand.of(
+            app, strict=strict, lines=lines, break_at=break_at, debugpy=debugpy, settings=settings, code=code
+        )
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
         advance = None if breaks or lines else stack.enter_context(progress_bar("replaying"))
@@ -141,13 +146,15 @@ def replay(
         )
         problem = "" if breaks else proving.problem(name, result)
         if is_own and (shows_state or state_file is not None) and result.failure is None and result.records:
-            problem = problem or state_problem(reader, route, AppCommand.of(app, settings=settings))
+            problem = problem or state_problem(
+                reader, route, AppCommand.of(app, settings=settings, code=code), own.first
+            )
         if problem and is_own and (shows_state or state_file is not None):
             raise FailedError(never_was(name, problem))
         if result.failure is None and state_file is not None:
             with open(blob, "rb") as made, open(state_file, "wb", opener=opener) as kept:
                 shutil.copyfileobj(made, kept)
-        state = _state(result, app) if result.failure is None and shows_state else None
+        state = _state(result, app, code) if result.failure is None and shows_state else None
     if as_json:
         found = summary_json(name, result, outputs) | {"diverged": problem}
         echo_json(found | ({"state": state} if shows_state else {}))
@@ -259,12 +266,12 @@ def _verdict(name: str, *, is_same: bool, messages: int, warnings: list[str]) ->
         yield from (f"  {warning}" for warning in warnings)
 
 
-def _state(result: ReplayResult, app: str) -> dict[str, Any]:
+def _state(result: ReplayResult, app: str, code: Path | None) -> dict[str, Any]:
     """The state in words; of an app that is not the SDK's only how much there is."""
     target = result.label if app == BY_HAND else app
     if result.description is not None and result.blob_path is not None and target:
         try:
-            return show_state(target, result.blob_path)
+            return show_state(target, result.blob_path, code)
         except ReplayError:
             if app != BY_HAND:
                 raise  # else its class may live elsewhere

@@ -24,7 +24,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.presenters.what_if import Report, cone_of
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.replay import OWN_VERSION, AppCommand
-from immortal.replay.app_process import default_app
+from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if
 
@@ -102,9 +102,11 @@ def what_if(
         tempfile.TemporaryDirectory(prefix="immortal-") as folder,
     ):
         route = plan_what_if(reader, checkpoint_id=checkpoint_id, last_sequence_id=last_sequence_id)
-        old_app = old_app or default_app(name, settings.app, reader.summary(), route.last_version)
+        old = OwnCode(old_app) if old_app else own_code_at_end(settings, reader.summary(), route)
+        if old.note:
+            echo(f"note: the old side runs {old.note}", err=True)
         apps = {
-            Side.OLD: AppCommand.of(old_app, settings=settings),
+            Side.OLD: AppCommand.of(old.app, settings=settings, code=old.archive),
             Side.NEW: AppCommand.of(new_app, settings=settings, code=code),
         }
         blob_paths = {side: Path(folder, side.value) for side in Side}
@@ -121,7 +123,7 @@ def what_if(
                     announce=lambda side, address: echo(f"waiting for the {side.value} app at {address}", err=True),
                 )
         except OutputDivergenceError as error:
-            raise FailedError(_divergence_text(error.divergence, name, old_app)) from None
+            raise FailedError(_divergence_text(error.divergence, name, old.app)) from None
         cone = cone_of(registry, name, outcome, reader) if with_cone else None
         report = Report(name, apps, outcome, reader, limit, blob_paths, cone, at_least=at_least)
         for warning in report.warnings:

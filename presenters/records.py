@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from immortal.coordinator.core.formatting import Methods
     from immortal.pipeline.arguments import ArgumentDecoder
 
-from datetime import UTC, datetime
-
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.appsdk.types.registry import show_custom
 from immortal.coordinator.core.formatting import CallText, Methods, method_name
+from immortal.coordinator.core.formatting import time_text as time_text
 from immortal.coordinator.log import LoggedValue, verify_value
 from immortal.pipeline.arguments import ArgumentDecoder
 from immortal.protocol.batch import decode_batch, decode_replayable_batch
@@ -78,14 +77,6 @@ def describe_record(logged: LoggedValue, committer_id: int, methods: Methods | N
         ],
         "messages": messages,
     }
-
-
-def time_text(time_ns: int) -> str:
-    try:
-        time = datetime.fromtimestamp(time_ns // 1_000_000_000, UTC)
-    except (OverflowError, ValueError, OSError):
-        return f"{time_ns} ns"
-    return f"{time:%Y-%m-%dT%H:%M:%S}.{time_ns % 1_000_000_000 // 1000:06d}Z"
 
 
 def _messages(content: bytes, methods: Methods) -> Iterator[dict[str, Any]]:

@@ -47,6 +47,9 @@ _FATE_WORDS = {
 }
 
 
+_WAITING = ("$waiting", "$queued")  # handlers, in a state
+
+
 class Report:
     """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown.
     ``cone``: as :func:`immortal.replay.trace.cone.values` has it, if it was asked for. ``at_least``: so many messages
@@ -110,8 +113,16 @@ class Report:
         if any(result.description is None for result in results.values()):  # no SDK app: its state is bytes
             return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
         old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
-        old_class, new_class, code = self._class(Side.OLD), self._class(Side.NEW), self._apps[Side.NEW].code
-        return diff_states(old_class, old_path, new_class, new_path, limit=self._limit + 1, new_code=code)
+        old_code, new_code = (self._apps[side].code for side in Side)
+        return diff_states(
+            self._class(Side.OLD),
+            old_path,
+            self._class(Side.NEW),
+            new_path,
+            limit=self._limit + 1,
+            old_code=old_code,
+            new_code=new_code,
+        )
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
         """Return what the new code waits for and the old code never did; such waits exist only if the states differ."""
@@ -153,16 +164,34 @@ class Report:
             return None
         return call.with_method(method_name(call.method_id, call.kind, destination, self._methods))
 
-    def _input(self, key: Key) -> str | None:
-        """Describe the logged call with that key; None if the apps do not tell it, it is no call, or it was trimmed."""
+    def _message(self, key: Key) -> bytes | None:
+        """Read the logged message with that key; None if the apps do not tell it, it is no call, or it was trimmed."""
         if self._outcome.by_position:
             return None
         try:
             value = next(self._reader.values(key[0], key[0]), None)
         except LogError:  # the log was trimmed meanwhile
             return None
-        message = None if value is None else message_at(record_of(value).content, key[1])
+        return None if value is None else message_at(record_of(value).content, key[1])
+
+    def _input(self, key: Key) -> str | None:
+        message = self._message(key)
         return None if message is None else format_call(message, "", self._methods)
+
+    @cached_property
+    def _groups(self) -> list[tuple[Key | None, list[Finding]]]:
+        """The first findings, those of one execution together. The key is of the input that began it; None: of one
+        finding that is alone with its input.
+        """
+        groups: dict[Key, list[Finding]] = {}
+        for finding in self._outcome.findings.first:
+            message = self._message(finding.key)
+            began = None if message is None else self._outcome.executions.of(message)
+            groups.setdefault(began or finding.key, []).append(finding)
+        return [
+            (None if self._outcome.by_position or all(one.key == key for one in found) else key, found)
+            for key, found in groups.items()
+        ]
 
     def _exception(self, side: Side) -> Values | None:
         result = self._outcome.results.get(side)
@@ -195,7 +224,7 @@ class Report:
             "equal": outcome.equal_count,
             "differences": {kind.value: findings.count(kind) for kind in Kind},
             "by_method": self._by_method(),
-            "first": [self._finding_values(finding) for finding in findings.first],
+            "first": [self._finding_values(finding, began) for began, found in self._groups for finding in found],
             "by_position": outcome.by_position,
             "fates": [self._fates_values(fates) for fates in outcome.fates],
             "exception": self._exception(Side.NEW),
@@ -224,8 +253,10 @@ class Report:
         ]
         return sorted(rows, key=lambda row: (row["destination"], row["method"]))
 
-    def _finding_values(self, finding: Finding) -> Values:
+    def _finding_values(self, finding: Finding, began: Key | None) -> Values:
         where: Values = {"record": finding.key[0], "message": finding.key[1], "input": self._input(finding.key)}
+        if began is not None:
+            where["execution"] = {"record": began[0], "message": began[1], "input": self._input(began)}
         if self._outcome.by_position:
             where = {"place": finding.key[0]}
         return {
@@ -270,7 +301,10 @@ class Report:
         yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
         if findings.first:
             yield ""
-            yield from (self._finding_line(finding) for finding in findings.first)
+            for began, found in self._groups:
+                if began is not None:
+                    yield f"{self._input(began) or 'a handler'}, which began at record {began[0]}, message {began[1]}:"
+                yield from (f"{'  ' if began else ''}{self._finding_line(finding)}" for finding in found)
             if findings.total > len(findings.first):
                 yield f"and {findings.total - len(findings.first):,} more"
             yield ""
@@ -348,9 +382,7 @@ class Report:
 
     def _unanswered_lines(self) -> Iterator[str]:
         for one in self.unanswered[: self._limit]:
-            arguments = ", ".join(json.dumps(each, ensure_ascii=False) for each in one["arguments"])
-            handler = f"{one['handler']}({_clipped(arguments)})"
-            yield f"{handler} waits for an answer that the log does not have: {one['waits_for']}"
+            yield f"{call_text(one)} waits for an answer that the log does not have: {one['waits_for']}"
         if len(self.unanswered) > self._limit:
             yield f"and {len(self.unanswered) - self._limit:,} more that wait so"
 
@@ -418,7 +450,18 @@ def _value_text(difference: Values, side: Side) -> str:
     """Return a value of the state, shortened; "absent" where that side has none."""
     if side.value not in difference:
         return "absent"
-    return _clipped(json.dumps(difference[side.value], ensure_ascii=False))
+    path, value = difference["path"], difference[side.value]
+    if path in _WAITING and isinstance(value, list):
+        return _clipped(f"[{', '.join(map(call_text, value))}]")
+    if path.partition("[")[0] in _WAITING and isinstance(value, dict) and "handler" in value:
+        return _clipped(call_text(value))
+    return _clipped(json.dumps(value, ensure_ascii=False))
+
+
+def call_text(task: Values) -> str:
+    """Return a handler that waits as ``ride(17)``."""
+    arguments = ", ".join(json.dumps(each, ensure_ascii=False) for each in task["arguments"])
+    return f"{task['handler']}({_clipped(arguments)})"
 
 
 def _clipped(text: str) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from immortal.protocol import decoding
 from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, encode_incoming_rpc, encode_message
 
+CLOCK_METHOD_ID = -2  # the impulse with the time
 EFFECT_METHOD_ID = -3  # the impulse with what an effect has returned or raised
 ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
 CANCEL_CALL_METHOD_ID = 1 << 20

@@ -22,9 +22,10 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.service.process import die_with_parent
-from immortal.protocol import decoding
+from immortal.protocol import decoding, kept_code
 from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
 from immortal.replay.errors import ReplayError
+from immortal.replay.plan import Route
 
 HEAD_SIZE_BYTES = 64 << 10  # of what the app says: the SDK's warnings come first
 TAIL_SIZE_BYTES = 64 << 10  # ... and what it died of last
@@ -247,6 +248,36 @@ def default_app(name: str, registered: str | None, summary: LogSummary, version:
     )
 
 
+class OwnCode(Struct, frozen=True):
+    """The app that handled a record. ``archive``: where its code is kept, and another one is on disk now; else None.
+
+    ``first``: the first record that this code handled, as far as that is known; else 0. ``note``: for people.
+    """
+
+    app: str
+    archive: Path | None = None
+    note: str = ""
+    first: int = 0
+
+
+def own_code(settings: InstanceSettings, summary: LogSummary, version: int, sequence_id: int) -> OwnCode:
+    """Return what handled a record, as far as it is kept; else the app of ``version``. Raises ReplayError."""
+    folder = settings.folder / kept_code.FOLDER_NAME
+    kept = kept_code.code_at(folder, sequence_id)
+    if kept is None or kept.is_on_disk():
+        first = 0 if kept is None else kept.first
+        return OwnCode(default_app(settings.name, settings.app, summary, version), first=first)
+    digest = kept.digest[:DIGEST_SHOWN_SIZE]
+    note = f"the code that made it, kept with the log (digest {digest}): on disk is another one now"
+    return OwnCode(kept.app, kept.archive(folder), note, kept.first)
+
+
+def own_code_at_end(settings: InstanceSettings, summary: LogSummary, route: Route) -> OwnCode:
+    """Return what handled the last record of a route, as :func:`own_code`."""
+    last = summary.last_sequence_id if route.last_sequence_id is None else route.last_sequence_id
+    return own_code(settings, summary, route.last_version, last)
+
+
 # Which code an app has run: the modules that it has loaded of the user's, and their digest.
 
 
@@ -289,29 +320,36 @@ def code_values(code: Code | None) -> dict[str, Any] | None:
 DIFFERENCES_MAX = 20
 
 
-def show_state(app: str, blob: Path) -> dict[str, Any]:
+def show_state(app: str, blob: Path, code: Path | None = None) -> dict[str, Any]:
     """The state in the file ``blob`` as the class ``app`` ("module:Class") reads it: plain JSON values.
 
-    Raises ReplayError.
+    ``code``: where its modules are, see :class:`AppCommand`. Raises ReplayError.
     """
-    shown: dict[str, Any] = _inspect("show", app, str(blob))
+    shown: dict[str, Any] = _inspect("show", app, str(blob), code=code)
     return shown
 
 
 def diff_states(
-    old_app: str, old: Path, new_app: str, new: Path, *, limit: int = DIFFERENCES_MAX, new_code: Path | None = None
+    old_app: str,
+    old: Path,
+    new_app: str,
+    new: Path,
+    *,
+    limit: int = DIFFERENCES_MAX,
+    old_code: Path | None = None,
+    new_code: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Return differences of two states: [{"path", "old", "new"}], at most ``limit``; a side that lacks the path has no
     key.
 
-    ``new_code``: where the modules of the new side are, see :class:`replay.app.AppCommand`. One process can't have two
+    ``old_code``, ``new_code``: where the modules of a side are, see :class:`AppCommand`. One process can't have two
     classes of one name, so each side then says what it has; attributes of objects within the state are shown as keys.
 
     Raises ReplayError.
     """
-    if new_code is not None:
+    if old_code is not None or new_code is not None:
         shown = []
-        for app, blob, code in ((old_app, old, None), (new_app, new, new_code)):
+        for app, blob, code in ((old_app, old, old_code), (new_app, new, new_code)):
             shown.append(blob.with_name(f"{blob.name}.json"))
             shown[-1].write_text(json.dumps(_inspect("show", app, str(blob), code=code)))
         found: list[dict[str, Any]] = _inspect("diff-shown", *map(str, shown), "--limit", str(limit))
@@ -320,9 +358,9 @@ def diff_states(
     return differences
 
 
-def write_rows(app: str, blob: Path, out: Path) -> None:
+def write_rows(app: str, blob: Path, out: Path, code: Path | None = None) -> None:
     """The state as rows of tables: a JSON list [table, row] on each line of the file ``out``. Raises ReplayError."""
-    _inspect("rows", app, str(blob), str(out))
+    _inspect("rows", app, str(blob), str(out), code=code)
 
 
 def method_names(app: str) -> dict[tuple[str, int], str]:

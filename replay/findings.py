@@ -5,13 +5,16 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
 from immortal.coordinator.core.formatting import CallText
 from immortal.protocol import decoding
+from immortal.protocol.extensions import decode_numbers
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from immortal.protocol.safe_output import safe_repr
+from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.replay.comparison import Difference, Key, Kind
 
 POSITIONS_MAX = 1_000_000
@@ -93,6 +96,41 @@ def _rpc(message: bytes | None) -> IncomingRpc | None:
         return None
     _, start, end = decode_message(message)
     return decode_incoming_rpc(message, start, end)
+
+
+# Which run of an ``async def`` handler an input goes to: it comes with a number that the handler has drawn.
+
+
+NUMBERS_MAX = 200_000  # the last ones: some 30 MB
+
+
+class Executions:
+    """Numbers that a replay has told, by whom they were drawn."""
+
+    def __init__(self) -> None:
+        self._began: dict[int, Key] = {}  # of a handler
+        self._owners: dict[int, int] = {}  # the handler that drew a number
+
+    def drawn(self, sequence_id: int, data: bytes) -> None:
+        for draw in decode_numbers(data).draws:
+            if draw.task:
+                self._owners[draw.number] = draw.task
+            else:
+                self._began[draw.number] = sequence_id, draw.detail
+        for known in (self._began, self._owners):
+            while len(known) > NUMBERS_MAX:
+                del known[next(iter(known))]
+
+    def of(self, message: bytes) -> Key | None:
+        """Return which input began the handler that waited for ``message``, an answer or the result of an effect."""
+        rpc = _rpc(message)
+        if rpc is None or (rpc.kind == RpcKind.CALL and rpc.method_id != EFFECT_METHOD_ID):
+            return None
+        try:
+            number = decoding.decode_shown(rpc.arguments, type=list[Any])[0]
+        except (decoding.DecodeError, IndexError):
+            return None
+        return self._began.get(self._owners.get(number, 0)) if isinstance(number, int) else None
 
 
 # Two calls of one method beside one another, argument by argument.

@@ -154,11 +154,11 @@ def verify_section(
     return section
 
 
-def state_problem(source: RecordSource, route: Route, app: AppCommand) -> str:
+def state_problem(source: RecordSource, route: Route, app: AppCommand, first_record: int = 0) -> str:
     """Replay the section around the end of ``route`` to its checkpoint; say where its state is another one now.
 
     A change of the code may show in no call. "" where nothing shows it, or the section has over PROVED_RECORDS_MAX
-    records.
+    records. ``first_record``: before it other code ran, for which this one proves nothing.
     """
     start, usable = route.checkpoint, usable_checkpoints(source.summary())
     ends = [one for one in usable if one.sequence_id > start.sequence_id and one.version == start.version][:1]
@@ -166,7 +166,7 @@ def state_problem(source: RecordSource, route: Route, app: AppCommand) -> str:
         (one, start) for one in usable if one.sequence_id < start.sequence_id and one.version == start.version
     ][-1:]
     for first, end in pairs:
-        if end.sequence_id - first.sequence_id > PROVED_RECORDS_MAX:
+        if end.sequence_id - first.sequence_id > PROVED_RECORDS_MAX or first.sequence_id + 1 < first_record:
             continue
         try:
             section = verify_section(source, first, end, app)
@@ -199,7 +199,9 @@ def _compare_state(
     else:
         name = result.label if app.by_hand else app.name
         try:
-            differences = diff_states(name, old, name, blob, limit=DIFFERENCES_MAX + 1)
+            differences = diff_states(
+                name, old, name, blob, limit=DIFFERENCES_MAX + 1, old_code=app.code, new_code=app.code
+            )
         except ReplayError as error:
             section.state = StateDivergence((), str(error))
         else:

@@ -30,7 +30,7 @@ from immortal.replay.app_process import AppCommand, Code
 from immortal.replay.buffers import DrawnNumbersQueue, MemoryBudget, SpillingQueue
 from immortal.replay.comparison import Comparison, Key, Outputs, Side
 from immortal.replay.errors import ReplayError, UpgradeFailedError
-from immortal.replay.findings import Findings
+from immortal.replay.findings import Executions, Findings
 from immortal.replay.host import run_replay
 from immortal.replay.plan import ReplayPlan, Route, plan_route
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
@@ -60,6 +60,7 @@ class WhatIf(Struct):
     by_position: bool
     upgrade_error: str
     notes: list[str]
+    executions: Executions
 
 
 def plan_what_if(
@@ -146,6 +147,7 @@ def run_what_if(
         run.by_position is True,
         run.upgrade_error,
         notes,
+        run.executions,
     )
 
 
@@ -188,6 +190,7 @@ class _Run:
         self.findings = Findings(limit)
         budget = MemoryBudget(MEMORY_SIZE_BYTES_MAX)
         self.numbers = DrawnNumbersQueue()
+        self.executions = Executions()
         self.comparison = Comparison(self.findings.add, lambda: SpillingQueue(budget))
         self.by_position: bool | None = None  # None: nothing was made yet
         self.upgrade_error = ""
@@ -399,6 +402,7 @@ class _Prover(_Looker):
             self._run.numbers.end()
         else:
             self._run.numbers.drawn(sequence_id, data, complete=complete)
+            self._run.executions.drawn(sequence_id, data)
 
     def finish(self, result: ReplayResult) -> None:
         failed = self._failed

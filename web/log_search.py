@@ -60,6 +60,11 @@ class Lane:
     def records(self) -> int:
         return self._end - self._first
 
+    @property
+    def has_records(self) -> bool:
+        """Tell whether the log has any record, in this range or not."""
+        return self._times.first <= self._times.last
+
     def counts(self, buckets: int = BUCKETS) -> list[int]:
         """Count the records in each of ``buckets`` equal parts of the range."""
         edges = [self._first]
@@ -128,8 +133,8 @@ class Range(Struct, frozen=True):
 
 
 def timeline_lanes(logs: Logs, load: Callable[[str], InstanceSettings], asked: Range) -> list[dict[str, Any]]:
-    """Return each lane: {"name", "records", "counts", "messages"}, without messages if they are too many, or {"name",
-    "problem"}."""
+    """Return each lane: {"name", "records", "all", "counts", "messages"}, without messages if they are too many, or
+    {"name", "problem"}. ``all``: whether the log has any record at all."""
     numbers = {name: number for number, name in enumerate(asked.lanes)}
     wanted = asked.wanted.filter()
     left: int | None = MESSAGES_MAX  # None: too many, and then no lane shows single ones
@@ -141,7 +146,7 @@ def timeline_lanes(logs: Logs, load: Callable[[str], InstanceSettings], asked: R
             methods, _ = logs.methods(settings)
             with logs.reader(settings) as reader:
                 part = Lane(name, reader, asked.from_ns, asked.to_ns)
-                lane["records"] = part.records
+                lane["records"], lane["all"] = part.records, part.has_records
                 lane["counts"] = part.counts()
                 found = None if left is None else part.messages(methods, wanted, left)
             left = None if left is None or found is None else left - len(found)

@@ -52,9 +52,15 @@ def travel(request: Request) -> Response:
 def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "", status: int = 200) -> Response:
     site, settings = site_of(request), settings_of(request)
     path = text_of(request, "path")
-    overview = _ask(site, settings, "overview")
-    moment, problem, record = None, "", None
-    if overview["first"] is None or overview["first"] > overview["last"]:
+    moment, problem, record, note = None, "", None, ""
+    try:
+        overview = _ask(site, settings, "overview", **({} if at is None else {"record": at[0]}))
+        note = site.travel.code_of(settings.name, at[0] if at else None).note
+    except ReplayError as error:
+        overview, problem, status = {"first": None, "last": -1}, str(error), 422
+    if problem:
+        pass
+    elif overview["first"] is None or overview["first"] > overview["last"]:
         problem = "there is no record yet that a replay could go to"
     else:
         place = at or (overview["last"], None)
@@ -76,6 +82,8 @@ def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "",
         time_ns=record["time_ns"] if record and "time_ns" in record else None,
         path=path,
         problem=problem,
+        note=note,
+        at=at or (overview["last"], 0),
         said=said,
         notes=site.notes.of(settings.name),
         fields={"handler": "", "expression": ""},

@@ -24,7 +24,7 @@ from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import make_folder
 from immortal.replay import OWN_VERSION, AppCommand
-from immortal.replay.app_process import default_app
+from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if
 from immortal.web.errors import WebError
@@ -197,9 +197,9 @@ def run(order: Order, progress: Any) -> dict[str, Any]:
     settings = registry.load(order.name)
     with own_logs.open_reader(settings) as reader, tempfile.TemporaryDirectory(prefix="immortal-") as folder:
         route = plan_what_if(reader, checkpoint_id=order.checkpoint_id, last_sequence_id=order.last)
-        old_app = order.old_app or default_app(order.name, settings.app, reader.summary(), route.last_version)
+        old = OwnCode(order.old_app) if order.old_app else own_code_at_end(settings, reader.summary(), route)
         apps = {
-            Side.OLD: AppCommand.of(old_app, settings=settings),
+            Side.OLD: AppCommand.of(old.app, settings=settings, code=old.archive),
             Side.NEW: AppCommand.of(order.new_app, settings=settings, code=Path(order.code) if order.code else None),
         }
         blob_paths = {side: Path(folder, side.value) for side in Side}

@@ -253,7 +253,9 @@ def bind_arguments(
     try:
         bound = signature.bind(*arguments, **keywords)
     except TypeError as error:
-        raise TypeError(f"{name}{signature}: {error}") from None
+        named = f", {', '.join(keywords)} by name" if keywords else ""
+        given = f"it was called with {len(arguments)} {'argument' if len(arguments) == 1 else 'arguments'}{named}"
+        raise TypeError(f"{name}{signature}: {error}; {given}") from None
     bound.apply_defaults()
     return tuple(bound.arguments.values())
 

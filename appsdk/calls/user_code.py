@@ -23,6 +23,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from immortal.appsdk.errors import AppError, HandlerError
+from immortal.protocol import decoding
 
 
 class ControlFlowSignal(BaseException):
@@ -278,6 +279,19 @@ def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = ()) -> s
         if not is_user_failure(error):
             raise
         return f"(... their repr raises {error!r})"
+
+
+def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True) -> str:
+    """Return encoded arguments as text, each behind its name, as :func:`describe_arguments`; none is made anew."""
+    try:
+        values = decoding.decode_shown(encoded, type=list[Any])
+    except decoding.DecodeError:
+        return "(...)"
+    parts = []
+    for one, name in zip_longest(values, islice(names, len(values)), fillvalue=""):
+        value = HIDDEN if SECRET.search(name) else _shortener.repr(one)
+        parts.append(f"{name}={value}" if named and name else value)
+    return f"({', '.join(parts)})"
 
 
 def place_of(frame: FrameType) -> str:

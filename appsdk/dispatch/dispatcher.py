@@ -41,6 +41,7 @@ from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.ordering.multicasts import Multicasts
+from immortal.appsdk.state.journal import Entry
 from immortal.appsdk.state.snapshots import Copies
 from immortal.appsdk.types.handles import current
 from immortal.appsdk.waiting.operator import describe_all, describe_one, retry_effects
@@ -129,6 +130,7 @@ class Dispatcher:
         self._reader = RecordReader()
         self._extended = False  # the coordinator has used an extension, so it took our Hello
         self._primary = False
+        self.primary_since = 0  # the first record that it handles as the primary
         self.forks_next = True  # False: the child of the last checkpoint hung
         self._journals_told: dict[str, tuple[int, int]] = {}  # the longest of each handler: results, bytes
         self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
@@ -377,15 +379,18 @@ class Dispatcher:
 
     def _grown_journals(self) -> Iterator[Event]:
         """Tell of handlers that wait again and again, and don't go on with `continue_as`."""
+        long: dict[str, list[list[Entry]]] = {}
         for task in self.tasks.all_waiting:
-            if (count := len(task.entries)) < JOURNAL_RESULTS_FEW:
-                continue
-            size_bytes = sum(len(entry.value) for entry in task.entries)
-            told_count, told_bytes = self._journals_told.get(task.name, (0, 0))
+            if len(task.entries) >= JOURNAL_RESULTS_FEW:
+                long.setdefault(task.name, []).append(task.entries)
+        for name, journals in long.items():
+            count = sum(map(len, journals))
+            size_bytes = sum(len(entry.value) for entries in journals for entry in entries)
+            told_count, told_bytes = self._journals_told.get(name, (0, 0))
             is_long = count >= max(JOURNAL_RESULTS_MANY, 2 * told_count)
             if is_long or size_bytes >= max(JOURNAL_SIZE_BYTES_LARGE, 2 * told_bytes):
-                self._journals_told[task.name] = count, size_bytes
-                yield JournalGrew(task.name, count, size_bytes)
+                self._journals_told[name] = count, size_bytes
+                yield JournalGrew(name, len(journals), count, size_bytes)
 
     def _take_checkpoint(self) -> Iterator[Event]:
         self._list_executions()
@@ -450,6 +455,7 @@ class Dispatcher:
             raise RemoteProtocolError("the app was told that it is primary before it had a state")
         if not self._primary:
             self._primary = True
+            self.primary_since = self.context.sequence_id + 1
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True
             self._failures.tell_people()

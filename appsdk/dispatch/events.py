@@ -43,9 +43,10 @@ class Flush(Struct, frozen=True):
 
 
 class JournalGrew(Struct, frozen=True):
-    """The journal of a waiting handler has grown long, or has doubled since that was told."""
+    """Journals of waiting handlers of one name have grown long together, or have doubled since that was told."""
 
     handler: str
+    tasks_count: int
     results_count: int
     size_bytes: int
 

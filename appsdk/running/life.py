@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
@@ -24,6 +25,8 @@ from immortal.appsdk.running.app_loop import AppLoop
 from immortal.appsdk.running.debugger import HOST, listen, pass_over_in_replays
 from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
 from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
+from immortal.appsdk.running.user_modules import sources_of
+from immortal.protocol import kept_code
 from immortal.protocol.safe_output import printable_message
 
 if TYPE_CHECKING:
@@ -58,6 +61,9 @@ class AppLife:
         if effects is not None and options.effects:
             effects = StubEffectRunner(effects, load_run_stand_ins(options, definition.name))
         trace, stop = options.trace, options.stop
+        folder = None if trace else os.environ.get(kept_code.FOLDER_VARIABLE)
+        self._kept_folder = Path(folder) if folder else None
+        self._sources = sources_of(definition.cls) if folder else {}  # as they are now: they may be edited later
         make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
         self.dispatcher = make_dispatcher(
             definition,
@@ -110,8 +116,9 @@ class AppLife:
     def _journal_grew(self, grown: JournalGrew) -> None:
         say(
             self.dispatcher.definition.name,
-            f"warning: {grown.handler} waits, and has had {grown.results_count:,} results ({grown.size_bytes:,} bytes)"
-            " since it began: each checkpoint has them all, and each recovery runs it over them again. Let it go on"
+            f"warning: {grown.handler} waits ({grown.tasks_count:,} times), and has had {grown.results_count:,} results"
+            f" ({grown.size_bytes:,} bytes) since it began: each checkpoint has them all, and each recovery runs it"
+            " over them again. Let it go on"
             " with 'return immortal.continue_as(...)' from time to time (docs/how-to/async.md, Long lives)",
         )
 
@@ -136,7 +143,22 @@ class AppLife:
         if self._executions is not None:
             self._executions.close()
 
+    def _keep_code(self) -> None:
+        cls, since, folder = self.dispatcher.definition.cls, self.dispatcher.primary_since, self._kept_folder
+        sources, self._sources = self._sources, {}
+        if not sources or folder is None:
+            return
+        try:
+            if not kept_code.keep(folder, f"{cls.__module__}:{cls.__qualname__}", sources, since if since > 1 else 0):
+                say(
+                    cls.__qualname__,
+                    f"its code is not kept with the log: it has over {kept_code.SOURCES_SIZE_BYTES_MAX >> 20} MiB",
+                )
+        except OSError as error:
+            say(cls.__qualname__, f"its code is not kept with the log: {error}")
+
     def _start_hooks(self) -> None:
+        self._keep_code()
         definition, instance = self.dispatcher.definition, self.dispatcher.instance
         self._listen(definition.name)
         for name in definition.on_primary:

@@ -206,7 +206,35 @@ CODE_VARIABLE = "IMMORTAL_CODE"
 NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
 """A file that gets a line of JSON for each module of the user's: {"module", "file", "sha256"}. Set in replays only."""
 
+_SDK = str(Path(__file__).parents[2])
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these is no code of the user's but the class itself
+
+
+def is_users(top: str, fullname: str, origin: str) -> bool:
+    """Tell whether a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
+    if fullname.partition(".")[0] == top:
+        return True
+    if not os.path.isabs(origin) or _INSTALLED & set(origin.split(os.sep)):
+        return False
+    return not any(_is_below(origin, folder) for folder in (sysconfig.get_path("stdlib"), _SDK))
+
+
+def sources_of(cls: type) -> dict[str, tuple[str, bytes]]:
+    """Read the sources of the user's modules that are loaded: name in an archive to (path, source).
+
+    Empty for a class that no archive could give: of ``__main__``, or without a source.
+    """
+    found: dict[str, tuple[str, bytes]] = {}
+    top = cls.__module__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if name != "__main__" and file.endswith(".py") and is_users(top, name, os.path.abspath(file)):
+            place = name.replace(".", "/")
+            place += "/__init__.py" if hasattr(module, "__path__") else ".py"
+            with contextlib.suppress(OSError):
+                found[place] = os.path.abspath(file), Path(file).read_bytes()
+    own = cls.__module__.replace(".", "/")
+    return found if {f"{own}.py", f"{own}/__init__.py"} & found.keys() else {}
 
 
 class UserCode(MetaPathFinder):
@@ -217,7 +245,6 @@ class UserCode(MetaPathFinder):
         self._top = target.partition(":")[0].partition(".")[0]
         self._code = os.path.realpath(code) if code else ""  # as the kernel has it, behind symbolic links
         self._notes = notes
-        self._known = [sysconfig.get_path("stdlib"), str(Path(__file__).parents[2])]
         self._is_used = False  # a module of ``code`` was loaded
 
     @classmethod
@@ -278,11 +305,7 @@ class UserCode(MetaPathFinder):
         return bool(self._code) and _is_below(place, self._code)
 
     def _is_users(self, fullname: str, origin: str) -> bool:
-        if fullname.partition(".")[0] == self._top:
-            return True
-        if not os.path.isabs(origin) or _INSTALLED & set(origin.split(os.sep)):
-            return False
-        return not any(_is_below(origin, folder) for folder in self._known)
+        return is_users(self._top, fullname, origin)
 
     def _take(self, fullname: str, spec: ModuleSpec) -> None:
         """Let it be compiled from its source, and noted; what has no source is noted as it is."""

@@ -108,6 +108,11 @@ def described(one: Described) -> str:
     return f"{one.what} (arguments {one.detail & 0xFFFFFFFF:08x})" if one.detail else one.what
 
 
+def in_words(one: Described) -> str:
+    """What is waited for, without the checksum of its arguments."""
+    return described(one) if one.what == TIMER else one.what
+
+
 # --- exceptions -------------------------------------------------------------------------------------------------------
 
 

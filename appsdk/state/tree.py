@@ -22,7 +22,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, described
+from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, in_words
 from immortal.appsdk.types.registry import find_codec, show_custom
 
 Tree = Any
@@ -347,5 +347,4 @@ def _of(task: SavedTask, decoded: Callable[[bytes], Any]) -> Row:
 def _for(pending: Pending) -> Row:
     first = pending.what.partition(" ")[0]
     kind = "timer" if pending.what == TIMER else first if first in _KINDS else "other"
-    what = described(pending) if kind == "timer" else pending.what
-    return {"kind": kind, "waits_for": what, "step": pending.step}
+    return {"kind": kind, "waits_for": in_words(pending), "step": pending.step}

@@ -15,8 +15,8 @@ import msgspec
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import make_writer
-from immortal.appsdk.calls.user_code import handed_to
-from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner
+from immortal.appsdk.calls.user_code import describe_encoded, handed_to
+from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner, encodable
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Handler
 from immortal.appsdk.handlers.definition import Definition
@@ -231,21 +231,27 @@ class TimeImpulses:
 
 # Effects that handlers wait for, and the results that the log brings.
 #
-# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value]:
-# ``what`` and ``detail`` are those of the journal, so that it is never taken for the result of another effect.
+# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value, words]:
+# ``what`` and ``detail`` are those of the journal, so that it is never taken for the result of another effect. Only
+# people read the words: which effect it was, with which arguments, and of which handler.
 
 
+WORDS_CHARACTERS_MAX = 200
 _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType.IMPULSE)
 
 
 class EffectResult(msgspec.Struct, array_like=True, frozen=True):
-    """Result of an effect that the log brings. ``value`` is encoded: the returned value, or the exception."""
+    """Result of an effect that the log brings. ``value`` is encoded: the returned value, or the exception.
+
+    ``words``: ``unlock(bike=7) of Ride.ride(17)``; "" in a log of before.
+    """
 
     number: int
     what: str
     detail: int
     raised: bool
     value: msgspec.Raw
+    words: str = ""
 
 
 class Effect(Operation):
@@ -269,6 +275,11 @@ class Effect(Operation):
         self._arguments = ()
         self.detail = crc64(self.encoded)
         self.task.begin(self)
+
+    @property
+    def call(self) -> str:
+        """The call as text, without secrets: ``unlock(bike=7)``."""
+        return f"{self.function.name}{describe_encoded(self.encoded, self.function.codec.signature.parameters)}"
 
     def decode(self, value: bytes) -> Any:
         return self.function.decode_result(value)
@@ -376,7 +387,8 @@ class WaitingEffects:
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
         task = effect.task  # which may have gone on by the time at which the key is asked for
         make_key = partial(self._key, effect.options.key, task.number, task.generation, effect.step)
-        send = partial(self._send, effect.number, effect.what, effect.detail)
+        words = encodable(f"{effect.call} of {task.described_call}")[:WORDS_CHARACTERS_MAX]
+        send = partial(self._send, effect.number, effect.what, effect.detail, words)
         request = EffectRequest(
             effect.number,
             effect.function,
@@ -405,9 +417,10 @@ class WaitingEffects:
         if self._context.reporter is not None:
             self._context.reporter.effect_failed(self._context.instance_name, effect, error, attempts)
 
-    def _send(self, number: int, what: str, detail: int, raised: bool, value: bytes) -> None:
+    def _send(self, number: int, what: str, detail: int, words: str, raised: bool, value: bytes) -> None:
         """Any thread. Raises UsageError for what is too large."""
-        self._context.outbox.impulses.append_own(_write_result, (number, what, detail, raised, msgspec.Raw(value)))
+        told = number, what, detail, raised, msgspec.Raw(value), words
+        self._context.outbox.impulses.append_own(_write_result, told)
 
     def take(self, result: EffectResult) -> Effect | None:
         """The effect that ``result`` is of, if it is still waited for."""

@@ -390,6 +390,20 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
     def __str__(self) -> str:
         raise NotImplementedError
 
+    def _is_no_value(self, *_: object) -> NoReturn:
+        raise TypeError(f"{self} is to be awaited, and is no value yet: write '(await ...)' around it")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_value
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __and__ = __rand__ = __or__ = __ror__ = _is_no_value
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __contains__ = _is_no_value
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            name
+            if name == "what"
+            else f"{self} has no {name!r}: it is to be awaited, and is no value yet: write '(await ...)' around it"
+        )
+
     def __await__(self) -> Generator[Any, None, T]:
         if not self._is_begun:
             self.begin()

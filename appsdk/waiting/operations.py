@@ -60,6 +60,11 @@ class Owner(HandlerLoop):
     def instance_name(self) -> str:
         raise NotImplementedError
 
+    @property
+    def described_call(self) -> str:
+        """Return its name and arguments as text, without secrets, and without making the arguments anew."""
+        raise NotImplementedError
+
     def begin(self, operation: Operation) -> None:
         """Begin an awaited operation, or take its result from the journal."""
         raise NotImplementedError

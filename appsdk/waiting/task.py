@@ -17,7 +17,14 @@ from uuid import UUID
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.failures import encode_failed, text_of
-from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure, place_of, running
+from immortal.appsdk.calls.user_code import (
+    ControlFlowSignal,
+    describe_arguments,
+    describe_encoded,
+    is_user_failure,
+    place_of,
+    running,
+)
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.log import HandlerLog
@@ -70,6 +77,21 @@ class _Alarm(Timer):
     def complete(self, value: Any, error: BaseException | None = None) -> None:
         super().complete(value, error)
         self.task.ready.append(self._handle)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return ``error``; of asyncio.gather([a, b]), one that says what is wrong."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = None if trace is None else trace.tb_frame.f_code
+    if not isinstance(error, TypeError) or code is None or (code.co_name, code.co_filename) != _GATHER:
+        return error
+    text = "asyncio.gather takes each awaitable as an argument of its own, and no list: asyncio.gather(*[...])"
+    return TypeError(f"{text} ({error})").with_traceback(error.__traceback__)
+
+
+_GATHER = asyncio.gather.__name__, asyncio.gather.__code__.co_filename
 
 
 def _is_of_user(frame: FrameType) -> bool:
@@ -190,6 +212,10 @@ class Task(Owner):
     def described_arguments(self) -> str:
         """Return its arguments as text, without secrets."""
         return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters)
+
+    @property
+    def described_call(self) -> str:
+        return f"{self.name}{describe_encoded(self.arguments, self.handler.signature.parameters, named=False)}"
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -312,7 +338,7 @@ class Task(Owner):
         try:
             value = self.main.result()
         except BaseException as error:
-            return None, error
+            return None, _explained(error)
         for future in self.unbegun.values():
             return None, UsageError(
                 f"{future} was made and never awaited, so it never began: write 'await' in front of it (or "

@@ -373,6 +373,9 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         whole(0, 100_000, "days"),
         says("List executions that have ended so long, and as long as the log at least; 0: none is listed."),
     ] = 30
+    keep_code: Annotated[
+        bool, says("Keep the code of the app beside the log, so that the past is shown by what made it.")
+    ] = True
     app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
     tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
     peers: Annotated[Mapping[str, PeerPlace], says("Where peers are that are no part of the registry, by name.")] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from immortal.coordinator.core.output.output_check import Divergence
 from immortal.protocol import decoding
@@ -13,6 +14,7 @@ from immortal.protocol.peer_frames import PeerFrame, RefusedCode
 from immortal.protocol.safe_output import safe_repr
 from immortal.protocol.system_methods import (
     CANCEL_CALL_METHOD_ID,
+    CLOCK_METHOD_ID,
     EFFECT_METHOD_ID,
     EXECUTED_METHOD_ID,
     FENCING_METHOD_ID,
@@ -64,6 +66,8 @@ class CallText:
         return cls(rpc.method_id, rpc.kind, *_around_name(rpc, is_msgpack, size_max))
 
     def with_method(self, name: str | None) -> str:
+        if self.method_id == EFFECT_METHOD_ID and self.front:  # which says it in the user's words
+            return self.front
         return f"{self.front}{name or f'method {self.method_id}'}{self.behind}"
 
 
@@ -99,23 +103,59 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
         values = None  # a handler with a form of its own
     if not isinstance(values, list):
         return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
+    of = ""
+    if rpc.kind != RpcKind.CALL and values[1:] and isinstance(values[0], str):  # an answer to a client, on its way
+        client, *values = values
+        of = f" of {client}"
     match rpc.kind, values:
         case RpcKind.RETURNED_VALUE, [number, value]:
-            return f"the answer {_clipped(safe_repr(value), size_max)} of ", f" to call {number}"
+            return f"the answer {_clipped(safe_repr(value), size_max)} of ", f" to call {number}{of}"
         case RpcKind.RETURNED_NOTHING, [number]:
-            return "the answer of ", f" to call {number}"
+            return "the answer of ", f" to call {number}{of}"
         case RpcKind.RAISED, [number, error, list(arguments), _]:
             raised = f"{error}({', '.join(map(safe_repr, arguments))})"
-            return "the answer of ", f" to call {number}: it raised {_clipped(raised, size_max)}"
-    if rpc.method_id == EFFECT_METHOD_ID and len(values) == 5:
-        # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value.
-        how = "raised" if values[3] else "returned"
-        return "", f" {str(values[1]).removeprefix('effect ')!r}: it {how} {_clipped(safe_repr(values[4]), size_max)}"
+            return "the answer of ", f" to call {number}{of}: it raised {_clipped(raised, size_max)}"
+    if rpc.method_id == EFFECT_METHOD_ID and len(values) in (5, 6):
+        # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value, its words.
+        how, value = ("raised", _effect_error(values[4])) if values[3] else ("returned", safe_repr(values[4]))
+        if values[5:]:
+            return f"{values[5]} {how} {_clipped(value, size_max)}", ""
+        return "", f" {str(values[1]).removeprefix('effect ')!r}: it {how} {_clipped(value, size_max)}"
+    if rpc.method_id == CLOCK_METHOD_ID and values and isinstance(values[0], int):
+        stepped = f", stepped by {values[2] / 1e9:g} s" if values[2:] and isinstance(values[2], int) else ""
+        return "", f" says {time_text(values[0])}{stepped}"
     waits = ""
     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
         caller, number, *values = values
         waits = f" as call {number} of {caller or 'itself'}"
     return "", f"({_clipped(', '.join(map(safe_repr, values)), size_max)}){waits}"
+
+
+def effect_words(rpc: IncomingRpc) -> str:
+    """Return which effect a result is of, as ``unlock(bike=7) of Ride.ride(17)``; "" where the log does not say it."""
+    try:
+        values = decoding.decode_shown(rpc.arguments) if rpc.method_id == EFFECT_METHOD_ID else None
+    except decoding.DecodeError:
+        return ""
+    return str(values[5]) if isinstance(values, list) and len(values) == 6 else ""
+
+
+def time_text(time_ns: int) -> str:
+    """Return a time in ns since the Unix epoch as ISO 8601 in UTC, to the microsecond."""
+    try:
+        time = datetime.fromtimestamp(time_ns // 1_000_000_000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{time_ns} ns"
+    return f"{time:%Y-%m-%dT%H:%M:%S}.{time_ns % 1_000_000_000 // 1000:06d}Z"
+
+
+def _effect_error(value: object) -> str:
+    match value:
+        case ["", [_, kind, message, *_], *_]:  # an EffectFailed
+            return f"{kind}: {message}"
+        case [name, list(arguments), *_]:
+            return f"{name}({', '.join(map(safe_repr, arguments))})"
+    return safe_repr(value)
 
 
 def _clipped(text: str, size_max: int | None) -> str:

@@ -18,6 +18,7 @@ from msgspec import Struct, field
 from immortal.coordinator.app import secret as app_secret
 from immortal.coordinator.config import AppAuth, InstanceSettings, override
 from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, die_with_parent
+from immortal.protocol import kept_code
 from immortal.protocol.executions import FILE_NAME
 from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.timings import FOLDER_NAME
@@ -110,6 +111,8 @@ def app_command(
         environment[APP_TIMINGS_VARIABLE] = f"{settings.timings_limit_mb << 19}:{settings.folder / FOLDER_NAME}"
     if (days := settings.executions_days) is not None:
         environment[APP_EXECUTIONS_VARIABLE] = f"{days}:{(folder or settings.folder) / FILE_NAME}"
+    if settings.keep_code:
+        environment[kept_code.FOLDER_VARIABLE] = str(settings.folder / kept_code.FOLDER_NAME)
     if settings.app_auth is not AppAuth.NONE:
         environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
     return Command([*PYTHON, "-m", "immortal.appsdk", app, *(["--strict"] if strict else [])], environment)

@@ -59,7 +59,7 @@ from immortal.coordinator.peers.machine_keys import ensure_machine_keys
 from immortal.coordinator.peers.security import insecurity_warning
 from immortal.coordinator.service import process
 from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
-from immortal.protocol import compiled, distribution
+from immortal.protocol import compiled, distribution, kept_code
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
 
@@ -134,6 +134,9 @@ class Coordinator:
                 running=self._clock.running,
             )
         )
+        if store is not None:
+            with contextlib.suppress(OSError):
+                kept_code.forget(settings.folder / kept_code.FOLDER_NAME, store.summary().first_sequence_id)
         self._is_the_instance = False  # this process listens at the instance's addresses
         self._was_ready = False  # an app was recovered, or started for the first time, in this process
         self._error: ImmortalError | None = None

@@ -16,7 +16,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.log import LogReader
 from immortal.protocol import decoding
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
-from immortal.replay.app_process import default_app, write_rows
+from immortal.replay.app_process import own_code, write_rows
 from immortal.replay.errors import LogViewError, never_was
 from immortal.replay.verify import ProvingSink, state_problem
 
@@ -52,23 +52,25 @@ def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id
     name = settings.name
     summary = reader.summary()
     route = plan_route(ReplayPlan(last_sequence_id=last_sequence_id), reader, summary)
-    app = default_app(name, settings.app, summary, route.last_version)
+    own = own_code(settings, summary, route.last_version, last_sequence_id)
     with tempfile.TemporaryDirectory(prefix="immortal-sql-") as folder:
         blob, rows = Path(folder) / "state", Path(folder) / "rows"
         proving = ProvingSink(reader, route)
-        command = AppCommand.of(app, settings=settings)
+        command = AppCommand.of(own.app, settings=settings, code=own.archive)
         result = run_replay(reader, route, command, proving, blob_path=blob)
         if result.failure is not None:
             raise LogViewError(
                 f"the state of {name} can't be had: its replay ends at record {result.failure.sequence_id}, message"
                 f" {result.failure.message_index}: {result.failure.text}"
             )
-        problem = proving.problem(name, result) or (state_problem(reader, route, command) if result.records else "")
+        problem = proving.problem(name, result) or (
+            state_problem(reader, route, command, own.first) if result.records else ""
+        )
         if result.news:
             problem = f"record {result.news[0].sequence_id}, message {result.news[0].message_index} fails now"
         if problem:
             raise LogViewError(never_was(name, problem))
-        write_rows(app, blob, rows)
+        write_rows(own.app, blob, rows, own.archive)
         tables = read_tables(rows)
     as_of = pa.array([last_sequence_id])
     state = tables.get(STATE)

@@ -25,7 +25,7 @@ from immortal.protocol import decoding
 from immortal.protocol.extensions import Origin
 from immortal.protocol.trailer import Trailer
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
-from immortal.replay.app_process import default_app
+from immortal.replay.app_process import default_app, own_code_at_end
 from immortal.replay.errors import LogViewError
 from immortal.replay.result import Sink
 from immortal.replay.trace.messages import Executed, Source, executed
@@ -54,8 +54,8 @@ class ReplayedCauses:
         summary = reader.summary()
         last = None if source.last is None else min(source.last, summary.last_sequence_id)
         route = plan_route(ReplayPlan(last_sequence_id=last, checkpoint_id=self._start(source)), reader, summary)
-        app = default_app(instance, settings.app, summary, route.last_version)
-        command = AppCommand.of(app, settings=settings)
+        own = own_code_at_end(settings, summary, route)
+        command = AppCommand.of(own.app, settings=settings, code=own.archive)
         sink = _CausesSink(self._folder, instance)
         try:
             result = run_replay(reader, route, command, sink)

@@ -215,7 +215,8 @@ class _TraceEvents:
             "position": message.position,
             "size_bytes": message.size_bytes,
         }
-        yield {"ph": "X", "name": message.method, **self._at(at_ns, width_ns), **receiver, "args": arguments}
+        name = message.effect_words or message.method
+        yield {"ph": "X", "name": name, **self._at(at_ns, width_ns), **receiver, "args": arguments}
         arrow = {"cat": "call", "name": "call", "id": f"{message.instance}/{message.sequence_id}:{message.index}"}
         yield {"ph": "s", **arrow, **self._at(message.sent_ns), **sender}
         yield {"ph": "f", "bp": "e", **arrow, **self._at(at_ns), **receiver}

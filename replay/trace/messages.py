@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import Struct, field
 
-from immortal.coordinator.core.formatting import Methods, method_name
+from immortal.coordinator.core.formatting import Methods, effect_words, method_name
 from immortal.coordinator.log import LogReader
 from immortal.coordinator.log.record_decoder import DecodedMessage, DecodedRecord, read_record
 from immortal.protocol import decoding
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.protocol.system_methods import CLOCK_METHOD_ID, EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 from immortal.replay.trace.timings import MessageTiming, RecordTiming, Timings
 
-CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3  # of the SDK
 CLIENTS = "clients"
 OUTSIDE = "outside"
 """As a caller: who sent impulses, or the initial message."""
@@ -48,6 +48,7 @@ class Executed(Struct, frozen=True):
 
     ``waiter``: (who waits for its answer, the number of the call there). ``answers``: (who answered, to whom, the
     number). ``effect``: the number of the effect whose result it is. ``told_ns``: what a message of the clock says.
+    ``effect_words``: which effect that was, for people.
     ``trace_context``: that a client gave, or "". ``width_ns``: its share of the time until the next record;
     None where nothing says it. ``timing``: what was noted of it, if anything.
     """
@@ -68,6 +69,7 @@ class Executed(Struct, frozen=True):
     answers: tuple[str, str, int] | None = None
     trace_context: str = ""
     effect: int | None = None
+    effect_words: str = ""
     told_ns: int | None = None
     timing: MessageTiming | None = None
 
@@ -125,6 +127,7 @@ def executed(source: Source, record: DecodedRecord, next_ns: int | None) -> Iter
             answers,
             message.source.trace_context,
             _own_number(rpc, EFFECT_METHOD_ID),
+            "" if rpc is None else effect_words(rpc),
             _own_number(rpc, CLOCK_METHOD_ID),
             None if timing is None else _timing(timing, message, index, time_ns),
         )

@@ -122,6 +122,7 @@ class Spans:
             "immortal.position": message.position,
             "immortal.arguments_size_bytes": message.size_bytes,
             "immortal.moment": moment_path(message.instance, message.sequence_id, message.index),
+            **_effect_attribute(message),
         }
         timing = message.timing
         arrived_ns = None if timing is None else timing.arrived_ns
@@ -198,6 +199,7 @@ class Spans:
             "immortal.record": message.sequence_id,
             "immortal.message": message.index,
             "immortal.moment": moment_path(message.instance, message.sequence_id, message.index),
+            **(_effect_attribute(message) if kind == "effect" else {}),
         }
         return Span(
             message.instance,
@@ -224,6 +226,10 @@ class Spans:
         span_id = handler_id(message.caller, *cause)
         trace_id = self._traces.get(span_id)
         return (span_id, trace_id) if trace_id is not None else (None, None)
+
+
+def _effect_attribute(message: Executed) -> dict[str, str]:
+    return {"immortal.effect": message.effect_words} if message.effect_words else {}
 
 
 # What ``async def`` handlers wait for: when an effect or a timer began, which no log says, but a replay does.

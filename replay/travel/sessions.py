@@ -23,7 +23,7 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
-from immortal.replay.app_process import code_environment, default_app
+from immortal.replay.app_process import OwnCode, code_environment, own_code
 from immortal.replay.errors import ReplayError
 from immortal.replay.travel.traveller import MomentExplorer
 
@@ -41,25 +41,39 @@ class Sessions:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._lock = threading.Lock()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[_Key, _Session] = {}
 
     def ask(self, name: str, what: str, **given: Any) -> Any:
-        """The answer of the instance's process, which is started for it. Raises ReplayError."""
-        session = self._session(name)
+        """The answer of a process that has the code of the record in question, and is started for it.
+
+        Raises ReplayError.
+        """
+        key = name, self.code_of(name, given.get("record", given.get("last")))
+        session = self._session(key)
         try:
             return session.ask(what, given)
         except _EndedError as error:
-            self.end(name, session)
+            self._end(lambda other: self._sessions.get(other) is session)
             raise ReplayError(str(error)) from None
 
-    def end(self, name: str, session: _Session | None = None) -> None:
-        """End a session's process: one that is started later has today's code."""
+    def code_of(self, name: str, record: int | None) -> OwnCode:
+        """Return what handled a record; None: the last one. Raises ReplayError, LogError."""
+        settings = Registry(self._home).load(name)
+        with own_logs.open_reader(settings, check=False) as reader:
+            summary = reader.summary()
+        record = summary.last_sequence_id if record is None else record
+        versions = [start.version for start in summary.versions if start.sequence_id < record]
+        return own_code(settings, summary, versions[-1] if versions else 1, record)
+
+    def end(self, name: str) -> None:
+        """End an instance's processes: those that are started later have today's code."""
+        self._end(lambda key: key[0] == name)
+
+    def _end(self, is_meant: Callable[[_Key], bool]) -> None:
         with self._lock:
-            found = self._sessions.get(name)
-            if found is None or session not in (None, found):
-                return
-            del self._sessions[name]
-        found.close()
+            ended = [self._sessions.pop(key) for key in list(self._sessions) if is_meant(key)]
+        for session in ended:
+            session.close()
 
     def close(self) -> None:
         with self._lock:
@@ -67,25 +81,28 @@ class Sessions:
         for session in sessions:
             session.close()
 
-    def _session(self, name: str) -> _Session:
+    def _session(self, key: _Key) -> _Session:
         closed: list[_Session] = []
         with self._lock:
             now_s = time.monotonic()
             for other, one in list(self._sessions.items()):
                 if now_s - one.used_s > IDLE_S and not one.is_busy:
                     closed.append(self._sessions.pop(other))
-            session = self._sessions.get(name)
+            session = self._sessions.get(key)
             if session is None:
                 if len(self._sessions) >= SESSIONS_MAX:
                     idle = [(one.used_s, other) for other, one in self._sessions.items() if not one.is_busy]
                     if not idle:
                         raise ReplayError(f"{SESSIONS_MAX} replays are at work: try again when one of them is done")
                     closed.append(self._sessions.pop(min(idle)[1]))
-                session = self._sessions[name] = _Session(self._home, name)
+                session = self._sessions[key] = _Session(self._home, *key)
             session.used_s = now_s
         for one in closed:
             one.close()
         return session
+
+
+_Key = tuple[str, OwnCode]  # an instance, and what replays its records
 
 
 class _EndedError(Exception):
@@ -93,15 +110,15 @@ class _EndedError(Exception):
 
 
 class _Session:
-    def __init__(self, home: Path, name: str) -> None:
+    def __init__(self, home: Path, name: str, code: OwnCode) -> None:
         self._lock = threading.Lock()
         self.used_s = time.monotonic()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-        environment |= code_environment(None)
+        environment |= code_environment(code.archive)
         environment.setdefault(MEMORY_VARIABLE, str(MEMORY_MB))
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "immortal.replay.travel.sessions", str(home), name],
+            [sys.executable, "-P", "-m", "immortal.replay.travel.sessions", str(home), name, code.app],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -184,7 +201,7 @@ class Question(msgspec.Struct):
     given: dict[str, Any] = msgspec.field(name="with", default={})
 
 
-def main(home: str, name: str) -> None:
+def main(home: str, name: str, app: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     memory_bytes = int(os.environ.get(MEMORY_VARIABLE, "2048")) << 20
@@ -197,7 +214,7 @@ def main(home: str, name: str) -> None:
         for line in sys.stdin.buffer:
             try:
                 if traveller is None:
-                    traveller = _traveller(Registry(home).load(name), stack)
+                    traveller = _traveller(Registry(home).load(name), app, stack)
                 _answer(answers, {"answer": _asked(traveller, decoding.decode_json(line, type=Question))})
             except (ImmortalError, AppError) as error:
                 _answer(answers, {"error": str(error)})
@@ -208,13 +225,18 @@ def main(home: str, name: str) -> None:
                 _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
-def _traveller(settings: InstanceSettings, stack: ExitStack) -> MomentExplorer:
-    """Raises LogError, ReplayError, AppError."""
+def _traveller(settings: InstanceSettings, app: str, stack: ExitStack) -> MomentExplorer:
+    """``app``: of an older version it may be gone, and today's class has it in its chain. Raises LogError, ReplayError,
+    AppError.
+    """
     reader = own_logs.open_reader(settings)
     try:
-        summary = reader.summary()
-        version = summary.versions[-1].version if summary.versions else 1
-        made = MomentExplorer(reader, default_app(settings.name, settings.app, summary, version))
+        try:
+            made = MomentExplorer(reader, app)
+        except ReplayError:
+            if settings.app in (None, app):
+                raise
+            made = MomentExplorer(reader, str(settings.app))
     except BaseException:
         reader.close()
         raise
@@ -242,4 +264,4 @@ def _answer(answers: IO[bytes], answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -30,6 +30,7 @@ from immortal.replay.travel.values import (
     same,
     shown,
     steps_of,
+    text_at,
     text_of,
     value_at,
 )
@@ -66,8 +67,8 @@ class MomentExplorer:
         """A question: its time runs from here."""
         self._end_s = time.monotonic() + QUESTION_S
 
-    def overview(self) -> Values:
-        """The records that can be gone to, and the checkpoints on the way."""
+    def overview(self, record: int = 0) -> Values:
+        """The records that can be gone to, and the checkpoints on the way, by the code of ``record``."""
         summary = self._source.summary()
         usable = usable_checkpoints(summary)
         return {
@@ -387,7 +388,7 @@ def _position(checkpoint: CheckpointHeader, destination: str) -> int:
 
 def _change(path: str, old: Any, new: Any) -> Values:
     def text(value: Any) -> str | None:
-        return None if repr(value) == "ABSENT" else text_of(value)
+        return None if repr(value) == "ABSENT" else text_at(path, value)
 
     return {"path": path, "old": text(old), "new": text(new)}
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
 from immortal.appsdk.dispatch.delivery import Delivery
@@ -54,6 +55,10 @@ class Walk:
         self._eyes = WatcherHolder()
         self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True, make_delivery=self._eyes.make_delivery)
         route = plan_route(plan, source, summary)
+        later = [start for start in route.versions if start.version > definition.version]
+        self._upgrade = later[0] if later else None  # it takes other code, which shows what comes then
+        if later:
+            route = replace(route, versions=route.versions[: route.versions.index(later[0])])
         self._session = ReplaySession(source.identity.instance_name, summary, route)
         self._proving = ProvingSink(source, route)
         self._values: Iterator[bytes] | None = None
@@ -112,6 +117,12 @@ class Walk:
             raise ReplayError(never_was(name, problem))
 
     def _step(self) -> None:
+        upgrade = self._upgrade
+        if upgrade is not None and self.reached >= upgrade.sequence_id:
+            raise ReplayError(
+                f"from record {self.reached + 1} on version {upgrade.version} handled the log, whose code shows these"
+                " records alone: go there, and ask again"
+            )
         if self._values is None:
             self._values = self._source.values(self.reached + 1)
         value = next(self._values, None)

@@ -104,8 +104,8 @@ def test_methods_have_names_and_arguments_values(folder: Path) -> None:
         "Reader.line('none', {'a': b'\\x00\\xff'})",
         "the answer of Counter.count to call 4: it raised Missing('none')",
     ]
-    assert texts[4].startswith("the result of an effect 'rate': it returned ")
-    assert any(text.startswith("the clock(") for text in texts[5:])
+    assert texts[4] == "rate(word='none') of Reader.line('none', {'a': b'\\x00\\xff'}) returned 0.25"
+    assert any(text.startswith("the clock says ") for text in texts[5:])
 
 
 def test_as_json(folder: Path) -> None:

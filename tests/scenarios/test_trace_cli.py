@@ -183,6 +183,8 @@ def test_effects_and_timers_have_spans_with_the_handler_that_began_them(shop: Pa
         for span in some:
             assert int(span["endTimeUnixNano"]) >= int(span["startTimeUnixNano"])
             assert attribute(span, "began_record") < attribute(span, "record")
+            if name != "timer":
+                assert attribute(span, "effect").startswith("charge(cents=")
             assert attribute(span, "moment") == f"/i/shop/travel?at={attribute(span, 'record')}:0"
     timers = [span for span in found if span["name"] == "timer"]
     assert all(int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]) >= 30_000_000 for span in timers)

@@ -387,6 +387,19 @@ def test_a_timeline(shown: Browser) -> None:
     assert page.locator("tbody tr").count() > 1
 
 
+def test_no_tab_of_a_narrow_page_is_cut(shown: Browser) -> None:
+    usual = shown.page.viewport_size
+    shown.page.set_viewport_size({"width": 390, "height": 800})
+    try:
+        tabs = shown.go("/i/desk/what-if").locator(".tabs a")
+        boxes = [tabs.nth(number).bounding_box() for number in range(tabs.count())]
+        assert max(box["x"] + box["width"] for box in boxes if box is not None) <= 390
+        assert tabs.locator("xpath=self::*[@aria-current]").inner_text() == "What if"
+    finally:
+        if usual is not None:
+            shown.page.set_viewport_size(usual)
+
+
 def test_a_click_on_the_timeline_opens_a_message(shown: Browser) -> None:
     page = shown.go("/i/ledger/timeline?lanes=ledger&method=book")
     page.wait_for_load_state("networkidle")
@@ -778,6 +791,7 @@ def test_a_timeline_of_what_is_looked_for(shown: Browser) -> None:
     assert [[one[5] for one in lane["messages"]] for lane in lanes] == [["Desk.add"], ["Ledger.book"]]
     ((_, _, time_us, sent_us, sender, *_),) = lanes[1]["messages"]
     assert (sender, sent_us <= time_us) == (0, True)
+    assert all(lane["all"] for lane in lanes), "an empty lane tells a window without messages from an empty log"
     status, text, _ = shown.server.ask(f"{asked}&re=(")
     assert (status, "no regular expression" in text) == (422, True)
     assert json.loads(shown.server.ask(f"/i/desk/timeline.json?lanes=spare&{whole}")[1])["lanes"][0]["problem"]

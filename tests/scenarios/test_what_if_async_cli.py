@@ -165,12 +165,17 @@ def test_another_call_for_one_order_waits_for_what_the_log_does_not_have(shop: S
         ("missing", "Stock.release('o-1')"),
         ("missing", f"Stock.packed('o-1', {shop.tokens['o-1']})"),
     }
-    waits_for = values["unanswered"][0].pop("waits_for")
-    assert values["unanswered"] == [{"handler": "place", "arguments": ["o-1", 2]}]
-    assert waits_for.startswith("call pay.charge (arguments ")
+    waits_for = "call pay.charge"
+    assert values["unanswered"] == [{"handler": "place", "arguments": ["o-1", 2], "waits_for": waits_for}]
     assert {each["path"] for each in values["state"]} == {"done['o-1']", "$waiting"}
     said = shop.text(another).splitlines()
     assert f'place("o-1", 2) waits for an answer that the log does not have: {waits_for}' in said
+    head = next(
+        number for number, line in enumerate(said) if line.startswith("Orders.place('o-1', 2), which began at ")
+    )
+    assert all("o-1" in line or "to call " in line for line in said[head + 1 : head + 4]), "calls of one execution"
+    assert said[head + 1].startswith("  record ")
+    assert any(line.strip() == '$waiting: was absent; would be [place("o-1", 2)]' for line in said)
     assert said[-1] == f"different: 4 calls and the state; {values['equal']:,} calls are the same"
 
 

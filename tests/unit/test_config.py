@@ -90,7 +90,7 @@ def test_all_fields(tmp_path: Path) -> None:
             " checkpoint_age_s, kills_before_verdict,"
             " replay_check, rpc_limit_mb, nesting_max, spill_limit_mb, log_limit_mb, disk_free_mb, metrics,"
             " metrics_token_file, metrics_certificate_file, metrics_key_file, timings_limit_mb,"
-            " keep_executions_days, app,"
+            " keep_executions_days, keep_code, app,"
             " tuning, peers, peer_keys, client_keys",
         ),
         (

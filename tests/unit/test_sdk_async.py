@@ -349,6 +349,14 @@ class Teller(Base):
             raise InsufficientFunds("undeclared", 1)
         elif kind == "gather foreign":
             await asyncio.gather(5)  # type: ignore[call-overload]
+        elif kind == "gather list":
+            await asyncio.gather([self.bank.nothing(), self.bank.nothing()])  # type: ignore[call-overload]
+        elif kind == "added":
+            self.bank.nothing() + 2  # type: ignore[operator]
+        elif kind == "attribute":
+            print(self.bank.nothing().amount)  # type: ignore[attr-defined]
+        elif kind == "too many":
+            await self.bank.nothing(1, 2)  # type: ignore[call-arg]
         elif kind == "race nobody":
             await immortal.race()
         elif kind == "lost":
@@ -757,6 +765,10 @@ def test_continue_as_beside_others_ends_them_first(two: WaitingInstances) -> Non
         ("argument", ["Bank.credit: parameter 'amount' (a object) can't be encoded"]),
         ("own raises", ["Teller.wrong raised InsufficientFunds"]),
         ("gather foreign", ["TypeError", "awaitable is required"]),
+        ("gather list", ["TypeError: asyncio.gather takes each awaitable as an argument of its own", "gather(*[...])"]),
+        ("added", ["TypeError: call bank.nothing is to be awaited, and is no value yet: write '(await ...)'"]),
+        ("attribute", ["AttributeError: call bank.nothing has no 'amount': it is to be awaited"]),
+        ("too many", ["TypeError: Bank.nothing(", "too many positional arguments; it was called with 2 arguments"]),
         ("race nobody", ["nothing takes part"]),
         ("lost", ["Teller.wrong raised CancelledError"]),
         ("each other", ["Teller.wrong raised UsageError", "wait for each other"]),

@@ -178,7 +178,7 @@ def test_each_handler_says_what_it_waits_for_and_where(two: WaitingInstances) ->
     (wait,) = asking["waits"]
     assert (wait["kind"], wait["to"], wait["for"]) == ("call", "clerk", "call clerk.slow")
     (wait,) = fetching["waits"]
-    assert (wait["kind"], wait["for"], wait["attempt"]) == ("effect", "effect fetch", 0)
+    assert (wait["kind"], wait["for"], wait["attempt"]) == ("effect", "effect fetch(url='http://c')", 0)
     (called,) = listed(two, "clerk")
     assert (called["caller"], called["call_number"]) == ("desk", asking["waits"][0]["number"])
 

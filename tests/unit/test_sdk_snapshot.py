@@ -161,13 +161,13 @@ def grown(life: Life) -> list[JournalGrew]:
     return [event for event in life.events if isinstance(event, JournalGrew)]
 
 
-def test_a_journal_that_grows_is_told_of_and_again_when_it_has_doubled() -> None:
+def test_journals_that_grow_are_told_of_and_again_when_they_have_doubled() -> None:
     life = first_start(Polling)
-    life.give(logged(1, [call(1, JOURNAL_RESULTS_MANY - 1)]) + TAKE)
+    life.give(logged(1, [call(1, JOURNAL_RESULTS_MANY - 200)]) + TAKE)
     assert grown(life) == []
-    life.give(logged(2, [call(1, JOURNAL_RESULTS_MANY)]) + TAKE + TAKE)
-    life.give(logged(3, [call(1, 2 * JOURNAL_RESULTS_MANY - 1)]) + TAKE)
+    life.give(logged(2, [call(1, 200)]) + TAKE + TAKE)
+    life.give(logged(3, [call(1, JOURNAL_RESULTS_MANY - 200)]) + TAKE)
     (one,) = grown(life)
-    assert (one.handler, one.results_count) == ("Polling.poll", JOURNAL_RESULTS_MANY)
-    life.give(logged(4, [call(1, 2 * JOURNAL_RESULTS_MANY)]) + TAKE)
+    assert (one.handler, one.tasks_count, one.results_count) == ("Polling.poll", 2, JOURNAL_RESULTS_MANY)
+    life.give(logged(4, [call(1, 200)]) + TAKE)
     assert grown(life)[1].results_count == 2 * JOURNAL_RESULTS_MANY

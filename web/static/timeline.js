@@ -6,7 +6,7 @@
 (() => {
   const canvas = document.getElementById("timeline");
   if (!canvas) return;
-  const LANE = 74, TOP = 26, LEFT = 108, RIGHT = 16, GAP = 18, RADIUS = 3;
+  const LANE = 74, TOP = 26, LEFT = 108, RIGHT = 16, GAP = 54, RADIUS = 3, LETTER = 6.2;
   const { path, lanes: laneText, query } = canvas.dataset;
   const lanes = laneText.split(",");
   const origin = BigInt(canvas.dataset.first);
@@ -96,6 +96,9 @@
     context.fillStyle = css("--bg");
     segments.slice(1).forEach((one) => context.fillRect(one.x - GAP + 3, 0, GAP - 6, height));
     context.fillStyle = dim;
+    context.textAlign = "center";
+    segments.slice(1).forEach((one, i) => context.fillText(span(one.from - segments[i].to), one.x - GAP / 2, height - 12));
+    context.textAlign = "start";
     context.strokeStyle = line;
     for (const one of segments) {
       const ticks = Math.floor(one.width / 140), step = (one.to - one.from) / ticks;
@@ -124,7 +127,12 @@
           context.fillText(lane.problem.slice(0, 120), LEFT, yOf(number) - 12);
         } else if (lane.messages) {
           drawMessages(lane.messages, number, accent);
-        } else {
+        }
+        if (lane.problem) return;
+        if (!(lane.messages ? dots.some((dot) => dot.lane === number) : lane.records)) {
+          context.fillStyle = dim;
+          context.fillText(empty(lane), LEFT + 6, yOf(number) - 12);
+        } else if (!lane.messages) {
           const step = (known.to - known.from) / lane.counts.length;
           context.fillStyle = accent;
           lane.counts.forEach((count, i) => {
@@ -166,6 +174,27 @@
     for (const { x, y, lane: its } of dots) if (its === lane) { context.moveTo(x + RADIUS, y); context.arc(x, y, RADIUS, 0, 7); }
     context.fill();
     context.globalAlpha = 1;
+    label(lane);
+  }
+  /* What a message is, above its dot; of some that are close the first that is not the clock's. */
+  function label(lane) {
+    context.fillStyle = css("--ink");
+    const groups = [];
+    for (const dot of dots.filter((one) => one.lane === lane).sort((one, other) => one.x - other.x)) {
+      const last = groups[groups.length - 1];
+      if (last && dot.x - last[0].x < 9 * LETTER) last.push(dot);
+      else groups.push([dot]);
+    }
+    groups.forEach((group, i) => {
+      const { x, y } = group[0], { one } = group.find((dot) => !dot.one[6].startsWith("the clock")) || group[0];
+      const next = i + 1 < groups.length ? groups[i + 1][0].x : width - RIGHT;
+      const letters = Math.min(40, Math.floor((next - x - 4) / LETTER));
+      if (letters >= 5) context.fillText(one[6].length > letters ? `${one[6].slice(0, letters - 1)}…` : one[6], x - RADIUS, y - 14);
+    });
+  }
+  function empty(lane) {
+    if (lane.records && lane.messages) return lane.messages.length ? "its messages are outside of this window" : "no message here passes the filter";
+    return lane.records ? "" : lane.all ? "no message in this time; its log has others" : "its log has no record";
   }
 
   let due = 0;

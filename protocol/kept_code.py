@@ -1,0 +1,127 @@
+"""Code kept beside a log: an archive for each digest, and an index of which ran from which record on.
+
+The app writes both as it begins to work; replays of older records read them, and a coordinator removes what its log no
+longer reaches back to. The folder is the instance's own, with its keys in it, so what runs from here is as trusted as
+these are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from immortal.protocol import decoding
+from immortal.protocol.files import make_folder, open_beside
+
+FOLDER_NAME = "code"
+FOLDER_VARIABLE = "IMMORTAL_KEPT_CODE"
+"""Where an app keeps its code; missing: it keeps none."""
+SOURCES_SIZE_BYTES_MAX = 8 << 20  # of one app: a larger one is not kept
+STARTS_MAX = 200  # the oldest are forgotten: a developer saves often
+
+_INDEX = "index.json"
+_ENTRY_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal sources are equal archives
+
+
+class CodeStart(msgspec.Struct, frozen=True):
+    """``digest``: of the code that handles the log from the record ``first`` on, until the next one. ``app``:
+    "module:Class". ``files``: the SHA-256 of each source, by its path where it ran.
+    """
+
+    first: int
+    digest: str
+    app: str
+    files: dict[str, str] = {}
+
+    def archive(self, folder: Path) -> Path:
+        return folder / f"{self.digest}.zip"
+
+    def is_on_disk(self) -> bool:
+        """Tell whether all of its files are still what they were."""
+        with contextlib.suppress(OSError):
+            return all(hashlib.sha256(Path(file).read_bytes()).hexdigest() == sha for file, sha in self.files.items())
+        return False
+
+
+def starts(folder: Path) -> list[CodeStart]:
+    """Read the index, oldest first; empty where there is none that can be read."""
+    try:
+        return decoding.decode_json((folder / _INDEX).read_bytes(), type=list[CodeStart])
+    except (OSError, decoding.DecodeError):
+        return []
+
+
+def code_at(folder: Path, sequence_id: int) -> CodeStart | None:
+    """Return the code that handled a record; None where it is not kept."""
+    found = [start for start in starts(folder) if start.first <= sequence_id]
+    return found[-1] if found and found[-1].archive(folder).is_file() else None
+
+
+def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first: int) -> bool:
+    """Keep the code that handles the log from the record ``first`` on: name in the archive to (path, source).
+
+    What was noted of records behind that is forgotten: the log was cut, or is another one. Returns False for what is
+    too large. Raises OSError.
+    """
+    if sum(len(source) for _, source in sources.values()) > SOURCES_SIZE_BYTES_MAX:
+        return False
+    import zipfile  # a MiB of each coordinator, which only removes archives
+
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        folders = {f"{parent}/" for source in sources for parent in _parents(source)}
+        for name in sorted(folders | set(sources)):
+            content = b"" if name.endswith("/") else sources[name][1]
+            archive.writestr(zipfile.ZipInfo(name, _ENTRY_TIME), content, zipfile.ZIP_DEFLATED)
+    names = "".join(f"{name} {hashlib.sha256(source).hexdigest()}\n" for name, (_, source) in sorted(sources.items()))
+    digest = hashlib.sha256(names.encode()).hexdigest()
+    files = {path: hashlib.sha256(source).hexdigest() for path, source in sources.values()}
+    known = [start for start in starts(folder) if start.first < first]
+    start = CodeStart(first, digest, app, files)
+    if known and (known[-1].digest, known[-1].app, known[-1].files) == (digest, app, files):
+        start = known.pop()
+    make_folder(folder)
+    if not start.archive(folder).is_file():
+        _write(start.archive(folder), packed.getvalue())
+    _write_index(folder, [*known, start])
+    return True
+
+
+def forget(folder: Path, first_sequence_id: int) -> None:
+    """Remove the code that handled no record from ``first_sequence_id`` on. Raises OSError."""
+    known = starts(folder)
+    behind = [start for start in known if start.first <= first_sequence_id]
+    if len(behind) > 1:
+        _write_index(folder, known[len(behind) - 1 :])
+
+
+def _parents(name: str) -> list[str]:
+    return ["/".join(name.split("/")[:count]) for count in range(1, name.count("/") + 1)]
+
+
+def _write_index(folder: Path, known: Sequence[CodeStart]) -> None:
+    known = known[-STARTS_MAX:]
+    _write(folder / _INDEX, msgspec.json.encode(known))
+    kept = {start.archive(folder).name for start in known}
+    for file in folder.glob("*.zip"):
+        if file.name not in kept:
+            file.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor, temporary = open_beside(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
