@@ -265,6 +265,7 @@ class _Shortener(reprlib.Repr):
         return super().repr_dict(shown, level)
 
 
+_SHORT_INTEGER = 10**18
 _shortener = _Shortener()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARACTERS_MAX
 _shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxset = ARGUMENT_ITEMS_MAX
@@ -289,9 +290,18 @@ def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True
         return "(...)"
     parts = []
     for one, name in zip_longest(values, islice(names, len(values)), fillvalue=""):
-        value = HIDDEN if SECRET.search(name) else _shortener.repr(one)
+        value = HIDDEN if SECRET.search(name) else _short(one)
         parts.append(f"{name}={value}" if named and name else value)
     return f"({', '.join(parts)})"
+
+
+def _short(value: Any) -> str:
+    """Return the value as text, as the shortener does, which is slow at the short values that most are."""
+    if (type(value) is str and len(value) < _shortener.maxstring - 2) or type(value) in (bool, float, type(None)):
+        return repr(value)
+    if type(value) is int and -_SHORT_INTEGER < value < _SHORT_INTEGER:
+        return repr(value)
+    return _shortener.repr(value)
 
 
 def place_of(frame: FrameType) -> str:

@@ -24,7 +24,7 @@ import msgspec
 
 from immortal.appsdk.calls.codec import ArgumentCodec, check_value, encoder, signature_of
 from immortal.appsdk.calls.failures import argument_mismatch
-from immortal.appsdk.calls.user_code import copy_of, is_user_failure, user_traceback
+from immortal.appsdk.calls.user_code import copy_of, describe_encoded, is_user_failure, user_traceback
 from immortal.appsdk.errors import DefinitionError, EffectFailed, UsageError
 from immortal.appsdk.state.journal import declared_name, decode_raised, encode_raised
 from immortal.protocol import decoding
@@ -190,6 +190,10 @@ class EffectFunction:
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Decode arguments by position and by name."""
         return self.codec.apart(self.codec.decode(encoded))
+
+    def describe(self, encoded: bytes) -> str:
+        """Return the call as text, without secrets: ``unlock(bike=7)``."""
+        return f"{self.name}{describe_encoded(encoded, self.codec.signature.parameters)}"
 
     def encode_result(self, value: Any) -> bytes:
         """Raises TypeError for what is not what its annotation says."""

@@ -97,6 +97,9 @@ class _Step(EffectFunction):
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self._body,), {}
 
+    def describe(self, encoded: bytes) -> str:
+        return f"{self.name}()"
+
     def encode_result(self, value: Any) -> bytes:
         try:
             return encode_value(value)

@@ -15,7 +15,7 @@ import msgspec
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import make_writer
-from immortal.appsdk.calls.user_code import describe_encoded, handed_to
+from immortal.appsdk.calls.user_code import handed_to
 from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner, encodable
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Handler
@@ -276,11 +276,6 @@ class Effect(Operation):
         self.detail = crc64(self.encoded)
         self.task.begin(self)
 
-    @property
-    def call(self) -> str:
-        """The call as text, without secrets: ``unlock(bike=7)``."""
-        return f"{self.function.name}{describe_encoded(self.encoded, self.function.codec.signature.parameters)}"
-
     def decode(self, value: bytes) -> Any:
         return self.function.decode_result(value)
 
@@ -387,7 +382,7 @@ class WaitingEffects:
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
         task = effect.task  # which may have gone on by the time at which the key is asked for
         make_key = partial(self._key, effect.options.key, task.number, task.generation, effect.step)
-        words = encodable(f"{effect.call} of {task.described_call}")[:WORDS_CHARACTERS_MAX]
+        words = encodable(f"{effect.function.describe(effect.encoded)} of {task.described_call}")[:WORDS_CHARACTERS_MAX]
         send = partial(self._send, effect.number, effect.what, effect.detail, words)
         request = EffectRequest(
             effect.number,

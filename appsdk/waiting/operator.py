@@ -108,7 +108,8 @@ def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     if isinstance(operation, Effect):
         request = tasks.effects.request(operation.number)
         attempt, failure = (0, "") if request is None else (request.attempt, request.failure)
-        return values | {"kind": "effect", "for": f"effect {operation.call}", "attempt": attempt, "failure": failure}
+        what = f"effect {operation.function.describe(operation.encoded)}"
+        return values | {"kind": "effect", "for": what, "attempt": attempt, "failure": failure}
     return values | {"kind": "other"}
 
 

@@ -589,7 +589,7 @@ def test_a_failure_of_the_search_keeps_no_app_from_running(
     assert run_to_status(app, None, options=RunOptions()) == EXIT_FAILED  # no address: it came as far as that
     assert f"app Counter: warning: {failed}\n" in capsys.readouterr().err
     assert run_to_status(app, None, options=RunOptions(strict=True)) == EXIT_NOT_RUNNABLE
-    assert f"app Counter: {failed} (--strict: " in capsys.readouterr().err
+    assert f"\n  {failed} (--strict: " in capsys.readouterr().err
 
 
 ROOT = Path(__file__).parents[2]
