@@ -221,6 +221,8 @@ Result = TypeVar("Result")
 
 ARGUMENT_CHARACTERS_MAX = 200
 ARGUMENT_ITEMS_MAX = 8
+BYTES_SHOWN = 32
+DESCRIBED_SIZE_BYTES_MAX = 64 << 10  # of encoded arguments: larger ones are not decoded to be shown
 
 # The second where a module is compiled.
 _OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("immortal", "appsdk", ""))
@@ -235,7 +237,7 @@ HIDDEN = "***"
 
 _SEARCHED_CHARACTERS_MAX = 10_000
 _named_value = re.compile(
-    r"""(?P<name>\w+)(?P<sign>['"]?\s*[=:]\s*)(?P<value>b?'(?:[^'\\]|\\.)*'|b?"(?:[^"\\]|\\.)*"|[^,)}\]]+)"""
+    r"""(?<!\w)(?P<name>\w++)(?P<sign>['"]?\s*[=:]\s*)(?P<value>b?'(?:[^'\\]|\\.)*'|b?"(?:[^"\\]|\\.)*"|[^,)}\]]+)"""
 )
 
 
@@ -260,12 +262,16 @@ class _Shortener(reprlib.Repr):
             return super().repr_instance(value, level)
         return super().repr_instance(value, level)
 
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value) if len(value) <= BYTES_SHOWN else f"{value[:BYTES_SHOWN]!r}..."
+
     def repr_dict(self, value: dict[Any, Any], level: int) -> str:
         shown = {key: _Text(HIDDEN) if SECRET.search(str(key)) else one for key, one in value.items()}
         return super().repr_dict(shown, level)
 
 
 _SHORT_INTEGER = 10**18
+_PLAIN = (bool, float, type(None))
 _shortener = _Shortener()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARACTERS_MAX
 _shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxset = ARGUMENT_ITEMS_MAX
@@ -284,6 +290,8 @@ def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = ()) -> s
 
 def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True) -> str:
     """Return encoded arguments as text, each behind its name, as :func:`describe_arguments`; none is made anew."""
+    if len(encoded) > DESCRIBED_SIZE_BYTES_MAX:
+        return f"(... {len(encoded):,} bytes)"
     try:
         values = decoding.decode_shown(encoded, type=list[Any])
     except decoding.DecodeError:
@@ -297,7 +305,7 @@ def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True
 
 def _short(value: Any) -> str:
     """Return the value as text, as the shortener does, which is slow at the short values that most are."""
-    if (type(value) is str and len(value) < _shortener.maxstring - 2) or type(value) in (bool, float, type(None)):
+    if type(value) in _PLAIN or (type(value) in (str, bytes) and len(value) <= BYTES_SHOWN):
         return repr(value)
     if type(value) is int and -_SHORT_INTEGER < value < _SHORT_INTEGER:
         return repr(value)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
@@ -36,8 +37,12 @@ from immortal.appsdk.client.proxies import (
     with_timeout,
     with_traceparent,
 )
+from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.definition import definition_of
+from immortal.protocol import executions as listed
+from immortal.protocol import shared_registry
 from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX
+from immortal.protocol.executions import Execution, ExecutionsError
 
 __all__ = [
     "CallCancelled",
@@ -49,11 +54,14 @@ __all__ = [
     "ClientClosed",
     "ClientError",
     "Connector",
+    "Execution",
+    "ExecutionsError",
     "Handle",
     "NotConnectable",
     "OutcomeUnknown",
     "ReplyGone",
     "connect",
+    "executions",
     "handle",
     "start",
     "with_key",
@@ -176,3 +184,43 @@ def connect(
     finder = Finder(instance, home, tuple(endpoints), tuple(server_keys), identity, insecure)
     trace_context = "" if traceparent is None else trace_context_of(traceparent)
     return Connector(cls, finder, client_id, timeout, trace_context)
+
+
+def executions(
+    name: str,
+    /,
+    *,
+    where: Mapping[str, object] | None = None,
+    handler: str = "",
+    state: str = "",
+    caller: str | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    text: str = "",
+    limit: int = 100,
+    home: str | os.PathLike[str] | None = None,
+) -> list[Execution]:
+    """List executions of an instance of this machine, the newest first: ``executions("shop", where={"order": 17})``.
+
+    The arguments are those of `immortal executions`: ``where`` has labels and their values, ``state`` is "waiting",
+    "ended", "failed" or "cancelled", ``text`` is in the arguments, ``since`` and ``until`` are aware datetimes of the
+    beginning. ``home``: the registry's folder (IMMORTAL_HOME, else .immortal). The instance need not run. Raises
+    ExecutionsError, UsageError.
+    """
+    if state not in ("", *listed.STATES):
+        raise UsageError(f"executions(state={state!r}): one of {', '.join(listed.STATES)} was expected")
+    for moment in (since, until):
+        if moment is not None and moment.tzinfo is None:
+            raise UsageError(f"executions({moment!r}): a datetime with a time zone was expected")
+    query = listed.Query(
+        where=[(label, str(value)) for label, value in (where or {}).items()],
+        handler=handler,
+        state=state,
+        caller=caller,
+        since_ns=None if since is None else int(since.timestamp() * 1_000_000) * 1000,
+        until_ns=None if until is None else int(until.timestamp() * 1_000_000) * 1000,
+        text=text,
+        limit=limit,
+    )
+    with listed.open_index(shared_registry.folder_of(home) / name, name) as index:
+        return index.find(query)

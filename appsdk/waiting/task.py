@@ -109,6 +109,7 @@ class Task(Owner):
         "_abandoned",
         "_continuation",
         "_copies",
+        "_described",
         "_error",
         "_is_cleared_away",
         "_is_running",
@@ -145,6 +146,7 @@ class Task(Owner):
         self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
         self._is_running = self._is_cleared_away = False
+        self._described = ""
         self._streams: dict[tuple[bytes, bytes], random.Random] | None = None
         self.given = _NO_RESULTS
         self._begin()
@@ -215,7 +217,10 @@ class Task(Owner):
 
     @property
     def described_call(self) -> str:
-        return f"{self.name}{describe_encoded(self.arguments, self.handler.signature.parameters, named=False)}"
+        if not self._described:
+            names = self.handler.signature.parameters
+            self._described = f"{self.name}{describe_encoded(self.arguments, names, named=False)}"
+        return self._described
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -281,6 +286,7 @@ class Task(Owner):
     def _start_over(self, continuation: ContinueAs) -> None:
         self._close()
         self.arguments = continuation.arguments
+        self._described = ""
         self.given = _NO_RESULTS
         self.generation += 1
         self._begin()

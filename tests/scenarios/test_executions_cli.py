@@ -8,7 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from immortal.client import connect
+import pytest
+
+from immortal.client import connect, executions
+from immortal.errors import UsageError
 from immortal.protocol.executions import FILE_NAME, Query, open_index
 from tests.helpers.cli import HOME, Run, immortal, wait_until
 
@@ -88,6 +91,10 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         assert "verb=signal" in audit
 
         (ended,) = found(tmp_path, "shop", where=[("order", "17")])
+        listed = executions("shop", where={"order": 17}, state="ended", home=tmp_path / HOME)
+        assert [(one.id, one.call, one.labels["order"]) for one in listed] == [(ended, "Shop.ship(17, 'tea')", "17")]
+        with pytest.raises(UsageError, match="one of waiting, ended, failed, cancelled"):
+            executions("shop", state="done", home=tmp_path / HOME)
         page = immortal(tmp_path, "executions", "shop", ended)
         assert "call bank.charge gave 100" in page
         assert "Bank.charge(17, 100) ended" in page
