@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -299,7 +299,16 @@ def open_to_write(path: Path) -> sqlite3.Connection:
     """Open or make a list. Raises sqlite3.Error, OSError."""
     import sqlite3
 
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE))  # it has arguments, as the log has
+    if not path.exists():  # readers see it with all its tables, or not at all
+        made = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            os.close(os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE))  # it has arguments, as the log
+            with closing(sqlite3.connect(made)) as database:
+                database.executescript(_SCHEMA)
+            with suppress(FileExistsError):  # another process was faster
+                os.link(made, path)
+        finally:
+            made.unlink(missing_ok=True)
     database = sqlite3.connect(path, timeout=TIMEOUT_S, check_same_thread=False)
     database.executescript(_SCHEMA)
     return database

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from immortal.protocol.executions import (
     label_of,
     merge,
     open_index,
+    open_to_write,
 )
 from immortal.protocol.system_methods import Order
 from immortal.testing import Environment
@@ -307,3 +309,20 @@ def test_where_nothing_is_listed(tmp_path: Path) -> None:
     assert not (tmp_path / FILE_NAME).exists()
     with pytest.raises(ExecutionsError, match="'immortal executions shop rebuild'"), open_index(tmp_path, "shop"):
         pass
+
+
+def test_a_reader_sees_a_new_list_with_all_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was empty for a moment, and 'immortal executions' said that there is no such table."""
+    linked, path = [], tmp_path / FILE_NAME
+
+    def link(made: Path, there: Path) -> None:
+        assert not path.exists()
+        os.rename(made, there)
+        with open_index(tmp_path, "shop") as index:
+            linked.append(index.find(Query()))
+
+    monkeypatch.setattr(os, "link", link)
+    open_to_write(path).close()
+    open_to_write(path).close()
+    assert linked == [[]]
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(f"{FILE_NAME}.")] == []
