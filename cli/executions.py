@@ -196,6 +196,8 @@ def _json(text: str) -> Any:
 def _order_all(
     settings: InstanceSettings, query: Query, verb: str, request: Mapping[str, Any], *, dry_run: bool, yes: bool
 ) -> None:
+    if query == Query():
+        raise click.UsageError(f"say which to {verb}: --where LABEL=VALUE, --handler, --caller, --since, --text")
     query.state, query.limit = "waiting", AT_ONCE_MAX + 1
     with open_index(settings.folder, settings.name) as index:
         found = [one for one in index.find(query) if one.key > 0]

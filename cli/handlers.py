@@ -210,7 +210,7 @@ def _lines(name: str, one: Values) -> Iterator[str]:
     yield f"  called by  {format_caller(one)}{called}"
     if one["record"] is not None:
         place = f"message {one['message']} of record {one['record']}"
-        yield f"  begun by   {place}: 'immortal log show {name} {one['record']}'"
+        yield f"  begun by   {place}: 'immortal log show {name} --from {one['record']} --to {one['record']}'"
     for cancelled in one["cancelled"]:
         reason = f": {cancelled['reason']}" if cancelled["reason"] else ""
         yield f"  cancelled  {cancelled['time']} by {cancelled['who']}{reason}; it goes on"

@@ -26,7 +26,7 @@ from immortal.protocol.command_line import FailedError, echo, echo_json, json_op
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
-from immortal.replay.what_if import plan_what_if, run_what_if
+from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
 
 
 class _Version(click.ParamType):  # type: ignore[type-arg]
@@ -124,6 +124,8 @@ def what_if(
                 )
         except OutputDivergenceError as error:
             raise FailedError(_divergence_text(error.divergence, name, old.app)) from None
+        if upgrade_to is not None and checkpoint_id is None and not outcome.upgrade_error:
+            outcome.upgrade_now_error = try_upgrade(reader, route, apps[Side.NEW], upgrade_to)
         cone = cone_of(registry, name, outcome, reader) if with_cone else None
         report = Report(name, apps, outcome, reader, limit, blob_paths, cone, at_least=at_least)
         for warning in report.warnings:

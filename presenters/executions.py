@@ -123,7 +123,8 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
         yield f"  labels     {described_labels(one.labels)}"
     yield f"  began      {time_text(one.began_ns)}"
     if one.record >= 0:
-        yield f"  begun by   message {one.message} of record {one.record}: 'immortal log show {name} {one.record}'"
+        yield f"  begun by   message {one.message} of record {one.record}:"
+        yield f"             'immortal log show {name} --from {one.record} --to {one.record}'"
     parent = "" if view["parent"] is None else f", {_linked(view['parent'])}"
     yield f"  called by  {format_caller({'caller': one.caller})}{parent}"
     if one.origin is not None:
@@ -136,7 +137,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     for step in view["steps"]:
         tries = f" ({step['attempts']} attempts)" if step["attempts"] > 1 else ""
         since_s = (step["time_ns"] - one.began_ns) / 1e9
-        came = "raised" if step["raised"] else "gave"
+        came = "by an operator:" if step["step"] == 0 else "raised" if step["raised"] else "gave"
         value = step.get("value", step.get("reason", ""))
         yield f"    {step['step']:>3}  +{since_s:.3f} s  {step['what']}{tries} {came} {value}"
         for child in step["children"]:
@@ -150,7 +151,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     if one.record >= 0:
         yield ""
         yield f"  the state then: 'immortal replay {name} --to {one.record} --state'"
-        yield f"  with other code: 'immortal what-if {name}'"
+        yield f"  with other code: 'immortal what-if {name} --app MODULE:CLASS'"
 
 
 def _linked(child: Values) -> str:

@@ -90,7 +90,9 @@ class Report:
         if self._exception(Side.OLD) is not None:
             return FAILED
         outcome = self._outcome
-        if outcome.findings.total or outcome.fates or self.state or self._exception(Side.NEW) is not None:
+        if outcome.upgrade_now_error or self._exception(Side.NEW) is not None:
+            return DIFFERENT
+        if outcome.findings.total or outcome.fates or self.state:
             return DIFFERENT
         return SAME if self.state_problem is None and not self._is_too_little else FAILED
 
@@ -236,6 +238,7 @@ class Report:
             "state_known": self._state_is_known,
             "not_worked_out": [{**asdict(one), "why": one.why.value} for one in self.not_worked_out],
             "notes": outcome.notes,
+            "upgrade_now_error": outcome.upgrade_now_error,
             "cone": self._cone,
         }
 
@@ -296,6 +299,7 @@ class Report:
         )
         yield from (f"{side.value} code: {code}" for side in Side if (code := self._code(side)) is not None)
         yield from (f"note: {note}" for note in outcome.notes)
+        yield from printable_lines(outcome.upgrade_now_error)
         if outcome.by_position:
             yield "note: the apps do not tell which input made which call: calls are compared place by place"
         yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
@@ -408,6 +412,9 @@ class Report:
             new = outcome.results.get(Side.NEW)
             end = f"; the new code goes on to record {new.last_sequence_id}" if new and not new.failure else ""
             return f"can't be told: the old code itself fails{end}"
+        if outcome.upgrade_now_error:
+            before = self._calls_verdict() if outcome.findings.total or self.state else "no difference before"
+            return f"different: the new code can't take over the newest state, with what waits now; {before}"
         return f"{self._calls_verdict()}{self._fates_verdict()}"
 
     def _fates_verdict(self) -> str:

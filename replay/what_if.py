@@ -49,7 +49,8 @@ class WhatIf(Struct):
     differently.
 
     A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then
-    there are no results. ``by_position``: the apps do not tell which input made which output.
+    there are no results. ``upgrade_now_error``: it could, but not the newest state, with what waits by
+    then. ``by_position``: the apps do not tell which input made which output.
     """
 
     route: Route
@@ -61,6 +62,7 @@ class WhatIf(Struct):
     upgrade_error: str
     notes: list[str]
     executions: Executions
+    upgrade_now_error: str = ""
 
 
 def plan_what_if(
@@ -138,6 +140,7 @@ def run_what_if(
     notes = [*route.notes, *_code_notes(results)]
     if upgrade_to is None and Side.NEW in results:
         notes += _version_note(apps[Side.NEW], results[Side.NEW], route.last_version)
+        notes += _past_note(route)
     return WhatIf(
         route,
         {} if run.upgrade_error else results,
@@ -174,6 +177,32 @@ def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
         f"{app.name} is of version {own}; what ran is the version {ran} that it holds, as in the log:"
         f" --upgrade tries version {own}"
     ]
+
+
+def _past_note(route: Route) -> list[str]:
+    if not route.versions:
+        return []
+    last = route.versions[-1]
+    return [
+        f"the records up to {last.sequence_id} were handled by versions before {last.version}, and are by their code"
+        f" on both sides: what differs is looked for behind them (--upgrade: from the first checkpoint on)"
+    ]
+
+
+def try_upgrade(source: RecordSource, route: Route, app: AppCommand, upgrade_to: int) -> str:
+    """Let ``app`` take over the newest state of the log, and go on to its end: why it can't, "" where it can.
+
+    A what-if begins at the oldest checkpoint, where other handlers wait than do now. Raises what :func:`run_replay`
+    does.
+    """
+    newest = plan_route(ReplayPlan(last_sequence_id=route.last_sequence_id), source, source.summary())
+    if newest.checkpoint.checkpoint_id == route.checkpoint.checkpoint_id:
+        return ""
+    try:
+        run_replay(source, replace(newest, versions=(), upgrade_to=upgrade_to), app, Sink())
+    except UpgradeFailedError as error:
+        return f"from checkpoint {newest.checkpoint.checkpoint_id} on, the newest: {error}"
+    return ""
 
 
 class _StoppedError(Exception):

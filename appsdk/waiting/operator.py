@@ -124,11 +124,21 @@ def describe_step(entry: Entry) -> Values:
         return {"step": 0, "what": "cancelled", **_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
-        value = encodable(describe_arguments((shown,)))[1:-1]
+        value = encodable(_raised(shown) if entry.raised else describe_arguments((shown,))[1:-1])
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
     what = "timer" if entry.what == TIMER else entry.what
     return {"step": entry.step, "what": what, "time_ns": entry.time_ns, "raised": entry.raised, "value": value}
+
+
+def _raised(shown: Any) -> str:
+    """Return what a call or effect raised: "KeyError: 'x'" of a failure, "Refused(5)" of what is declared."""
+    match shown:
+        case ["~failed", [str(kind), str(text), *_], *_] | ["", [_, str(kind), str(text), *_], *_]:
+            return f"{kind}: {text}"
+        case [str(name), list(arguments), *_]:
+            return f"{name}{describe_arguments(arguments)}"
+    return describe_arguments((shown,))[1:-1]
 
 
 # --- where it stands in the code --------------------------------------------------------------------------------------

@@ -232,12 +232,16 @@ class Database:
         return self._decode(instance, rpc_kind, rpc_type, method_id, arguments)
 
     def _executions(self, log: Log) -> Iterator[dict[str, Any]]:
-        """Yield the executions of an instance up to its cut; none where none are listed."""
+        """Yield the executions of an instance as they were at its cut; none where none are listed."""
+        cut = self.cuts[log.name]
+        end_ns = _time_of(log, cut)
         try:
             with open_index(log.settings.folder, log.name) as index:
                 for row in index.all_rows():
-                    if row["sequence_id"] <= self.cuts[log.name].last:
-                        yield row | {"instance": log.name}
+                    if row["sequence_id"] <= cut.last:
+                        goes_on = cut.goes_on and end_ns is not None and (row["ended_ns"] or 0) > end_ns
+                        then = {"state": "waiting", "ended_ns": None, "result": None} if goes_on else {}
+                        yield row | {"instance": log.name} | then
         except ExecutionsError:
             return
 
@@ -304,16 +308,21 @@ _INSTANCES = pa.schema(
 )
 
 
-def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
+def _time_of(log: Log, cut: LogCut) -> int | None:
+    """Return when the last record that is shown came, in ns since the Unix epoch; None where it does not say."""
     from immortal.coordinator.log.record_decoder import read_record
 
+    for logged in log.reader.records(cut.last, cut.last) if cut.last >= cut.first else ():
+        committer_id = log.reader.summary().committer_id
+        record = logged.problem or read_record(logged.value, logged.sequence_id, committer_id, whole=False)
+        return None if isinstance(record, str) else record.trailer.time_ns
+    return None
+
+
+def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
     summary = log.reader.summary()
     versions = [start.version for start in summary.versions if start.sequence_id < cut.last]
     checkpoints = [header for header in summary.checkpoints if header.sequence_id <= cut.last]
-    time_ns = None
-    for logged in log.reader.records(cut.last, cut.last) if cut.last >= cut.first else ():
-        record = logged.problem or read_record(logged.value, logged.sequence_id, summary.committer_id, whole=False)
-        time_ns = None if isinstance(record, str) else record.trailer.time_ns
     return {
         "instance": log.name,
         "app": log.settings.app,
@@ -322,7 +331,7 @@ def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
         "epoch": summary.epoch,
         "first_sequence_id": cut.first,
         "last_sequence_id": cut.last,
-        "last_time_ns": time_ns,
+        "last_time_ns": _time_of(log, cut),
         "checkpoint_id": checkpoints[-1].checkpoint_id if checkpoints else None,
         "checkpoint_sequence_id": checkpoints[-1].sequence_id if checkpoints else None,
     }
@@ -393,6 +402,9 @@ def _texts(texts: Sequence[str]) -> str:
 # r had made by then, at least. So, with A cut behind r, B is cut in front of the first call from A with a higher
 # position; this goes on until nothing changes, since a shorter log of B may lack the causes of others' calls.
 #
+# A mark may come late: A's records have none while a checkpoint has to be taken first. So what B has logged before A's
+# record r + 1 came, by their clocks, was made by then as well.
+#
 # A log whose end was the same before and after all other ends were read needs no mark: what others have of it by then
 # was durable in it, as nothing leaves an instance before its cause is durable.
 
@@ -431,13 +443,18 @@ def _too_late(database: DuckDBPyConnection, cuts: list[LogCut]) -> list[tuple[st
             from _logged_outputs o join _cuts c on c.instance = o.instance
             where o.sequence_id <= c.last + 1
             group by all
+        ), next as (
+            select m.instance as sender, m.time_ns
+            from _logged_messages m join _cuts c on c.instance = m.instance and m.sequence_id = c.last + 1
+            where m."index" = 0
         )
         select m.instance, min(m.sequence_id)
         from _logged_messages m
         join _cuts r on r.instance = m.instance and m.sequence_id <= r.last
         join _cuts s on s.instance = m.source and s.goes_on
         left join made on made.sender = m.source and made.receiver = m.instance
-        where m.kind = 'stream' and m.source <> m.instance
+        left join next on next.sender = m.source
+        where m.kind = 'stream' and m.source <> m.instance and coalesce(m.time_ns >= next.time_ns, true)
           and m.position > coalesce(made.position, if(s.first = 0, 0, 9223372036854775807))
         group by m.instance
         """

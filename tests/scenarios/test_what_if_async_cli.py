@@ -134,6 +134,38 @@ def test_the_same_code_makes_no_difference(shop: Shop, first: int) -> None:
     assert (values["first"], values["state"], values["unanswered"]) == ([], [], [])
 
 
+UPGRADED = """
+from datetime import timedelta
+
+import {old}
+
+import immortal
+from immortal import impulse, upgrades
+
+
+@upgrades({old}.Orders)
+class Orders({old}.Orders, version=2):
+    @impulse
+    async def place(self, order: str, amount: int) -> None:
+        {first}await self.stock.reserve(order)
+        await self.pay.charge(order, amount)
+        await immortal.effect({old}.rate, order)
+        await immortal.sleep(timedelta(hours=amount))
+"""
+
+
+def test_an_upgrade_is_tried_on_what_waits_now_too(shop: Shop) -> None:
+    """At the oldest checkpoint nobody waited, so nothing was found; the upgrade itself was then refused."""
+    wrong = UPGRADED.format(old=shop.name, first="await immortal.sleep(timedelta(hours=1))\n        ")
+    new = f"{write_module(shop.folder, wrong)}:Orders"
+    said = what_if(shop.folder, "orders", "--app", new, "--upgrade", status=3)[0].splitlines()
+    assert said[-1].startswith("different: the new code can't take over the newest state, with what waits now; ")
+    assert any(line.startswith("  from checkpoint 3 on, the newest: the upgrade failed") for line in said)
+    right = f"{write_module(shop.folder, UPGRADED.format(old=shop.name, first=''))}:Orders"
+    values = json.loads(what_if(shop.folder, "orders", "--app", right, "--upgrade", "--json", status=3)[0])
+    assert values["upgrade_now_error"] == ""
+
+
 def differences(values: dict[str, Any]) -> set[tuple[str, str]]:
     """(kind, the call without its number)"""
     return {(each["kind"], (each["old"] or each["new"]).partition(" as call ")[0]) for each in values["first"]}

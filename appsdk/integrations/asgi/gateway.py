@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from immortal.appsdk.calls.codec import resolve_hints
-from immortal.appsdk.client.errors import CallRefused, CallTimeout, ClientError
+from immortal.appsdk.client.errors import CallTimeout, ClientError
 from immortal.appsdk.client.proxies import Proxy, handle, start, with_key
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
@@ -205,7 +205,7 @@ def _handler(request: Request) -> tuple[_Instance, Handler[Any, Any]]:
     handler = instance.handlers.get(name)
     if handler is None:
         known = ", ".join(sorted(instance.handlers)) or "none"
-        detail = f"{instance.service.name} has no handler {name!r} (its handlers: {known})"
+        detail = f"{instance.service.name} has no handler {name!r} (its handlers, as this server started: {known})"
         raise RefusedRequest(Problem("no-handler", 404, "There is no such handler", detail))
     return instance, handler
 
@@ -324,8 +324,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, ClientError)
-    if isinstance(error, CallRefused):
-        return ProblemResponse(Problem("call-refused", 422, "The service does not take such a call"), PROBLEM_TYPES)
     return ProblemResponse(problem_of_call(error), PROBLEM_TYPES)
 
 
