@@ -107,7 +107,7 @@ def _failed(site: Site, settings: InstanceSettings) -> list[Values]:
     try:
         with site.logs.reader(settings) as reader:
             verdicts = reader.last_verdicts(FAILED_SHOWN_MAX)
-    except LogError:  # the page says elsewhere what is wrong with the log
+    except (LogError, WebError):  # there is none yet, or the page says elsewhere what is wrong with it
         return []
     return [
         {

@@ -17,6 +17,7 @@ from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
+from immortal.protocol import executions, kept_code
 from immortal.protocol.timings import FOLDER_NAME
 
 
@@ -73,3 +74,6 @@ def delete_log_of(settings: InstanceSettings) -> None:
         shutil.rmtree(settings.log, ignore_errors=True)
     audit_log.remove(settings.folder)
     clock.remove(settings.folder)
+    shutil.rmtree(settings.folder / kept_code.FOLDER_NAME, ignore_errors=True)
+    for path in settings.folder.glob(f"{executions.FILE_NAME}*"):  # and what SQLite has beside it
+        path.unlink(missing_ok=True)

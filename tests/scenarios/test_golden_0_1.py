@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ def test_a_log_is_replayed_as_it_was_made(unchanged: Path, name: str) -> None:
     """The replay goes from each checkpoint to the next, and to the end: calls, states and failures are the same."""
     cls = golden.classes(unchanged)[name]
     assert golden.problems(unchanged, name, cls) == []
-    assert golden.state_at_end(unchanged, name, cls) == NOTED["states"][name]
+    noted = re.sub(r" \(arguments [0-9a-f]{8}\)", "", json.dumps(NOTED["states"][name]))  # which 0.1 showed
+    assert golden.state_at_end(unchanged, name, cls) == json.loads(noted)
 
 
 def test_what_waits_in_the_logs_goes_on_to_its_end(home: Path) -> None:

@@ -219,7 +219,8 @@ def test_calls_that_are_made_in_another_order_get_their_own_answers(shop: Shop) 
         ),
         (
             "        said += [await self.pay",
-            "        self.stock.packed.fork(order, 0)\n        await self.note(order, [*said, released])\n\n"
+            "        self.stock.packed.fork(order, 0)\n"
+            "        await immortal.step(self.note, order, [*said, released])\n\n"
             "    async def rest(self, order: str, amount: int) -> list[str]:\n"
             "        paid, reserved = await asyncio.gather(\n"
             "            self.pay.charge(order, amount), self.stock.reserve(order)\n"

@@ -122,8 +122,8 @@ def test_status_of_a_shared_registry_shows_what_the_asking_user_may_see(house: H
     said = as_stranger(lambda: run(house.home, "status", "--json").output)
     error = f"{house.home}/alice/keys/own_logs cannot be read: Permission denied"
     assert json.loads(said) == [
-        {"name": "alice", "phase": "unknown", "error": error},
-        {"name": "bob", "phase": "not started yet"},
+        {"name": "alice", "phase": "unknown", "error": error, "state": "unknown"},
+        {"name": "bob", "phase": "not started yet", "state": "not started yet"},
     ]
 
 

@@ -937,9 +937,9 @@ class Crowd(Immortal):
             await self.gate.enter()
         except CallRefused as error:
             assert "'crowd' has 2 calls of 'gate' open, and may have no more" in str(error)
-            await self.note(False)
+            await immortal.step(self.note, False)
         else:
-            await self.note(True)
+            await immortal.step(self.note, True)
 
     @rpc
     def note(self, inside: bool) -> None:
@@ -958,7 +958,7 @@ class Crowd(Immortal):
 
     @rpc
     async def wait_for(self, inside: int, refused: int) -> list[int]:
-        while (counts := await self.counts())[0] < inside or counts[1] < refused:
+        while (counts := await immortal.step(self.counts))[0] < inside or counts[1] < refused:
             await immortal.event("noted")
         return counts
 
