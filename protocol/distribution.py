@@ -1,4 +1,4 @@
-"""This distribution: its name on package indexes, commands that install it, and a check for another `immortal`.
+"""The distribution: its name on package indexes, commands that install it, and a check for another `immortal`.
 
 The name `immortal` is another project's there; what is imported is `immortal` all the same. pyproject.toml, the
 templates of projects, the image and the docs say the name again: a test compares them with this one.

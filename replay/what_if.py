@@ -192,11 +192,11 @@ def _past_note(route: Route) -> list[str]:
 def try_upgrade(source: RecordSource, route: Route, app: AppCommand, upgrade_to: int) -> str:
     """Let ``app`` take over the newest state of the log, and go on to its end: why it can't, "" where it can.
 
-    A what-if begins at the oldest checkpoint, where other handlers wait than do now. Raises what :func:`run_replay`
-    does.
+    A what-if begins at the oldest checkpoint, where other handlers wait than do now. An app that is started by hand is
+    not asked once more. Raises what :func:`run_replay` does.
     """
     newest = plan_route(ReplayPlan(last_sequence_id=route.last_sequence_id), source, source.summary())
-    if newest.checkpoint.checkpoint_id == route.checkpoint.checkpoint_id:
+    if app.by_hand or newest.checkpoint.checkpoint_id == route.checkpoint.checkpoint_id:
         return ""
     try:
         run_replay(source, replace(newest, versions=(), upgrade_to=upgrade_to), app, Sink())

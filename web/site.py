@@ -35,7 +35,7 @@ class Site:
         self.allow_actions = allow_actions
         self.logs = Logs()
         self.fleet = Fleet(registry, self.logs)
-        self.travel = Sessions(registry.home)
+        self.travel = Sessions(registry.home, self.logs.locked)
         self.notes = Notes(registry.home)
         self.jobs = Jobs(registry.home)
         self.sql = SqlJobs()

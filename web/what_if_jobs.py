@@ -26,7 +26,7 @@ from immortal.protocol.files import make_folder
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
-from immortal.replay.what_if import plan_what_if, run_what_if
+from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
 from immortal.web.errors import WebError
 from immortal.web.notes import FOLDER_NAME
 
@@ -212,6 +212,8 @@ def run(order: Order, progress: Any) -> dict[str, Any]:
             blob_paths=blob_paths,
             progress=progress,
         )
+        if order.upgrade and order.checkpoint_id is None and not outcome.upgrade_error:
+            outcome.upgrade_now_error = try_upgrade(reader, route, apps[Side.NEW], OWN_VERSION)
         cone = cone_of(registry, order.name, outcome, reader) if order.cone else None
         report = Report(order.name, apps, outcome, reader, order.limit, blob_paths, cone)
         lines = list(report.lines())

@@ -109,7 +109,7 @@ def described(one: Described) -> str:
 
 
 def in_words(one: Described) -> str:
-    """What is waited for, without the checksum of its arguments."""
+    """Describe what is waited for, without the checksum of its arguments."""
     return described(one) if one.what == TIMER else one.what
 
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,10 +36,15 @@ SAID_CHARACTERS_MAX = 2000  # of the last words of a process
 
 
 class Sessions:
-    """For all threads. ``home``: the registry's folder."""
+    """For all threads. ``home``: the registry's folder. ``locked``: keeps a log from others of this process while it is
+    read, as a process can't open one twice.
+    """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(
+        self, home: Path, locked: Callable[[InstanceSettings], AbstractContextManager[None]] = lambda _: nullcontext()
+    ) -> None:
         self._home = home
+        self._locked = locked
         self._lock = threading.Lock()
         self._sessions: dict[_Key, _Session] = {}
 
@@ -59,7 +64,7 @@ class Sessions:
     def code_of(self, name: str, record: int | None) -> OwnCode:
         """Return what handled a record; None: the last one. Raises ReplayError, LogError."""
         settings = Registry(self._home).load(name)
-        with own_logs.open_reader(settings, check=False) as reader:
+        with self._locked(settings), own_logs.open_reader(settings, check=False) as reader:
             summary = reader.summary()
         record = summary.last_sequence_id if record is None else record
         versions = [start.version for start in summary.versions if start.sequence_id < record]

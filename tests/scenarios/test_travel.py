@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.replay import ReplayError
 from immortal.replay.travel import sessions as travel_sessions
 from immortal.replay.travel.sessions import Sessions
+from immortal.web import log_messages
+from immortal.web.auth import Token
+from immortal.web.errors import WebError
+from immortal.web.site import Site
 from tests.helpers.cli import HOME
 from tests.helpers.recorded import Instances, load_module, write_module
 
@@ -233,3 +240,33 @@ def test_so_many_processes_and_no_more(sessions: Sessions, monkeypatch: pytest.M
     sessions.ask("ledger", "overview")
     assert first.poll() is not None
     assert [name for name, _ in sessions._sessions] == ["ledger"]
+
+
+def test_a_log_is_read_in_its_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that was asked for while another request read that log was a 500: a process can't open one twice."""
+    turns: list[str] = []
+    opened = own_logs.open_reader
+
+    @contextmanager
+    def locked(settings: InstanceSettings) -> Iterator[None]:
+        turns.append(f"{settings.name} begins")
+        yield
+        turns.append("ends")
+
+    def open_reader(settings: InstanceSettings, **options: Any) -> Any:
+        turns.append("opened")
+        return opened(settings, **options)
+
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(own_logs, "open_reader", open_reader)
+    made = Sessions(home / HOME, locked)
+    made.code_of("desk", 3)
+    made.close()
+    assert turns == ["desk begins", "opened", "ends"]
+    token = Token("a token of many characters")
+    site = Site(Registry(home / HOME), token)
+    with site.logs.locked(site.settings("desk")):
+        monkeypatch.setattr(log_messages, "WAIT_S", 0.01)
+        with pytest.raises(WebError, match="is being read by other requests"):
+            site.travel.code_of("desk", 3)
+    site.close()
