@@ -51,7 +51,7 @@ class Counter(Immortal):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release; else a wheel by itself, from a copy, with what is compiled here for the tests' own Python."""
+    """A release; else an sdist, a pure wheel, and one of a copy with what is compiled here for the tests' own Python."""
     if RELEASE:
         return Path(RELEASE)
     sources, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("release")
@@ -61,8 +61,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         left_out = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=left_out)
     sdist = release.build_sdist(sources, out)
-    source = sources if CAN_COMPILE else sdist
-    release.build_wheel(source, out, sys.executable, "--no-build-isolation", pure=not CAN_COMPILE)
+    release.build_wheel(sdist, out, sys.executable, "--no-build-isolation", pure=True)
+    if CAN_COMPILE:
+        release.build_wheel(sources, out, sys.executable, "--no-build-isolation")
     release.write_sums(out)
     return out
 
@@ -130,7 +131,7 @@ def test_a_new_project_by_uv(files: Path, tmp_path: Path) -> None:
     make_project(tmp_path / "shop", "shop", "shop")
     uv = functools.partial(run, tools.with_name("uv"), cwd=tmp_path / "shop", UV_PYTHON=sys.executable)
     try:
-        uv("add", str(wheel_of(files, KINDS[0], OWN)))
+        uv("add", str(wheel_of(files, "pure", OWN)))  # uv asks for every Python that the project allows
     except release.ReleaseError as error:
         if "Failed to fetch" in str(error):
             pytest.skip("uv reaches no package index: it does not read pip's settings")
