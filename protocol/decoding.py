@@ -7,6 +7,7 @@ other module calls a decoder of msgspec or ``json.loads``; ruff's TID251 checks 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
@@ -121,14 +122,21 @@ def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook
 
     ``ext_hook``: by default it reads the extensions of :mod:`immortal.protocol.extension_values`.
     """
+    check_shown(data)
+    return _shown_decoder(type, ext_hook)(data)
+
+
+@functools.cache
+def _shown_decoder(type: Any, ext_hook: ExtHook | None) -> Callable[[Any], Any]:
     from immortal.protocol.extension_values import read_extension  # imported here: few commands show what was sent
 
-    check_shown(data)
-    return decode(data, type=type, ext_hook=ext_hook or read_extension)
+    return Decoder(type, ext_hook=ext_hook or read_extension).decode
 
 
 def check_shown(data: bytes | memoryview) -> None:
     """Check that a value can be printed. Raises TooDeepError."""
+    if len(data) <= SHOWN_NESTING_MAX:  # each level takes a byte
+        return
     from immortal.protocol.nesting import (
         is_nested_beyond,
         nesting_depth,

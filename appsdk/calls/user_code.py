@@ -8,6 +8,7 @@ for it. docs/reference/errors.md has the table.
 from __future__ import annotations
 
 import contextvars
+import functools
 import gc
 import os
 import re
@@ -241,6 +242,12 @@ _named_value = re.compile(
 )
 
 
+@functools.cache
+def is_secret(name: str) -> bool:
+    """Tell whether a parameter of this name is not shown."""
+    return SECRET.search(name) is not None
+
+
 def _hide(found: re.Match[str]) -> str:
     return f"{found['name']}{found['sign']}{HIDDEN}" if SECRET.search(found["name"]) else found[0]
 
@@ -281,7 +288,7 @@ def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = ()) -> s
     """Return arguments as text, shortened. ``names``: of their parameters; what is :data:`SECRET` is not shown."""
     shown = zip_longest(arguments, islice(names, len(arguments)), fillvalue="")
     try:
-        return f"({', '.join(HIDDEN if SECRET.search(name) else _shortener.repr(one) for one, name in shown)})"
+        return f"({', '.join(HIDDEN if is_secret(name) else _short(one) for one, name in shown)})"
     except BaseException as error:  # a __repr__ of the user's
         if not is_user_failure(error):
             raise
@@ -298,14 +305,16 @@ def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True
         return "(...)"
     parts = []
     for one, name in zip_longest(values, islice(names, len(values)), fillvalue=""):
-        value = HIDDEN if SECRET.search(name) else _short(one)
+        value = HIDDEN if is_secret(name) else _short(one)
         parts.append(f"{name}={value}" if named and name else value)
     return f"({', '.join(parts)})"
 
 
 def _short(value: Any) -> str:
     """Return the value as text, as the shortener does, which is slow at the short values that most are."""
-    if type(value) in _PLAIN or (type(value) in (str, bytes) and len(value) <= BYTES_SHOWN):
+    if type(value) is bytes:
+        return _shortener.repr_bytes(value, 0)
+    if type(value) in _PLAIN or (type(value) is str and len(value) <= BYTES_SHOWN):
         return repr(value)
     if type(value) is int and -_SHORT_INTEGER < value < _SHORT_INTEGER:
         return repr(value)

@@ -26,7 +26,7 @@ from immortal.appsdk.types.handles import read_extension
 from immortal.protocol import decoding
 from immortal.protocol.executions import INDEX_BITS, TIMEOUT_S, key_of_call, open_to_write
 
-FLUSH_S = 0.1
+FLUSH_S = 0.25  # a commit costs as much as several rows
 BATCH_MAX = 20_000
 WAITING_MAX = 200_000  # that are not written yet: then handlers wait for the disk
 DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments, and of a journal, that are kept
