@@ -196,7 +196,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
         if "free" in about:
             return value  # for the registry to complete, and to judge
         is_place = about.get("path") == "log" and not is_in_folder(value)
-        if "path" in about and not is_place and value not in ("", UNIX, about.get("bare")):
+        if "path" in about and not is_place and value not in ("", UNIX, *about.get("words", ())):
             prefix = UNIX if value.startswith(UNIX) else ""
             meant = prefix + os.path.abspath(value.removeprefix(prefix))
         try:

@@ -32,7 +32,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     given = said(options)
     if "app_send_mode" in given and "app_send_port" not in given:
         raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
-    settings = registry.register(name, **given)
+    settings = registry.register(name, keyed=True, **given)
     keys.make(settings.folder)
     own_logs.OwnLogs(settings.folder).create()
     made = ""

@@ -20,7 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from immortal.coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
+from immortal.coordinator.config import (
+    LOG_KEY_FILE,
+    AppAuth,
+    ConfigError,
+    InstanceSettings,
+    check_instance_name,
+    split_tcp,
+)
 from immortal.coordinator.config.settings_file import (
     check_settings,
     file_values,
@@ -136,13 +143,14 @@ class Registry:
         """Return the endpoint of the coordinator of ``name``. Raises UnknownInstanceError, ConfigError."""
         return self.load(name).peer
 
-    def register(self, name: str, peer: str, **given: Any) -> InstanceSettings:
+    def register(self, name: str, peer: str, *, keyed: bool = False, **given: Any) -> InstanceSettings:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one.
 
         ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the file's word
         for it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free port. None does so
         for ``app_port`` if the other settings need a port (two ports, another host, a client of the base protocol).
-        ``log`` is relative to the working directory.
+        ``log`` is relative to the working directory. ``keyed``: a log in a folder has a key, unless ``given`` says
+        which: one elsewhere is for other machines too, and its key does not get there by itself.
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
@@ -162,6 +170,8 @@ class Registry:
                 values["log"] = os.path.abspath(split_url(values["log"])[1])
             elif "log" in values:
                 values["log"] = log_of_instance(values["log"], name)
+            if keyed and is_in_folder(values.get("log", "")):
+                values.setdefault("log_key", LOG_KEY_FILE)
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
