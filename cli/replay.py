@@ -181,6 +181,7 @@ def replay(
     help="A receiver's log: shows what was sent then.",
 )
 @click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last two only.")
+@click.option("--to", "last", type=click.IntRange(min=0), metavar="SEQ", help="End behind this record.")
 @at_least_option(0)
 @trust_pickle_option
 @json_option
@@ -192,6 +193,7 @@ def verify(
     app: str | None,
     peer_logs: tuple[str, ...],
     everything: bool,
+    last: int | None,
     at_least: int,
     trust_pickle: bool,
     as_json: bool,
@@ -199,8 +201,9 @@ def verify(
     """Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.
 
     Compared are the calls that it makes, with the marks in the log, its state, with the next checkpoint, and its state
-    around each query, which may not change it. What lies behind the last checkpoint is replayed too. The exit status is
-    0 if all is the same, 3 if it is not, 1 if it could not be found out, or on fewer messages than --at-least.
+    around each query, which may not change it. What lies behind the last checkpoint is replayed too. An app that the
+    log's last record lets end, with status 0, ended so then. The exit status is 0 if all is the same, 3 if it is not, 1
+    if it could not be found out, or on fewer messages than --at-least.
     """
     if checkpoint_id is not None and everything:
         raise click.UsageError("--checkpoint and --all: give one of the two")
@@ -212,7 +215,9 @@ def verify(
         reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
         receivers = {peer.identity.instance_name: peer for peer in _peers(registry, peer_logs, stack, settings)}
         summary = reader.summary()
-        found = verify_sections(reader, summary, checkpoint_id=checkpoint_id, everything=everything)
+        found = verify_sections(
+            reader, summary, checkpoint_id=checkpoint_id, everything=everything, last_sequence_id=last
+        )
         for note in [] if as_json else found.notes:
             echo(f"note: {note}")
         for start, end in found.pairs:
@@ -224,6 +229,7 @@ def verify(
                     start,
                     end,
                     AppCommand.of(chosen, checks_queries=True, settings=settings),
+                    last_sequence_id=last,
                     receivers=receivers,
                     progress=advance,
                     announce=_announce(name),

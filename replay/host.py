@@ -28,7 +28,7 @@ from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 from immortal.replay.app_process import LEAVE_S, AppCommand, AppProcess, exit_text, read_code
 from immortal.replay.errors import AppExitedError, ReplayError
-from immortal.replay.plan import ReplayPlan, Route, plan_route
+from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until
 from immortal.replay.positions import KeptImpulses, Outputs
 from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
@@ -80,7 +80,11 @@ def run_replay(
         sink.code(read_code(app.name, code_notes))
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
         host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, tells)
-        host.run(progress or (lambda records, total: None), stop)
+        try:
+            host.run(progress or (lambda records, total: None), stop)
+        except AppExitedError as error:
+            error.fed_sequence_id = host.fed_sequence_id
+            raise
         host.result.code = read_code(app.name, code_notes)
     result = host.result
     result.find_new_failures(source)
@@ -89,6 +93,46 @@ def run_replay(
         result.stderr_head, result.stderr_tail = process.head, process.tail
     result.blob_path = blob_path if result.failure is None else None
     return result
+
+
+def find_end(
+    source: RecordSource,
+    route: Route,
+    app: AppCommand,
+    error: AppExitedError,
+    announce: Callable[[str], None] = lambda address: None,
+    tells: Tells = lambda verdict: True,
+) -> AppExitedError:
+    """Say at which record ``app``, which ended on ``route`` with ``error``, does so: by replays that end before.
+
+    It is given records before it has handled those of before, and tells no progress. An app that is started by hand is
+    asked for once more only, for a replay without the last record.
+    """
+
+    def survives(sequence_id: int) -> bool:
+        nonlocal error
+        try:
+            run_replay(source, route_until(route, sequence_id), app, Sink(), announce=announce, tells=tells)
+        except AppExitedError as found:
+            error = found
+            return False
+        return True
+
+    begin = route.checkpoint.sequence_id
+    alive, ended = begin - 1, error.fed_sequence_id
+    tried = ended - 1  # then the checkpoint itself, since most apps that can't start end there
+    while alive < tried < ended:
+        if survives(tried):
+            alive = tried
+        else:
+            ended = tried
+        tried = ended if app.by_hand else begin if alive < begin else (alive + ended) // 2
+    if ended > begin:
+        error.sequence_id = ended if alive == ended - 1 else None
+        until = "" if alive == ended - 1 else ", or one before it"
+        front, said, rest = str(error).partition("; it said:")
+        error.args = (f"{front} (at record {ended}{until}; --to {ended - 1} ends before it){said}{rest}",)
+    return error
 
 
 def _come_in(
@@ -226,6 +270,10 @@ class _Host:
         self._look_again_s = 0.0
         first = route.checkpoint.sequence_id + 1
         self.result = ReplayResult(route.checkpoint, first, first - 1, notes=route.notes)
+
+    @property
+    def fed_sequence_id(self) -> int:
+        return self._session.fed_sequence_id
 
     def run(self, progress: Callable[[int, int | None], None], stop: Callable[[], bool]) -> None:
         started_s = time.monotonic()
