@@ -16,6 +16,7 @@ import click
 
 from immortal.cli.options import (
     app_or_hand,
+    app_port_option,
     at_least_option,
     debugpy_option,
     name_argument,
@@ -61,6 +62,7 @@ _checkpoint_option = click.option(
     "--to", "last", type=RecordPlace(), metavar="SEQ[:MESSAGE]", help="End behind this record, or message of it."
 )
 @_app_option
+@app_port_option()
 @click.option("--break", "breaks", is_flag=True, help="Stop in the debugger at the message given by --to.")
 @debugpy_option("As --break, for VS Code or another client of debugpy, which is waited for at PORT of this machine.")
 @click.option("--state", "shows_state", is_flag=True, help="Print the state there, as JSON.")
@@ -81,6 +83,7 @@ def replay(
     checkpoint_id: int | None,
     last: tuple[int, int | None] | None,
     app: str | None,
+    app_port: tuple[int, int | None] | None,
     breaks: bool,
     debugpy: int | None,
     shows_state: bool,
@@ -128,7 +131,14 @@ def replay(
         proving = ProvingSink(reader, route, outputs)
         break_at = last if breaks else None
         command = AppCommand.of(
-            app, strict=strict, lines=lines, break_at=break_at, debugpy=debugpy, settings=settings, code=code
+            app,
+            strict=strict,
+            lines=lines,
+            break_at=break_at,
+            debugpy=debugpy,
+            settings=settings,
+            code=code,
+            ports=app_port,
         )
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
@@ -173,6 +183,7 @@ def replay(
 @name_argument
 @_checkpoint_option
 @_app_option
+@app_port_option()
 @click.option(
     "--peer-log",
     "peer_logs",
@@ -191,6 +202,7 @@ def verify(
     name: str,
     checkpoint_id: int | None,
     app: str | None,
+    app_port: tuple[int, int | None] | None,
     peer_logs: tuple[str, ...],
     everything: bool,
     last: int | None,
@@ -228,7 +240,7 @@ def verify(
                     reader,
                     start,
                     end,
-                    AppCommand.of(chosen, checks_queries=True, settings=settings),
+                    AppCommand.of(chosen, checks_queries=True, settings=settings, ports=app_port),
                     last_sequence_id=last,
                     receivers=receivers,
                     progress=advance,

@@ -73,7 +73,7 @@ def run_replay(
     with ExitStack() as stack:
         code_notes = Path(stack.enter_context(TemporaryDirectory(prefix="immortal-code-"))) / "notes"
         if app.settings is not None and app.settings.app_send_port is not None:
-            process, connection, said = None, accept_two_ports(app.settings, announce, stop, stack), b""
+            process, connection, said = None, accept_two_ports(app.settings, app.ports, announce, stop, stack), b""
         else:
             process, connection, said = _come_in(source, app, announce, stop, stack, code_notes)
         stack.callback(connection.close)
@@ -148,10 +148,19 @@ def _come_in(
     process = gate = None
     epoll = stack.enter_context(select.epoll())
     # As in service, an app that can't answer a challenge may know ports alone.
-    over_tcp = app.settings is not None and app.settings.app_port is not None and auth is not AppAuth.CHALLENGE
+    is_port_known = app.settings is not None and app.settings.app_port is not None and auth is not AppAuth.CHALLENGE
+    port, send_port = app.ports or (0, None)
+    if send_port is not None:
+        raise ReplayError(f"port {send_port} is a send port, and the app of this instance has one port for both ways")
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="immortal-replay-", dir=SHORT_FOLDERS)))  # for us alone
-    if over_tcp:
-        listener = stack.enter_context(socket.create_server((IPV4_LOOPBACK, 0)))
+    if is_port_known or port:
+        try:
+            listener = stack.enter_context(socket.create_server((IPV4_LOOPBACK, port)))
+        except OSError as error:
+            raise ReplayError(
+                f"can't wait for the app at {host_port(IPV4_LOOPBACK, port)}: {error.strerror}; stop what uses this"
+                " port (the instance's own coordinator, say), or give another one"
+            ) from None
         address = host_port(*listener.getsockname())
     else:
         path = folder / SOCKET_FILE_NAME
@@ -435,14 +444,20 @@ LOOK_DELAY_S = 0.1
 
 
 def accept_two_ports(
-    settings: InstanceSettings, announce: Callable[[str], None], stop: Callable[[], bool], stack: ExitStack
+    settings: InstanceSettings,
+    ports: tuple[int, int | None] | None,
+    announce: Callable[[str], None],
+    stop: Callable[[], bool],
+    stack: ExitStack,
 ) -> AppConnection:
     """The connection of an app that uses two ports in the mode of ``settings``; ``announce`` is told where.
 
+    ``ports``: those to use, None for free ones.
+
     Raises ReplayError when it is to stop before, AppListenError, RegistryError.
     """
-    port = free_port((HOST,), set())
-    send_port = free_port((HOST,), {port})
+    port, asked_send_port = ports or (free_port((HOST,), set()), None)
+    send_port = asked_send_port or free_port((HOST,), {port})
     own = structs.replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
     does = "it listens" if own.app_send_mode is AppSendMode.LISTEN else "it connects too"
     epoll = stack.enter_context(select.epoll())
