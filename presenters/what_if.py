@@ -81,6 +81,8 @@ class Report:
         self.unanswered: list[Values] = []
         if set(outcome.results) == set(Side) and not any(result.failure for result in outcome.results.values()):
             try:
+                if any(result.blob_check is None for result in outcome.results.values()):
+                    raise ReplayError("an app that says no Hello is asked for none in a what-if of an upgrade")
                 self.state = self._state_differences(blob_paths)
                 self.unanswered = self._unanswered(blob_paths[Side.NEW])
             except ReplayError as error:

@@ -37,6 +37,7 @@ APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by 
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much
 FOLLOW_DELAY_S = 0.05  # at the end of the log, between two looks for more
 PROGRESS_DELAY_S = 0.1
+SILENCE_S = 2.0  # of an app that has got all and does not tell when it has handled it
 
 
 def run_replay(
@@ -91,7 +92,7 @@ def run_replay(
     if process is not None:
         result.exit_status = process.exit_status
         result.stderr_head, result.stderr_tail = process.head, process.tail
-    result.blob_path = blob_path if result.failure is None else None
+    result.blob_path = blob_path if result.blob_check is not None else None
     return result
 
 
@@ -276,7 +277,8 @@ class _Host:
         self._values: Iterator[bytes] | None = None
         self._unsent_size_bytes = 0
         self._ended: Ended | None = None
-        self._look_again_s = 0.0
+        self._look_again_s = self._heard_s = 0.0
+        self._is_stateless = False  # the app was asked for no state
         first = route.checkpoint.sequence_id + 1
         self.result = ReplayResult(route.checkpoint, first, first - 1, notes=route.notes)
 
@@ -295,6 +297,11 @@ class _Host:
             waits = self._feed()
             self._turn(waits)
             now_s = time.monotonic()
+            if self._unsent_size_bytes or not self._session.ends_by_silence:
+                self._heard_s = now_s
+            elif now_s - self._heard_s >= SILENCE_S:
+                self._is_stateless = True
+                self._take(self._session.was_silent())
             if now_s - progress_s >= PROGRESS_DELAY_S:
                 progress_s = now_s
                 progress(self._session.records, self._route.record_count)
@@ -310,7 +317,7 @@ class _Host:
         result.flushed = session.app_flushes
         result.description, result.label = session.description, session.label
         result.failure = self._ended.failure if self._ended else None
-        if result.failure is None:
+        if result.failure is None and not self._is_stateless:
             result.blob_size_bytes, result.blob_check = self._blob_size_bytes, self._blob_check
 
     # --- the log to the app -----------------------------------------------------------------------------------------
@@ -395,6 +402,7 @@ class _Host:
             if self._process is None:
                 raise AppExitedError("the app closed its connection before the replay was complete", None)
             raise _died(self._process, self._app)
+        self._heard_s = time.monotonic()
         for event in self._session.receive(data):
             self._take(event)
 

@@ -42,6 +42,7 @@ from immortal.replay import (
     run_replay,
 )
 from immortal.replay.app_process import diff_states, show_state
+from immortal.replay.plan import OWN_VERSION
 from immortal.replay.verify import verify_section
 from tests.helpers.core import Driven, checkpoint, first_start, records
 from tests.helpers.recorded import Instances, load_module, write_module
@@ -411,6 +412,7 @@ class BaseApp(threading.Thread):
         self.connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
         self.says = says
         self.got = bytearray()
+        self.types: list[int] = []
         self.start()
 
     def run(self) -> None:
@@ -424,6 +426,7 @@ class BaseApp(threading.Thread):
                     if not isinstance(event, Record):
                         continue
                     for message_type, _, _ in decode_messages(event.content):
+                        self.types.append(message_type)
                         if message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
                             self.connection.sendall(checkpoint(b"state two"))
                         elif message_type == MessageType.RPC:
@@ -447,7 +450,7 @@ def base_log(tmp_path: Path) -> Path:
 
 
 def by_hand(
-    folder: Path, says: bytes = b"", ports: tuple[int, int | None] | None = None
+    folder: Path, says: bytes = b"", ports: tuple[int, int | None] | None = None, plan: ReplayPlan | None = None
 ) -> tuple[ReplayResult, Recording, BaseApp]:
     apps: list[BaseApp] = []
     sink = Recording()
@@ -456,7 +459,7 @@ def by_hand(
     with open_reader(folder, "a") as reader:
         result = run_replay(
             reader,
-            ReplayPlan(),
+            plan or ReplayPlan(),
             AppCommand.of(BY_HAND, settings=settings, ports=ports),
             sink,
             announce=lambda address: apps.append(BaseApp(address, says=says)),
@@ -471,6 +474,16 @@ def test_an_app_of_the_base_protocol_that_is_started_by_hand(base_log: Path) -> 
     assert result.blob_size_bytes == len(b"state two")
     assert [(position, made_by) for position, _, made_by in sink.made["b"]] == [(1, None)]
     assert b"state one" in app.got
+
+
+def test_a_what_if_of_an_upgrade_sends_what_the_protocol_says_and_nothing_more(base_log: Path) -> None:
+    plan = ReplayPlan(checkpoint_id=1, upgrade_to=OWN_VERSION)
+    result, sink, app = by_hand(base_log, plan=plan)
+    app.join(DEADLINE_S)
+    assert app.types == [MessageType.UPGRADE_SERVICE, MessageType.INITIAL_MESSAGE, MessageType.RPC]
+    assert app.got.count(b"state one") == 1
+    assert [position for position, _, _ in sink.made["b"]] == [1]
+    assert (result.blob_check, result.blob_path, result.failure) == (None, None, None)
 
 
 def test_an_app_that_is_started_by_hand_comes_in_at_the_port_that_is_asked_for(base_log: Path) -> None:
