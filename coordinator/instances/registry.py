@@ -84,6 +84,7 @@ class Registry:
         self.home = shared_registry.folder_of(home)
         self.copy = shared_registry.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
+        self._values: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # as written
         self._looked_at = False  # the folder's modes were checked
 
     def path(self, name: str) -> Path:
@@ -125,8 +126,7 @@ class Registry:
         self._refuse_open()
         path = self.path(name)
         try:
-            status = path.stat()
-            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+            version = _version(path)
             cached = self._cache.get(name)
             if cached is not None and cached[0] == version:
                 return cached[1]
@@ -323,7 +323,10 @@ class Registry:
         """Yield the values of each settings file unchecked, which is fast even for a thousand files."""
         for name in self.names():
             with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-                yield name, tomllib.loads(self.path(name).read_text("utf-8"))
+                version = _version(f"{self.home}/{name}.toml")
+                if name not in self._values or self._values[name][0] != version:
+                    self._values[name] = version, tomllib.loads(self.path(name).read_text("utf-8"))
+                yield name, self._values[name][1]
 
     def _ports_taken(self) -> set[int]:
         ports: set[int] = set()
@@ -336,12 +339,19 @@ class Registry:
         return ports
 
     def _refuse_shared_log(self, name: str, log: str) -> None:
-        real = _real(log)
+        real, home = _real(log), os.path.realpath(self.home)
         for other, values in self._written():
             written = values.get("log")
-            others = log_of(other, self.path(other), written if isinstance(written, str) else None)
-            if other != name and _real(others) == real:
+            others = f"{home}/{other}/log"
+            if isinstance(written, str):
+                others = _real(log_of(other, self.path(other), written))
+            if other != name and others == real:
                 raise RegistryError(f"{log} is the log folder of {other!r}: each instance needs its own")
+
+
+def _version(path: str | Path) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _real(log: str) -> str:
