@@ -246,6 +246,8 @@ class Registry:
         check_app(app)
         if (known := self.load(name)).app == app:
             return known  # at most starts: many at once need not wait for each other
+        import tomlkit  # noqa: F401  # before the lock is taken, since its loading takes long
+
         with self.locked():
             return self._remember(name, "app", app)
 
