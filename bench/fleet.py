@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from immortal.bench.fleet_app import CALLS_VARIABLE, NAME_VARIABLE, NEIGHBOURS_VARIABLE
@@ -17,6 +17,9 @@ NEIGHBOURS = 10
 CALLS = 100  # to each neighbour
 IDLE_S = 30.0
 STARTED_AT_ONCE = 8  # more would only wait for each other's imports
+PAIR_MIB = 60  # of memory, at most
+SETTLE_S = 3.0  # after a start
+IDLE_NAME = "idle-one"
 STEP_TIMEOUT_S = 900.0  # for all to start, to have made their calls, or to stop
 
 
@@ -32,8 +35,15 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """``calls`` in all, each counted by who executed it, in the state that its clean stop left in the log."""
+    """``calls`` in all, each counted by who executed it, in the state that its clean stop left in the log.
 
+    ``registered``: instances, of which ``instances`` ran, as many as memory has room for. ``idle_percent``: of a core,
+    for a coordinator alone beside so many registered ones; ``alone_percent``: where it is the only one.
+    """
+
+    registered: int
+    idle_percent: float
+    alone_percent: float
     instances: int
     neighbours: int
     calls: int
@@ -58,13 +68,18 @@ def measure_fleet(
 
     ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
     """
+    registered = instances
+    instances = min(instances, _free_mib() // PAIR_MIB)
     neighbours = min(neighbours, instances - 1)
     if neighbours < 1:
-        raise BenchError(f"a fleet of {instances} has nobody to call: 2 instances at least")
+        raise BenchError(f"a fleet of {instances} has nobody to call: 2 instances at least, of {PAIR_MIB} MiB each")
     with tempfile.TemporaryDirectory(prefix="immortal-fleet-", dir=folder) as home:
-        names = [f"member-{number:03d}" for number in range(instances)]
-        progress(f"registering {instances} instances")
+        names = [f"member-{number:03d}" for number in range(registered)]
+        progress(f"registering {registered} instances")
         services = register(Path(home), dict.fromkeys(names, APP), {CALLS_VARIABLE: str(calls)}, curve=curve)
+        idle, alone = _idle_percents(Path(home), idle_s, curve, progress)
+        names = names[:instances]
+        services = {name: services[name] for name in names}
         callers: dict[str, list[str]] = {name: [] for name in names}
         for number, (name, service) in enumerate(services.items()):
             called = [names[(number + step) % instances] for step in range(1, neighbours + 1)]
@@ -72,10 +87,41 @@ def measure_fleet(
                 callers[other].append(name)
             service.environment |= {NAME_VARIABLE: name, NEIGHBOURS_VARIABLE: ",".join(called)}
         try:
-            return _measure(list(services.values()), callers, neighbours, calls, idle_s, progress)
+            result = _measure(list(services.values()), callers, neighbours, calls, idle_s, progress)
         finally:
             for service in services.values():
                 service.kill()
+    return replace(result, registered=registered, idle_percent=idle, alone_percent=alone)
+
+
+def _free_mib() -> int:
+    """Memory that new processes can have."""
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+    return int(line.split()[1]) >> 10
+
+
+def _idle_percents(home: Path, idle_s: float, curve: bool, progress: Callable[[str], None]) -> tuple[float, float]:
+    """Processor time of an idle coordinator beside all that are registered in ``home``, and of one that is alone."""
+    with tempfile.TemporaryDirectory(prefix="immortal-alone-", dir=home.parent) as other:
+        variables = {CALLS_VARIABLE: "0", NAME_VARIABLE: IDLE_NAME, NEIGHBOURS_VARIABLE: ""}
+        both = [register(place, {IDLE_NAME: APP}, variables, curve=curve)[IDLE_NAME] for place in (home, Path(other))]
+        try:
+            for service in both:
+                service.start()
+            for service in both:
+                service.wait_for_phase("normal", timeout_s=STEP_TIMEOUT_S)
+            progress(f"two are idle for {idle_s:.0f} s")
+            pids = [service.processes()[0].pid for service in both]
+            time.sleep(SETTLE_S)
+            before, begun = [processor_s(pid) for pid in pids], time.perf_counter()
+            time.sleep(idle_s)
+            seconds = time.perf_counter() - begun
+            idle, alone = (100 * (processor_s(pid) - used) / seconds for pid, used in zip(pids, before, strict=True))
+            _stop(both)
+        finally:
+            for service in both:
+                service.kill()
+    return idle, alone
 
 
 def _measure(
@@ -109,6 +155,9 @@ def _measure(
     for service in services:
         _check_state(service, callers[service.settings.name], calls)
     return FleetResult(
+        len(services),
+        0.0,
+        0.0,
         len(services),
         neighbours,
         len(services) * neighbours * calls,

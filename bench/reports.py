@@ -133,6 +133,12 @@ def print_failing(results: Sequence[FailingResult]) -> None:
 
 
 def print_fleet(result: FleetResult) -> None:
+    if result.instances < result.registered:
+        echo(f"{result.registered} instances are registered; memory has room for {result.instances}, which run")
+    echo(
+        f"an idle coordinator with {result.registered:,} registered takes {result.idle_percent:.2f} % of a core, "
+        f"where it is alone {result.alone_percent:.2f} %"
+    )
     echo(
         f"{result.instances} instances, each with its app, started in {result.start_s:.1f} s, "
         f"and stopped cleanly in {result.stop_s:.1f} s"

@@ -54,6 +54,25 @@ def app_or_hand(ctx: click.Context, parameter: click.Parameter, value: str | Non
     return value if value == "-" else app_name(ctx, parameter, value)
 
 
+class _Ports(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """An app's port, and its send port behind a colon, as (port, send port or None)."""
+
+    name = "port[:send port]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
+        found = [int(part) for part in value.split(":") if part.isascii() and part.isdecimal() and len(part) < 6]
+        if len(found) != value.count(":") + 1 or len(found) > 2 or not all(0 < port < 65536 for port in found):
+            self.fail(f"{value!r}: one or two ports were expected, such as 2000 or 2000:2001", param, ctx)
+        return found[0], found[1] if len(found) > 1 else None
+
+
+def app_port_option(name: str = "app") -> Callable[[_Function], _Function]:
+    """Ports of an app that is started by hand; None: free ones."""
+    return click.option(
+        f"--{name}-port", type=_Ports(), metavar="PORT[:SEND_PORT]", help=f"Where the app of --{name} - comes in."
+    )
+
+
 def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     """A click callback: SEQ:INDEX, or some of them, as (record, message)."""
     if value is None:
@@ -196,7 +215,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
         if "free" in about:
             return value  # for the registry to complete, and to judge
         is_place = about.get("path") == "log" and not is_in_folder(value)
-        if "path" in about and not is_place and value not in ("", UNIX, about.get("bare")):
+        if "path" in about and not is_place and value not in ("", UNIX, *about.get("words", ())):
             prefix = UNIX if value.startswith(UNIX) else ""
             meant = prefix + os.path.abspath(value.removeprefix(prefix))
         try:

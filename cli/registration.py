@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,9 +14,9 @@ from immortal.cli.options import name_argument, pass_registry, register_options,
 from immortal.coordinator.config import AppSendMode, InstanceSettings
 from immortal.coordinator.config.schema import Setting, settings_of
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.log_url import is_in_folder
+from immortal.coordinator.log_url import is_in_folder, log_of_instance
 from immortal.protocol.command_line import Commands, FailedError, echo, echo_json, json_option
-from immortal.protocol.shared_registry import Copy, is_url
+from immortal.protocol.shared_registry import Copy, as_role, database_of, is_url
 
 
 @click.command()
@@ -32,7 +32,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     given = said(options)
     if "app_send_mode" in given and "app_send_port" not in given:
         raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
-    settings = registry.register(name, **given)
+    settings = registry.register(name, keyed=True, **given)
     keys.make(settings.folder)
     own_logs.OwnLogs(settings.folder).create()
     made = ""
@@ -157,6 +157,31 @@ def copy(registry: Registry, url: str) -> None:
     names = registry.share(url)
     echo(f"{len(names)} instances and clients are in {url}: {', '.join(names) or 'none'}")
     echo(f"on this machine: IMMORTAL_HOME={url} IMMORTAL_LOCAL={registry.home}")
+
+
+@registry.command()
+@click.argument("role")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.option("--at", "url", metavar="URL", help="The database as its owner, unless the registry is in it.")
+@click.option("--remove", is_flag=True, help="Take NAME away from it.")
+@pass_registry
+def role(registry: Registry, role: str, names: Sequence[str], url: str | None, remove: bool) -> None:
+    """Make ROLE of the database, which reads and writes the logs and settings of NAME and of nobody else.
+
+    As the owner of the schema 'immortal', with the right to make roles. NAME uses ROLE from its next start on.
+    """
+    from immortal.coordinator.log.open import place_of
+
+    for name in names:
+        log = registry.load(name).log
+        at = url or (log if registry.copy is None else registry.copy.url)
+        place_of(log_of_instance(at.partition("#")[0], name)).restrict(role, [name], allowed=not remove)
+        echo(f"the role {role} {'may no longer' if remove else 'may'} read and write {name}")
+        if not remove and database_of(log) == database_of(log_of_instance(at.partition("#")[0], name)):
+            log = registry.remember_log(name, as_role(log, role)).log
+            echo(f"{name} has its log as {log} from its next start on")
+    if not remove:
+        echo(f"give it a password: psql -c '\\password {role}', as the owner; and on its machine ~/.pgpass")
 
 
 def _shared(registry: Registry) -> Copy:

@@ -16,6 +16,7 @@ import click
 
 from immortal.cli.options import (
     app_or_hand,
+    app_port_option,
     at_least_option,
     debugpy_option,
     name_argument,
@@ -61,6 +62,7 @@ _checkpoint_option = click.option(
     "--to", "last", type=RecordPlace(), metavar="SEQ[:MESSAGE]", help="End behind this record, or message of it."
 )
 @_app_option
+@app_port_option()
 @click.option("--break", "breaks", is_flag=True, help="Stop in the debugger at the message given by --to.")
 @debugpy_option("As --break, for VS Code or another client of debugpy, which is waited for at PORT of this machine.")
 @click.option("--state", "shows_state", is_flag=True, help="Print the state there, as JSON.")
@@ -81,6 +83,7 @@ def replay(
     checkpoint_id: int | None,
     last: tuple[int, int | None] | None,
     app: str | None,
+    app_port: tuple[int, int | None] | None,
     breaks: bool,
     debugpy: int | None,
     shows_state: bool,
@@ -128,7 +131,14 @@ def replay(
         proving = ProvingSink(reader, route, outputs)
         break_at = last if breaks else None
         command = AppCommand.of(
-            app, strict=strict, lines=lines, break_at=break_at, debugpy=debugpy, settings=settings, code=code
+            app,
+            strict=strict,
+            lines=lines,
+            break_at=break_at,
+            debugpy=debugpy,
+            settings=settings,
+            code=code,
+            ports=app_port,
         )
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
@@ -173,6 +183,7 @@ def replay(
 @name_argument
 @_checkpoint_option
 @_app_option
+@app_port_option()
 @click.option(
     "--peer-log",
     "peer_logs",
@@ -181,6 +192,7 @@ def replay(
     help="A receiver's log: shows what was sent then.",
 )
 @click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last two only.")
+@click.option("--to", "last", type=click.IntRange(min=0), metavar="SEQ", help="End behind this record.")
 @at_least_option(0)
 @trust_pickle_option
 @json_option
@@ -190,8 +202,10 @@ def verify(
     name: str,
     checkpoint_id: int | None,
     app: str | None,
+    app_port: tuple[int, int | None] | None,
     peer_logs: tuple[str, ...],
     everything: bool,
+    last: int | None,
     at_least: int,
     trust_pickle: bool,
     as_json: bool,
@@ -199,8 +213,9 @@ def verify(
     """Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.
 
     Compared are the calls that it makes, with the marks in the log, its state, with the next checkpoint, and its state
-    around each query, which may not change it. What lies behind the last checkpoint is replayed too. The exit status is
-    0 if all is the same, 3 if it is not, 1 if it could not be found out, or on fewer messages than --at-least.
+    around each query, which may not change it. What lies behind the last checkpoint is replayed too. An app that the
+    log's last record lets end, with status 0, ended so then. The exit status is 0 if all is the same, 3 if it is not, 1
+    if it could not be found out, or on fewer messages than --at-least.
     """
     if checkpoint_id is not None and everything:
         raise click.UsageError("--checkpoint and --all: give one of the two")
@@ -212,7 +227,9 @@ def verify(
         reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
         receivers = {peer.identity.instance_name: peer for peer in _peers(registry, peer_logs, stack, settings)}
         summary = reader.summary()
-        found = verify_sections(reader, summary, checkpoint_id=checkpoint_id, everything=everything)
+        found = verify_sections(
+            reader, summary, checkpoint_id=checkpoint_id, everything=everything, last_sequence_id=last
+        )
         for note in [] if as_json else found.notes:
             echo(f"note: {note}")
         for start, end in found.pairs:
@@ -223,7 +240,8 @@ def verify(
                     reader,
                     start,
                     end,
-                    AppCommand.of(chosen, checks_queries=True, settings=settings),
+                    AppCommand.of(chosen, checks_queries=True, settings=settings, ports=app_port),
+                    last_sequence_id=last,
                     receivers=receivers,
                     progress=advance,
                     announce=_announce(name),

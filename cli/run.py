@@ -98,7 +98,7 @@ def run(
         coordinator_command,
         supervised,
     )
-    from immortal.coordinator.service.process import STATUS_FENCED
+    from immortal.coordinator.service.process import STATUS_FENCED, start_turn
     from immortal.coordinator.service.supervisor import Supervisor
 
     settings = registry.load(name)
@@ -118,6 +118,7 @@ def run(
                 "with --embedded go --strict and --log-level; what else there is needs two processes"
             )
         _become_embedded(settings, app, strict=strict, log_level=log_level)
+    on_started = (lambda: None) if follow else start_turn(registry.home)
     if mark is not None and upgrading:
         upgrade_mark.write(settings.folder, msgspec.structs.replace(mark, app=app))  # registered once it is durable
     elif not follow:
@@ -164,6 +165,7 @@ def run(
         restart=restart,
         on_upgrade_failed=on_upgrade_failed,
         announced=announced,
+        on_started=on_started,
         follows=follow,
         follows_next=is_shared,
         app_stdin=app_stdin(interactive),

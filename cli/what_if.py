@@ -11,6 +11,7 @@ import click
 
 from immortal.cli.options import (
     app_or_hand,
+    app_port_option,
     at_least_option,
     name_argument,
     pass_registry,
@@ -56,6 +57,8 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="What to compare with.  [default: its own app]"
 )
+@app_port_option()
+@app_port_option("old-app")
 @click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Begin at this checkpoint, not the oldest.")
 @click.option("--to", "last_sequence_id", type=click.IntRange(min=0), help="The last record to be handled.")
 @click.option(
@@ -81,6 +84,8 @@ def what_if(
     new_app: str,
     code: Path | None,
     old_app: str | None,
+    app_port: tuple[int, int | None] | None,
+    old_app_port: tuple[int, int | None] | None,
     checkpoint_id: int | None,
     last_sequence_id: int | None,
     upgrade_to: int | None,
@@ -106,8 +111,8 @@ def what_if(
         if old.note:
             echo(f"note: the old side runs {old.note}", err=True)
         apps = {
-            Side.OLD: AppCommand.of(old.app, settings=settings, code=old.archive),
-            Side.NEW: AppCommand.of(new_app, settings=settings, code=code),
+            Side.OLD: AppCommand.of(old.app, settings=settings, code=old.archive, ports=old_app_port),
+            Side.NEW: AppCommand.of(new_app, settings=settings, code=code, ports=app_port),
         }
         blob_paths = {side: Path(folder, side.value) for side in Side}
         try:

@@ -29,6 +29,7 @@ from immortal.replay.result import (
     too_little_text,
     verdict_values,
 )
+from immortal.replay.verify_report import ended_text
 from immortal.replay.what_if import Unknown, WhatIf, not_worked_out
 
 Values = dict[str, Any]
@@ -80,6 +81,8 @@ class Report:
         self.unanswered: list[Values] = []
         if set(outcome.results) == set(Side) and not any(result.failure for result in outcome.results.values()):
             try:
+                if any(result.blob_check is None for result in outcome.results.values()):
+                    raise ReplayError("an app that says no Hello is asked for none in a what-if of an upgrade")
                 self.state = self._state_differences(blob_paths)
                 self.unanswered = self._unanswered(blob_paths[Side.NEW])
             except ReplayError as error:
@@ -90,11 +93,16 @@ class Report:
         if self._exception(Side.OLD) is not None:
             return FAILED
         outcome = self._outcome
-        if outcome.upgrade_now_error or self._exception(Side.NEW) is not None:
+        if outcome.upgrade_now_error or self._exception(Side.NEW) is not None or self._end_differs:
             return DIFFERENT
         if outcome.findings.total or outcome.fates or self.state:
             return DIFFERENT
         return SAME if self.state_problem is None and not self._is_too_little else FAILED
+
+    @property
+    def _end_differs(self) -> bool:
+        ends = [(error.sequence_id, error.exit_status) for error in self._outcome.ends.values()]
+        return len(ends) == 1 or len(set(ends)) > 1
 
     @property
     def _is_too_little(self) -> bool:
@@ -239,6 +247,7 @@ class Report:
             "not_worked_out": [{**asdict(one), "why": one.why.value} for one in self.not_worked_out],
             "notes": outcome.notes,
             "upgrade_now_error": outcome.upgrade_now_error,
+            "app_ended_at": {side.value: error.sequence_id for side, error in outcome.ends.items()},
             "cone": self._cone,
         }
 
@@ -318,6 +327,7 @@ class Report:
             yield from self._fates_lines(fates)
         for side in Side:
             yield from self._exception_lines(side)
+        yield from self._end_lines()
         if self.unanswered:
             yield ""
             yield from self._unanswered_lines()
@@ -384,6 +394,21 @@ class Report:
         yield from trace[-TRACEBACK_LINES_MAX:] or [f"    {first}"]
         yield "nothing behind it was compared"
 
+    def _end_lines(self) -> Iterator[str]:
+        ends = self._outcome.ends
+        if not ends:
+            return
+        yield ""
+        if not self._end_differs:
+            yield ended_text(ends[Side.OLD])
+            return
+        for side in Side:
+            if side in ends:
+                yield f"{ends[side]}"
+            else:
+                yield f"{self._apps[side].name} goes on there"
+        yield "what is compared is before that"
+
     def _unanswered_lines(self) -> Iterator[str]:
         for one in self.unanswered[: self._limit]:
             yield f"{call_text(one)} waits for an answer that the log does not have: {one['waits_for']}"
@@ -403,6 +428,8 @@ class Report:
 
     def _verdict(self) -> str:
         outcome = self._outcome
+        if self._end_differs:
+            return f"different: where the app ends; before that {self._calls_verdict()}"
         if self.exit_status == SAME:
             return (
                 f"no difference in {counted(self._most('messages'), 'message')}: {outcome.equal_count:,} calls are the"
@@ -436,6 +463,8 @@ class Report:
             return f"different: what fails; all {outcome.equal_count:,} calls made are the same, {state}"
         if self.exit_status == FAILED and self.state_problem is None:
             return too_little_text(self._most("messages"), self._at_least)
+        if not findings.total and not self.state and self._end_differs and not self.state_problem:
+            return f"all {outcome.equal_count:,} calls are the same, and so is the state"
         if not findings.total and not self.state:
             return f"can't be told: {outcome.equal_count:,} calls are the same, the states can't be compared"
         if not findings.total:

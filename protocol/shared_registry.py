@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from immortal.protocol import distribution
 from immortal.protocol.errors import ImmortalError
@@ -50,6 +51,7 @@ _CHANGES = 0x72656769  # advisory lock for changes
 _FILE_NAMES = {PUBLIC_KEYS: "public_keys", UPGRADE: "upgrade.json", ENDPOINT: "endpoint"}
 PARTS = {file_name: part for part, file_name in _FILE_NAMES.items()}
 _LOCK_FILE_NAME = ".copy_lock"
+_LOCAL_HOST = re.compile(r"$|[/@]|localhost$|127\.|::1$")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # checked, since it becomes the name of a file
 _SEEN = """
@@ -101,7 +103,7 @@ def copy_of(folder: Path) -> Copy | None:
         raise SharedHomeError(f"{folder / ORIGIN_FILE_NAME} can't be read ({error}): restore it") from None
     with _GUARD:
         known = _COPIES.get(folder)  # one per process: it knows the change in progress
-        if known is None or (_database(known.url), known.machine) != (_database(url), machine):
+        if known is None or (database_of(known.url), known.machine) != (database_of(url), machine):
             known = _COPIES[folder] = Copy(url, folder, machine)
         return known
 
@@ -139,7 +141,7 @@ def _begun(url: str, folder: Path) -> Copy:
                 f" --to URL' brings it into the database; or let {LOCAL_VARIABLE} name another folder for this machine"
             )
         return Copy(url, folder, secrets.token_hex(8))
-    if _database(copy.url) != _database(url):
+    if database_of(copy.url) != database_of(url):
         raise SharedHomeError(
             f"{folder} is this machine's part of the registry {copy.url}, not of {url}: let {LOCAL_VARIABLE} name"
             " another folder"
@@ -175,7 +177,7 @@ class Copy:
 
     def has_log(self, name: str, log: str) -> bool:
         """True if ``log`` is in the same database, by whatever role."""
-        return _database(log) == _database(self.log_of(name))
+        return database_of(log) == database_of(self.log_of(name))
 
     def endpoint(self, name: str, log: str) -> str | None:
         """Endpoint of ``name`` by the lease of ``log``; None where there is none, or it is in another database."""
@@ -391,11 +393,10 @@ class Copy:
         except errors.InsufficientPrivilege as error:
             raise SharedHomeError(
                 f"the database {self.url} refuses it: {error.diag.message_primary}; to read the registry a role needs"
-                " immortal_reader, to change it immortal_writer"
+                " immortal_reader, to change it immortal_writer, or 'immortal registry role' for this name"
             ) from None
         except psycopg.Error as error:
-            lines = "; ".join(dict.fromkeys(filter(None, map(str.strip, str(error).splitlines()[:3]))))
-            raise SharedHomeError(f"the registry {self.url} does not answer: {lines or type(error).__name__}") from None
+            raise SharedHomeError(f"the registry {self.url} does not answer: {error_line(error)}") from None
 
 
 class _Keeping:
@@ -454,9 +455,34 @@ def _in_child() -> None:
 at_fork(_in_child)
 
 
-def _database(url: str) -> str:
+def database_of(url: str) -> str:
     """Remove the role from a database's URL."""
     return re.sub("//[^/@]*@", "//", url, count=1)
+
+
+def as_role(url: str, role: str) -> str:
+    """Return a database's URL with ``role`` as the one that connects."""
+    return database_of(url).replace("//", f"//{quote(role, safe='')}@", 1)
+
+
+def secured(given: dict[str, Any]) -> dict[str, Any]:
+    """Ask a server elsewhere to prove who it is (sslmode verify-full), unless parameters or PGSSLMODE say otherwise.
+
+    ``given``: a connection's parameters in libpq's words.
+    """
+    named = ("host", "PGHOST", "hostaddr", "PGHOSTADDR")
+    hosts = next(filter(None, (given.get(key) or os.environ.get(key) for key in named)), "").split(",")
+    if "service" in given or "PGSSLMODE" in os.environ or all(map(_LOCAL_HOST.match, hosts)):
+        return given
+    return {"sslmode": "verify-full", **given}
+
+
+def error_line(error: Exception) -> str:
+    """Shorten an error of libpq, which has many lines, one for each host that it has tried, and hints."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    hint = "; a server elsewhere needs TLS and a certificate for its name, unless its URL has ?sslmode=..."
+    said = "; ".join(dict.fromkeys(lines[:3])) or type(error).__name__
+    return said + hint * ("SSL" in said or "certificate" in said)
 
 
 def last_holder(folder: Path) -> str:
@@ -495,7 +521,7 @@ def _connect(url: str) -> Connection[tuple[Any, ...]]:
             "the URL of a registry is one of a database, without a password and without '#NAME': passwords are written"
             " into ~/.pgpass (or the file that PGPASSFILE names)"
         )
-    given = {"connect_timeout": 5, **given} | {
+    given = {"connect_timeout": 5, **secured(given)} | {
         "application_name": "immortal registry",
         "target_session_attrs": "read-write",
         "keepalives_idle": 5,

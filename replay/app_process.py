@@ -165,6 +165,7 @@ class AppCommand(Struct, frozen=True):
     rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as it was in service
     settings: InstanceSettings | None = None  # started by hand, it comes in, and proves who it is, as these have it
     code: Path | None = None  # a folder or a wheel whose modules come before those of the current folder
+    ports: tuple[int, int | None] | None = None  # where one that is started by hand comes in; None: at free ones
 
     @classmethod
     def of(
@@ -178,6 +179,7 @@ class AppCommand(Struct, frozen=True):
         debugpy: int | None = None,
         settings: InstanceSettings | None = None,
         code: Path | None = None,
+        ports: tuple[int, int | None] | None = None,
     ) -> AppCommand:
         """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
 
@@ -185,13 +187,16 @@ class AppCommand(Struct, frozen=True):
         immortal.logger is written as it once was, and shown.
         ``code``: a folder or a wheel whose modules come before those of the current folder.
         ``break_at``: (record, message): pdb stops at the first line of that message's handler, in the caller's
-        terminal; with ``debugpy``, a port, a client that attaches there does.
+        terminal; with ``debugpy``, a port, a client that attaches there does. ``ports``: the app's port and its send
+        port, for BY_HAND.
         """
         if app == BY_HAND:
             if code is not None:
                 raise ReplayError(f"{code} is for an app that is started from here: leave it out, or name the class")
             limit_mib = ARGUMENTS_SIZE_MIB_DEFAULT if settings is None else settings.rpc_limit_mb
-            return cls(BY_HAND, rpc_limit_mib=limit_mib, settings=settings)
+            return cls(BY_HAND, rpc_limit_mib=limit_mib, settings=settings, ports=ports)
+        if ports is not None:
+            raise ReplayError("a port is for an app that is started by hand: give it with --app -")
         argv = [sys.executable, "-P", "-m", "immortal.appsdk", app, "--address", "{address}", "--trace"]
         if strict:
             argv.append("--strict")

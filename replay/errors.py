@@ -11,11 +11,17 @@ class ReplayError(ImmortalError):
 
 
 class AppExitedError(ReplayError):
-    """The app's process ended before the replay was complete, and not because a handler raised."""
+    """The app's process ended before the replay was complete, and not because a handler raised.
+
+    ``fed_sequence_id``: the last record that it was given. ``sequence_id``: the one at which it ends, if that was found
+    out (:func:`immortal.replay.host.find_end`).
+    """
 
     def __init__(self, message: str, exit_status: int | None) -> None:
         super().__init__(message)
         self.exit_status = exit_status  # as subprocess gives it, negative for a signal; None: not started by us
+        self.fed_sequence_id = -1
+        self.sequence_id: int | None = None
 
 
 class StateUnsavedError(ReplayError):

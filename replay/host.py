@@ -28,7 +28,7 @@ from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 from immortal.replay.app_process import LEAVE_S, AppCommand, AppProcess, exit_text, read_code
 from immortal.replay.errors import AppExitedError, ReplayError
-from immortal.replay.plan import ReplayPlan, Route, plan_route
+from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until
 from immortal.replay.positions import KeptImpulses, Outputs
 from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
@@ -37,6 +37,7 @@ APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by 
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much
 FOLLOW_DELAY_S = 0.05  # at the end of the log, between two looks for more
 PROGRESS_DELAY_S = 0.1
+SILENCE_S = 2.0  # of an app that has got all and does not tell when it has handled it
 
 
 def run_replay(
@@ -73,22 +74,66 @@ def run_replay(
     with ExitStack() as stack:
         code_notes = Path(stack.enter_context(TemporaryDirectory(prefix="immortal-code-"))) / "notes"
         if app.settings is not None and app.settings.app_send_port is not None:
-            process, connection, said = None, accept_two_ports(app.settings, announce, stop, stack), b""
+            process, connection, said = None, accept_two_ports(app.settings, app.ports, announce, stop, stack), b""
         else:
             process, connection, said = _come_in(source, app, announce, stop, stack, code_notes)
         stack.callback(connection.close)
         sink.code(read_code(app.name, code_notes))
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
         host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, tells)
-        host.run(progress or (lambda records, total: None), stop)
+        try:
+            host.run(progress or (lambda records, total: None), stop)
+        except AppExitedError as error:
+            error.fed_sequence_id = host.fed_sequence_id
+            raise
         host.result.code = read_code(app.name, code_notes)
     result = host.result
     result.find_new_failures(source)
     if process is not None:
         result.exit_status = process.exit_status
         result.stderr_head, result.stderr_tail = process.head, process.tail
-    result.blob_path = blob_path if result.failure is None else None
+    result.blob_path = blob_path if result.blob_check is not None else None
     return result
+
+
+def find_end(
+    source: RecordSource,
+    route: Route,
+    app: AppCommand,
+    error: AppExitedError,
+    announce: Callable[[str], None] = lambda address: None,
+    tells: Tells = lambda verdict: True,
+) -> AppExitedError:
+    """Say at which record ``app``, which ended on ``route`` with ``error``, does so: by replays that end before.
+
+    It is given records before it has handled those of before, and tells no progress. An app that is started by hand is
+    asked for once more only, for a replay without the last record.
+    """
+
+    def survives(sequence_id: int) -> bool:
+        nonlocal error
+        try:
+            run_replay(source, route_until(route, sequence_id), app, Sink(), announce=announce, tells=tells)
+        except AppExitedError as found:
+            error = found
+            return False
+        return True
+
+    begin = route.checkpoint.sequence_id
+    alive, ended = begin - 1, error.fed_sequence_id
+    tried = ended - 1  # then the checkpoint itself, since most apps that can't start end there
+    while alive < tried < ended:
+        if survives(tried):
+            alive = tried
+        else:
+            ended = tried
+        tried = ended if app.by_hand else begin if alive < begin else (alive + ended) // 2
+    if ended > begin:
+        error.sequence_id = ended if alive == ended - 1 else None
+        until = "" if alive == ended - 1 else ", or one before it"
+        front, said, rest = str(error).partition("; it said:")
+        error.args = (f"{front} (at record {ended}{until}; --to {ended - 1} ends before it){said}{rest}",)
+    return error
 
 
 def _come_in(
@@ -104,10 +149,19 @@ def _come_in(
     process = gate = None
     epoll = stack.enter_context(select.epoll())
     # As in service, an app that can't answer a challenge may know ports alone.
-    over_tcp = app.settings is not None and app.settings.app_port is not None and auth is not AppAuth.CHALLENGE
+    is_port_known = app.settings is not None and app.settings.app_port is not None and auth is not AppAuth.CHALLENGE
+    port, send_port = app.ports or (0, None)
+    if send_port is not None:
+        raise ReplayError(f"port {send_port} is a send port, and the app of this instance has one port for both ways")
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="immortal-replay-", dir=SHORT_FOLDERS)))  # for us alone
-    if over_tcp:
-        listener = stack.enter_context(socket.create_server((IPV4_LOOPBACK, 0)))
+    if is_port_known or port:
+        try:
+            listener = stack.enter_context(socket.create_server((IPV4_LOOPBACK, port)))
+        except OSError as error:
+            raise ReplayError(
+                f"can't wait for the app at {host_port(IPV4_LOOPBACK, port)}: {error.strerror}; stop what uses this"
+                " port (the instance's own coordinator, say), or give another one"
+            ) from None
         address = host_port(*listener.getsockname())
     else:
         path = folder / SOCKET_FILE_NAME
@@ -223,9 +277,14 @@ class _Host:
         self._values: Iterator[bytes] | None = None
         self._unsent_size_bytes = 0
         self._ended: Ended | None = None
-        self._look_again_s = 0.0
+        self._look_again_s = self._heard_s = 0.0
+        self._is_stateless = False  # the app was asked for no state
         first = route.checkpoint.sequence_id + 1
         self.result = ReplayResult(route.checkpoint, first, first - 1, notes=route.notes)
+
+    @property
+    def fed_sequence_id(self) -> int:
+        return self._session.fed_sequence_id
 
     def run(self, progress: Callable[[int, int | None], None], stop: Callable[[], bool]) -> None:
         started_s = time.monotonic()
@@ -238,6 +297,11 @@ class _Host:
             waits = self._feed()
             self._turn(waits)
             now_s = time.monotonic()
+            if self._unsent_size_bytes or not self._session.ends_by_silence:
+                self._heard_s = now_s
+            elif now_s - self._heard_s >= SILENCE_S:
+                self._is_stateless = True
+                self._take(self._session.was_silent())
             if now_s - progress_s >= PROGRESS_DELAY_S:
                 progress_s = now_s
                 progress(self._session.records, self._route.record_count)
@@ -253,7 +317,7 @@ class _Host:
         result.flushed = session.app_flushes
         result.description, result.label = session.description, session.label
         result.failure = self._ended.failure if self._ended else None
-        if result.failure is None:
+        if result.failure is None and not self._is_stateless:
             result.blob_size_bytes, result.blob_check = self._blob_size_bytes, self._blob_check
 
     # --- the log to the app -----------------------------------------------------------------------------------------
@@ -338,6 +402,7 @@ class _Host:
             if self._process is None:
                 raise AppExitedError("the app closed its connection before the replay was complete", None)
             raise _died(self._process, self._app)
+        self._heard_s = time.monotonic()
         for event in self._session.receive(data):
             self._take(event)
 
@@ -387,14 +452,20 @@ LOOK_DELAY_S = 0.1
 
 
 def accept_two_ports(
-    settings: InstanceSettings, announce: Callable[[str], None], stop: Callable[[], bool], stack: ExitStack
+    settings: InstanceSettings,
+    ports: tuple[int, int | None] | None,
+    announce: Callable[[str], None],
+    stop: Callable[[], bool],
+    stack: ExitStack,
 ) -> AppConnection:
     """The connection of an app that uses two ports in the mode of ``settings``; ``announce`` is told where.
 
+    ``ports``: those to use, None for free ones.
+
     Raises ReplayError when it is to stop before, AppListenError, RegistryError.
     """
-    port = free_port((HOST,), set())
-    send_port = free_port((HOST,), {port})
+    port, asked_send_port = ports or (free_port((HOST,), set()), None)
+    send_port = asked_send_port or free_port((HOST,), {port})
     own = structs.replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
     does = "it listens" if own.app_send_mode is AppSendMode.LISTEN else "it connects too"
     epoll = stack.enter_context(select.epoll())

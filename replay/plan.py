@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
@@ -61,6 +61,12 @@ class Route(Struct, frozen=True):
     def record_count(self) -> int | None:
         """Return the number of records to replay; None if there is no end."""
         return None if self.last_sequence_id is None else self.last_sequence_id - self.checkpoint.sequence_id
+
+
+def route_until(route: Route, sequence_id: int) -> Route:
+    """Return ``route`` with that record as its last one."""
+    versions = [start for start in route.versions if start.sequence_id <= sequence_id]
+    return structs.replace(route, last_sequence_id=sequence_id, last_message=None, versions=versions)
 
 
 def plan_route(plan: ReplayPlan, source: RecordSource, summary: LogSummary) -> Route:

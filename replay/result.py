@@ -63,7 +63,8 @@ class ReplayResult(Struct):
     """``records`` and ``messages`` are those that the app was given.
 
     ``blob_size_bytes``, ``blob_check`` (CRC-64/XZ): the state at the end, also in the file ``blob_path`` if one was
-    asked for; None with a ``failure``: a message that could not be handled; then nothing behind it was replayed.
+    asked for; None with a ``failure``: a message that could not be handled; then nothing behind it was replayed. None
+    also for an app without a Hello in a what-if of an upgrade, which is asked for none.
     ``verdicts``: on messages that have failed alone, without the messages themselves, and with the first traces only.
     ``news``: those of them that the log does not have.
     ``flushed``: the app holds nothing back, all that it made has come; one of the base protocol may hold messages back.

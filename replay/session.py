@@ -7,7 +7,8 @@
 
 ENDING asks for a checkpoint (2): the app answers with all outputs that it still holds, then with its state. It is never
 told that it is primary, but where it says no Hello: that one gets 11, and what it does behind its checkpoint is not
-looked at. A message that can't fail alone leads to DONE from anywhere.
+looked at; in a what-if of an upgrade it gets nothing, as the base protocol has it, and its silence is the end. A
+message that can't fail alone leads to DONE from anywhere.
 """
 
 from __future__ import annotations
@@ -183,6 +184,16 @@ class ReplaySession:
     def wants_records(self) -> bool:
         return self.phase is Phase.REPLAYING
 
+    @property
+    def ends_by_silence(self) -> bool:
+        """All is given to an app that is asked for no state, and does not tell when it has handled it."""
+        return self.phase is Phase.ENDING and self._app.hello is None and self._upgrade_to is not None
+
+    def was_silent(self) -> Event:
+        """Take the app's silence as the end."""
+        require(self.ends_by_silence, f"silence in phase {self.phase.value!r}")
+        return self._end(None)
+
     def data_to_send(self) -> list[bytes | memoryview]:
         """Return and forget the data to send to the app now, in order."""
         output, self._output = self._output, []
@@ -286,6 +297,8 @@ class ReplaySession:
         elif at_end:
             self.phase = Phase.ENDING
             self._blob_is_final = True
+            if self.ends_by_silence:
+                return
             if self._app.hello is None:  # a client of the base protocol: as a recovery ends for it
                 self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
             elif self._upgraded_to is None:

@@ -27,9 +27,9 @@ from immortal.protocol.messages import decode_message
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, Trailer, decode_trailer
 from immortal.replay.app_process import DIFFERENCES_MAX, AppCommand, diff_states
-from immortal.replay.errors import ReplayError
-from immortal.replay.host import run_replay
-from immortal.replay.plan import ReplayPlan, Route, checkpoint_problem, usable_checkpoints
+from immortal.replay.errors import AppExitedError, ReplayError
+from immortal.replay.host import find_end, run_replay
+from immortal.replay.plan import ReplayPlan, Route, checkpoint_problem, plan_route, usable_checkpoints
 from immortal.replay.result import ReplayResult, Sink
 
 MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: one so far behind makes too few messages
@@ -63,7 +63,8 @@ class VerifySection(Struct):
     """Result of the replay from one checkpoint to the next (``end``; None: to the end of the log).
 
     ``counts``: messages made, by destination. ``unproved``: those at the end of a stream that nothing says anything
-    about: no mark, no receiver's log. ``state_is_same``: None if there was none to compare with.
+    about: no mark, no receiver's log. ``state_is_same``: None if there was none to compare with. ``ended``: the last
+    record of the log, behind ``result``, makes the app end.
     """
 
     start: CheckpointHeader
@@ -74,6 +75,7 @@ class VerifySection(Struct):
     outputs: list[OutputDivergence] = field(default_factory=list)
     state: StateDivergence | None = None
     state_is_same: bool | None = None
+    ended: AppExitedError | None = None
 
     @property
     def is_same(self) -> bool:
@@ -89,15 +91,24 @@ class VerifySections(Struct, frozen=True):
 
 
 def verify_sections(
-    source: RecordSource, summary: LogSummary, *, checkpoint_id: int | None = None, everything: bool = False
+    source: RecordSource,
+    summary: LogSummary,
+    *,
+    checkpoint_id: int | None = None,
+    everything: bool = False,
+    last_sequence_id: int | None = None,
 ) -> VerifySections:
     """Choose sections: the last two; one from ``checkpoint_id`` on; or ``everything`` that is kept.
 
-    A damaged checkpoint is passed over, and that is noted. Raises ReplayError.
+    ``last_sequence_id``: nothing behind this record. A damaged checkpoint is passed over, and that is noted. Raises
+    ReplayError.
     """
     notes = list(source.problems)
     sound: list[CheckpointHeader] = []
-    for header in reversed(usable_checkpoints(summary)):
+    last = summary.last_sequence_id if last_sequence_id is None else last_sequence_id
+    if last > summary.last_sequence_id:
+        raise ReplayError(f"record {last} is not in the log: its last one is {summary.last_sequence_id}")
+    for header in reversed([one for one in usable_checkpoints(summary) if one.sequence_id <= last]):
         problem = checkpoint_problem(source, header)
         if problem is not None and header.checkpoint_id == checkpoint_id:
             raise ReplayError(f"checkpoint {checkpoint_id} can't be used: {problem}; choose another one")
@@ -108,6 +119,8 @@ def verify_sections(
         if header.checkpoint_id == checkpoint_id or (checkpoint_id is None and not everything and len(sound) == 2):
             break
     if not sound:
+        if last < summary.last_sequence_id:
+            raise ReplayError(f"the log has no sound checkpoint up to record {last} to begin at")
         raise ReplayError("the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged")
     ends: list[CheckpointHeader | None] = [*sound[1:], None]
     pairs = list(zip(sound, ends, strict=True))
@@ -116,7 +129,7 @@ def verify_sections(
             kept = ", ".join(str(header.checkpoint_id) for header in sound)
             raise ReplayError(f"there is no checkpoint {checkpoint_id} to begin at: the log holds {kept}")
         return VerifySections(pairs[:1], notes)
-    if sound[-1].sequence_id >= summary.last_sequence_id and len(pairs) > 1:
+    if sound[-1].sequence_id >= last and len(pairs) > 1:
         pairs.pop()  # nothing lies behind the last checkpoint
     return VerifySections(pairs, notes)
 
@@ -127,15 +140,17 @@ def verify_section(
     end: CheckpointHeader | None,
     app: AppCommand,
     *,
+    last_sequence_id: int | None = None,
     receivers: Mapping[str, RecordSource] | None = None,
     progress: Callable[[int, int | None], None] | None = None,
     announce: Callable[[str], None] = lambda address: None,
 ) -> VerifySection:
     """Replay one section with ``app`` and compare. ``receivers``: the logs of those that it calls, where at hand.
 
-    Raises what :func:`run_replay` raises.
+    ``last_sequence_id``: the last record to replay, where ``end`` is None. Raises what :func:`run_replay` raises; an
+    app that ends at the last record of the log, with status 0, is a result.
     """
-    plan = ReplayPlan(checkpoint_id=start.checkpoint_id)
+    plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=last_sequence_id)
     if end is not None:
         plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=end.sequence_id, last_version=end.version)
     if end is not None:
@@ -143,8 +158,19 @@ def verify_section(
     with tempfile.TemporaryDirectory(prefix="immortal-verify-") as folder:
         blob = Path(folder) / "replayed"
         checking = CheckingSink(source, start, receivers or {})
-        result = run_replay(source, plan, app, checking, blob_path=blob, progress=progress, announce=announce)
-        section = VerifySection(start, end, result, checking.counts)
+        summary = source.summary()
+        route = plan_route(plan, source, summary)
+        ended = None
+        try:
+            result = run_replay(source, route, app, checking, blob_path=blob, progress=progress, announce=announce)
+        except AppExitedError as error:
+            ended = find_end(source, route, app, error, announce)
+            if ended.exit_status or ended.sequence_id != summary.last_sequence_id:
+                raise ended from None
+            plan = ReplayPlan(start.checkpoint_id, summary.last_sequence_id - 1)
+            checking = CheckingSink(source, start, receivers or {})
+            result = run_replay(source, plan, app, checking, progress=progress, announce=announce)
+        section = VerifySection(start, end, result, checking.counts, ended=ended)
         if result.failure is None:
             checking.finish(None if end is None else end.outputs, all_made=result.flushed)
             if end is not None:

@@ -14,6 +14,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import Origin
 from immortal.protocol.messages import decode_incoming_rpc, decode_message
 from immortal.replay.app_process import DIFFERENCES_MAX, code_values
+from immortal.replay.errors import AppExitedError
 from immortal.replay.plan import place_of
 from immortal.replay.result import failure_json, new_failure_lines, new_failure_values
 from immortal.replay.verify import Difference, OutputDivergence, VerifySection
@@ -57,11 +58,15 @@ class Report:
             yield from (f"  {line}" for line in self._state_lines())
         elif section.state_is_same:
             yield "  state: the same"
+        if section.ended is not None:
+            yield f"  {ended_text(section.ended)}"
 
     def _stretch(self) -> str:
         start, end = self._section.start, self._section.end
+        last = self._section.result.last_sequence_id
+        is_end = last >= self._source.summary().last_sequence_id
         until = (
-            f"to the end of the log (record {self._section.result.last_sequence_id})"
+            f"{'to the end of the log (' if is_end else 'to '}record {last}{')' if is_end else ''}"
             if end is None
             else f"to checkpoint {end.checkpoint_id} ({place_of(end)})"
         )
@@ -166,6 +171,7 @@ class Report:
             "state_problem": None if state is None else state.problem,
             "failed_now": new_failure_values(result.news),
             "failure": failure_json(result),
+            "app_ended_at": None if section.ended is None else section.ended.sequence_id,
             "warnings": result.warnings,
             "notes": list(result.notes),
         }
@@ -201,6 +207,10 @@ class Report:
             return {}
         by = {"record": origin.sequence_id, "message": origin.message_index, "handler": self._handler(origin)}
         return {"made_by": by}
+
+
+def ended_text(ended: AppExitedError) -> str:
+    return f"the app ended here, as it did then: at record {ended.sequence_id}, behind which the log has nothing"
 
 
 def format_whole_call(message: bytes, destination: str, methods: Methods) -> str:

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -29,11 +30,12 @@ from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
 from immortal.replay.app_process import AppCommand, Code
 from immortal.replay.buffers import DrawnNumbersQueue, MemoryBudget, SpillingQueue
 from immortal.replay.comparison import Comparison, Key, Outputs, Side
-from immortal.replay.errors import ReplayError, UpgradeFailedError
+from immortal.replay.errors import AppExitedError, ReplayError, UpgradeFailedError
 from immortal.replay.findings import Executions, Findings
-from immortal.replay.host import run_replay
-from immortal.replay.plan import ReplayPlan, Route, plan_route
+from immortal.replay.host import find_end, run_replay
+from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
+from immortal.replay.session import Tells
 from immortal.replay.sources import SharedSource
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
@@ -50,7 +52,8 @@ class WhatIf(Struct):
 
     A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then
     there are no results. ``upgrade_now_error``: it could, but not the newest state, with what waits by
-    then. ``by_position``: the apps do not tell which input made which output.
+    then. ``by_position``: the apps do not tell which input made which output. ``ends``: at which record a side's app
+    ends; the rest is of what is before the first of them.
     """
 
     route: Route
@@ -63,6 +66,7 @@ class WhatIf(Struct):
     notes: list[str]
     executions: Executions
     upgrade_now_error: str = ""
+    ends: Mapping[Side, AppExitedError] = {}
 
 
 def plan_what_if(
@@ -106,12 +110,49 @@ def run_what_if(
     states at the end. ``progress`` is called from both threads, not at the same time. ``announce(side, address)``:
     where an app that is started by hand is to connect.
 
-    Raises what :func:`run_replay` does, and OutputDivergenceError where the old code does not do again what it did.
+    Raises what :func:`run_replay` does, and OutputDivergenceError where the old code does not do again what it did. An
+    app that ends is a result, unless the old one does so before the log ends.
     """
+
+    def new_of(route: Route) -> Route:
+        return route if upgrade_to is None else replace(route, versions=(), upgrade_to=upgrade_to)
+
+    def run(route: Route) -> WhatIf:
+        routes = {Side.OLD: route, Side.NEW: new_of(route)}
+        return _run_both(source, routes, apps, limit, blob_paths, progress, announce)
+
+    outcome = run(route)
+    if not outcome.ends:
+        return outcome
+    ends = {}
+    for side, error in outcome.ends.items():
+        own = route if side is Side.OLD else new_of(route)
+        ends[side] = find_end(source, own, apps[side], error, partial(announce, side), _tells(side))
+        found = ends[side]
+        is_end = found.sequence_id == source.summary().last_sequence_id and not found.exit_status
+        if found.sequence_id is None or (side is Side.OLD and not is_end):
+            raise found
+    outcome = run(route_until(route, min(error.sequence_id or 0 for error in ends.values()) - 1))
+    outcome.ends = ends
+    return outcome
+
+
+def _tells(side: Side) -> Tells:
+    return lambda verdict: side is Side.OLD or verdict.cause in NOT_OF_CODE
+
+
+def _run_both(
+    source: RecordSource,
+    routes: Mapping[Side, Route],
+    apps: Mapping[Side, AppCommand],
+    limit: int,
+    blob_paths: Mapping[Side, Path] | None,
+    progress: Progress | None,
+    announce: Callable[[Side, str], None],
+) -> WhatIf:
     shared = SharedSource(source)
-    routes = {Side.OLD: route, Side.NEW: route}
-    if upgrade_to is not None:
-        routes[Side.NEW] = replace(route, versions=(), upgrade_to=upgrade_to)
+    route = routes[Side.OLD]
+    upgrade_to = routes[Side.NEW].upgrade_to
     old_class, new_class = (apps[side].name.rpartition(":")[2] for side in Side)
     is_other = apps[Side.NEW].code is not None and old_class == new_class
     run = _Run(limit, progress, comes_from_elsewhere=is_other)
@@ -132,7 +173,7 @@ def run_what_if(
             stop=lambda: sinks[side].has_seen_enough,
             announce=lambda address: announce(side, address),
             numbers=run.numbers.before if side is Side.NEW and tells_numbers else None,
-            tells=lambda verdict: side is Side.OLD or verdict.cause in NOT_OF_CODE,
+            tells=_tells(side),
         )
         sinks[side].finish(result)
 
@@ -151,6 +192,7 @@ def run_what_if(
         run.upgrade_error,
         notes,
         run.executions,
+        ends=run.ends,
     )
 
 
@@ -223,6 +265,7 @@ class _Run:
         self.comparison = Comparison(self.findings.add, lambda: SpillingQueue(budget))
         self.by_position: bool | None = None  # None: nothing was made yet
         self.upgrade_error = ""
+        self.ends: dict[Side, AppExitedError] = {}
         self.failed_at: int | None = None  # the record at which the new code's handler raised
         self._progress = progress
         self._records = dict.fromkeys(Side, 0)
@@ -253,6 +296,8 @@ class _Run:
                 self._stop(error)
             else:
                 self.upgrade_error = str(error)
+        except AppExitedError as error:
+            self.ends[side] = error
         except _StoppedError:
             pass
         except BaseException as error:

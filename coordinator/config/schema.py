@@ -272,7 +272,8 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         LogKey | None,
         says(
             "Authenticate its log with a key, in HOME/NAME/keys/log_key (file) or in another file: nobody else can "
-            "write it then."
+            "write it then.",
+            default="file for a new log in a folder, else none",
         ),
     ] = None
     allow_data_loss: Annotated[

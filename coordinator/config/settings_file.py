@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from immortal.coordinator.config.schema import AppAuth, Checkpoints, InstanceSettings, Setting, setting_of, settings_of
 from immortal.coordinator.config.socket_addresses import LOCALHOST, is_loopback
-from immortal.coordinator.config.values import ConfigError, WrongValueError, check_instance_name
+from immortal.coordinator.config.values import NO_LOG_KEY, ConfigError, WrongValueError, check_instance_name
 from immortal.coordinator.core.limits import ReplayCheck
 from immortal.coordinator.core.permissions import ALL_METHODS, ANYTHING, Permission
 from immortal.coordinator.fault_points import FaultPoint, reach
@@ -104,6 +104,8 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
     """
     source = Source(path, text)
     given = read_table(source, InstanceSettings, values)
+    if given.get("log_key") == NO_LOG_KEY:
+        del given["log_key"]
     _check_keys(given, source)
     _check_app_ports(given, source)
     given.setdefault("app_auth", default_app_auth(given.get("app_send_port")))

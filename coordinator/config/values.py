@@ -14,6 +14,7 @@ and for an option:
     metavar     what its help calls the value
     free        what its text may end with: 'immortal register' chooses
     bare        its value where it is given without one
+    words       values of a path that are none
     path        "file" or "folder": it is relative to the working directory
 """
 
@@ -38,6 +39,7 @@ CALLS_MAX = 1_000_000_000  # largest limit on calls, per second or open; more me
 NAME_PLACE = "{name}"  # placeholder in peer_template
 IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
 LOG_KEY_FILE = "file"  # as log_key: a key in the instance's own folder
+NO_LOG_KEY = "none"
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
@@ -267,8 +269,14 @@ StoreUrl = Annotated[
 ]
 LogKey = Annotated[
     str,
-    Meta(pattern=rf"\A({LOG_KEY_FILE}|/[^\0]*)\Z"),
-    kind("[FILE]", f'"{LOG_KEY_FILE}", or the absolute path of a file', bare=LOG_KEY_FILE, path="file"),
+    Meta(pattern=rf"\A({LOG_KEY_FILE}|{NO_LOG_KEY}|/[^\0]*)\Z"),
+    kind(
+        "[FILE]",
+        f'"{LOG_KEY_FILE}", "{NO_LOG_KEY}", or the absolute path of a file',
+        bare=LOG_KEY_FILE,
+        path="file",
+        words=(LOG_KEY_FILE, NO_LOG_KEY),
+    ),
 ]
 PublicKeys = Annotated[
     tuple[str, ...], kind("", "a public key, 40 characters of Z85, or a list of them", read=_public_keys)

@@ -20,7 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from immortal.coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
+from immortal.coordinator.config import (
+    LOG_KEY_FILE,
+    AppAuth,
+    ConfigError,
+    InstanceSettings,
+    check_instance_name,
+    split_tcp,
+)
 from immortal.coordinator.config.settings_file import (
     check_settings,
     file_values,
@@ -77,6 +84,7 @@ class Registry:
         self.home = shared_registry.folder_of(home)
         self.copy = shared_registry.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
+        self._values: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # as written
         self._looked_at = False  # the folder's modes were checked
 
     def path(self, name: str) -> Path:
@@ -118,8 +126,7 @@ class Registry:
         self._refuse_open()
         path = self.path(name)
         try:
-            status = path.stat()
-            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+            version = _version(path)
             cached = self._cache.get(name)
             if cached is not None and cached[0] == version:
                 return cached[1]
@@ -136,13 +143,14 @@ class Registry:
         """Return the endpoint of the coordinator of ``name``. Raises UnknownInstanceError, ConfigError."""
         return self.load(name).peer
 
-    def register(self, name: str, peer: str, **given: Any) -> InstanceSettings:
+    def register(self, name: str, peer: str, *, keyed: bool = False, **given: Any) -> InstanceSettings:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one.
 
         ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the file's word
         for it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free port. None does so
         for ``app_port`` if the other settings need a port (two ports, another host, a client of the base protocol).
-        ``log`` is relative to the working directory.
+        ``log`` is relative to the working directory. ``keyed``: a log in a folder has a key, unless ``given`` says
+        which: one elsewhere is for other machines too, and its key does not get there by itself.
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
@@ -162,6 +170,8 @@ class Registry:
                 values["log"] = os.path.abspath(split_url(values["log"])[1])
             elif "log" in values:
                 values["log"] = log_of_instance(values["log"], name)
+            if keyed and is_in_folder(values.get("log", "")):
+                values.setdefault("log_key", LOG_KEY_FILE)
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
@@ -236,6 +246,8 @@ class Registry:
         check_app(app)
         if (known := self.load(name)).app == app:
             return known  # at most starts: many at once need not wait for each other
+        import tomlkit  # noqa: F401  # before the lock is taken, since its loading takes long
+
         with self.locked():
             return self._remember(name, "app", app)
 
@@ -313,7 +325,10 @@ class Registry:
         """Yield the values of each settings file unchecked, which is fast even for a thousand files."""
         for name in self.names():
             with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-                yield name, tomllib.loads(self.path(name).read_text("utf-8"))
+                version = _version(f"{self.home}/{name}.toml")
+                if name not in self._values or self._values[name][0] != version:
+                    self._values[name] = version, tomllib.loads(self.path(name).read_text("utf-8"))
+                yield name, self._values[name][1]
 
     def _ports_taken(self) -> set[int]:
         ports: set[int] = set()
@@ -326,12 +341,19 @@ class Registry:
         return ports
 
     def _refuse_shared_log(self, name: str, log: str) -> None:
-        real = _real(log)
+        real, home = _real(log), os.path.realpath(self.home)
         for other, values in self._written():
             written = values.get("log")
-            others = log_of(other, self.path(other), written if isinstance(written, str) else None)
-            if other != name and _real(others) == real:
+            others = f"{home}/{other}/log"
+            if isinstance(written, str):
+                others = _real(log_of(other, self.path(other), written))
+            if other != name and others == real:
                 raise RegistryError(f"{log} is the log folder of {other!r}: each instance needs its own")
+
+
+def _version(path: str | Path) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _real(log: str) -> str:

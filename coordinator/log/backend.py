@@ -351,6 +351,13 @@ class Place(Protocol):
         """Migrate the storage to this program's version; returns a message. Raises LogError."""
         return "there is nothing to migrate"
 
+    def restrict(self, role: str, instances: Sequence[str], *, allowed: bool) -> None:
+        """Let ``role`` of the database read and write nothing but ``instances`` (not ``allowed``: not these, either).
+
+        Raises LogError.
+        """
+        raise LogError(f"{self.where} has no roles: a log or registry in PostgreSQL was expected")
+
     def make_private(self) -> str | None:
         """Remove other users' access; returns a message if they had any."""
         return None

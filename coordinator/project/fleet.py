@@ -332,7 +332,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
     given = dict(service.settings)
     peer = given.pop("peer", PEER_DEFAULT)
     if service.name not in registry.names():
-        settings = registry.register(service.name, peer, app=service.app, **given)
+        settings = registry.register(service.name, peer, keyed=True, app=service.app, **given)
         keys.make(settings.folder)
         own_logs.OwnLogs(settings.folder).create()
         return f"registered, peers at {settings.peer}"

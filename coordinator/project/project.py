@@ -30,6 +30,8 @@ from immortal.coordinator.config import check_instance_name
 from immortal.coordinator.config.schema import InstanceSettings, settings_of
 from immortal.coordinator.config.settings_file import Source, read_table, read_toml, write_atomically
 from immortal.coordinator.config.values import (
+    LOG_KEY_FILE,
+    NO_LOG_KEY,
     ConfigError,
     Log,
     Name,
@@ -380,7 +382,11 @@ def _given(source: Source, name: str, service: Service, values: Mapping[str, Any
 
 def _is_path(key: str, value: str) -> bool:
     """Return whether ``value`` is a path relative to the file, and no URL or special word."""
-    return not value.startswith(("/", "unix:")) and "://" not in value and (key, value) != ("log_key", "file")
+    return (
+        not value.startswith(("/", "unix:"))
+        and "://" not in value
+        and (key != "log_key" or value not in (LOG_KEY_FILE, NO_LOG_KEY))
+    )
 
 
 class ModuleImportError(ImmortalError):

@@ -1,13 +1,19 @@
-"""Process limits, children that die with their parent, and stop requests by signals."""
+"""Process limits, children that die with their parent, stop requests by signals, and turns of many that start."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+from immortal.protocol.files import open_lock
 
 STATUS_NO_RECOVERY = 3  # of a coordinator whose log can't be replayed: the next start would find the same
 STATUS_FENCED = 4  # of a coordinator whose log another process writes by now
@@ -66,3 +72,37 @@ class StopRequests:
         if now_s - self._last_s >= SIGNAL_COALESCE_S:
             self.count += 1
             self._last_s = now_s
+
+
+STARTS_PER_PROCESSOR = 2
+START_TURN_S = 60.0
+
+
+def start_turn(home: Path) -> Callable[[], None]:
+    """Wait while many others of the registry ``home`` start; calling the result lets the next one do so.
+
+    A start takes about a second of a processor: of hundreds at once each would take minutes, and its app would give its
+    coordinator up meanwhile. A turn ends after START_TURN_S, whatever becomes of the start.
+    """
+    count = STARTS_PER_PROCESSOR * (os.cpu_count() or 1)
+    places = (home / f".start-{number}" for number in (*range(count), os.getpid() % count))
+    taken: list[int] = []
+    try:
+        for tried, place in enumerate(places):
+            taken.append(open_lock(place))
+            try:
+                fcntl.flock(taken[0], fcntl.LOCK_EX | (fcntl.LOCK_NB if tried < count else 0))
+                break
+            except BlockingIOError:
+                os.close(taken.pop())
+    except OSError:  # who can't write there starts without a turn
+        return lambda: None
+
+    def done() -> None:
+        with contextlib.suppress(IndexError):
+            os.close(taken.pop())
+
+    timer = threading.Timer(START_TURN_S, done)
+    timer.daemon = True
+    timer.start()
+    return done

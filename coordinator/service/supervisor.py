@@ -86,7 +86,8 @@ class Supervisor:
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
     whether there is a version before it that can go on. ``announced`` is entered once signals are understood; with
     ``follows``, once the coordinator is ready, which it is when it has taken over. ``follows_next``: with ``restart``,
-    who runs this follows once another process has the log. ``app_stdin``: what the app reads.
+    who runs this follows once another process has the log. ``app_stdin``: what the app reads. ``on_started`` is called
+    when the first start is over, however it ended.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Supervisor:
         restart: bool = False,
         on_upgrade_failed: Callable[[], bool] = lambda: False,
         announced: AbstractContextManager[None] | None = None,
+        on_started: Callable[[], None] = lambda: None,
         follows: bool = False,
         follows_next: bool = False,
         app_stdin: NoStdin | None = None,
@@ -107,6 +109,7 @@ class Supervisor:
         self._log = log
         self._restart = restart
         self._on_upgrade_failed = on_upgrade_failed
+        self._on_started = on_started
         self._announced = announced or contextlib.nullcontext()
         self._follows = follows
         self._follows_next = follows or follows_next
@@ -165,6 +168,7 @@ class Supervisor:
                     return status
                 self._log.info("starting both again, as asked")
                 continue
+            self._on_started()
             first = first_to_die(list(self._exits.values()))
             life_s = time.monotonic() - started_s
             second, terminated = self._stop_other(first)
@@ -342,6 +346,7 @@ class Supervisor:
         if self._ready_descriptor is not None and self._ready_descriptor in readable:
             if os.read(self._ready_descriptor, 64):
                 self._was_ready = self._app_was_ready = True
+                self._on_started()
                 self._announce()
                 self._log.info("ready")
             else:

@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import NotConnectable
+from immortal.cli import main
 from immortal.coordinator.config import ConfigError
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.own_logs import OwnLogs
 from immortal.coordinator.instances.registry import Registry, RegistryError, UnknownInstanceError
 from immortal.coordinator.instances.upgrade_mark import UpgradeMark
-from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.open import create_log, open_log, place_of
 from immortal.coordinator.operator.unregister import unregister
 from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.machine_keys import ensure_machine_keys
@@ -29,7 +33,7 @@ from immortal.protocol import shared_registry
 from immortal.protocol.shared_registry import SharedHomeError
 from tests.helpers.postgres import Postgres
 
-pytest.importorskip("psycopg", reason="psycopg is not installed")
+psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
 DATABASE = "registries"
 WAIT_S = 20.0
@@ -377,6 +381,110 @@ def test_who_only_calls_may_read_and_nothing_else(
             reader.remember_app("shop", "shop:Shop")
     finally:
         postgres.execute("DROP ROLE till")
+
+
+def test_a_role_of_one_instance_reads_and_writes_no_other(
+    shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = shared.machine("a")
+    logs = {name: owner.register(name, "tcp://127.0.0.1:*").log for name in ("shop", "bank")}
+    for name, log in logs.items():
+        create_log(log, name, committer_id=7).close()
+
+    def typed(*words: str, status: int = 0) -> str:
+        result = CliRunner().invoke(main, ["--home", shared.url, "registry", "role", *words])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    try:
+        said = typed("till", "shop")
+        log = shared.machine("a").load("shop").log
+        assert log == logs["shop"].replace("owner@", "till@")
+        assert log in said
+        assert "has its log as" in typed("till", "shop"), "again changes nothing"
+        store = open_log(log, "shop")
+        store.commit(Transaction(epoch=1), 1)
+        store.close()
+        url = shared.url.replace("owner@", "till@")
+        monkeypatch.setenv("IMMORTAL_LOCAL", str(shared.folder / "till"))
+        machine = Registry(url)
+        assert machine.names() == ["bank", "shop"], "where others are, it knows"
+        machine.remember_app("shop", "shop:Shop")
+        assert ensure_machine_keys(machine.load("shop"), machine)
+        with pytest.raises(SharedHomeError, match="row-level security policy"):
+            machine.remember_app("bank", "evil:Bank")
+        for theirs in (log.replace("#shop", "#bank"), logs["bank"].replace("owner@", "till@")):
+            with pytest.raises(LogError, match="there is no log"):
+                open_log(theirs, "bank")
+        with psycopg.connect(url, autocommit=True) as role:
+            for table in ("heads", "records", "rows", "standbys"):
+                found = role.execute(f"SELECT DISTINCT instance FROM immortal.{table}").fetchall()
+                assert {name for (name,) in found} <= {"shop"}, table
+            for change in (
+                "DELETE FROM immortal.{} WHERE instance = 'bank'",
+                "UPDATE immortal.{} SET instance = 'shop' WHERE instance = 'bank'",
+            ):
+                for table in ("heads", "leases", "records", "rows", "standbys", "registry"):
+                    assert role.execute(change.format(table)).rowcount == 0, table
+            for forbidden in (
+                "INSERT INTO immortal.heads VALUES ('bonk', false, 0, 0, -1, '')",
+                "INSERT INTO immortal.rows VALUES ('bank', 'meta', '', '')",
+                "INSERT INTO immortal.records VALUES ('bank', 900, 900, 1, '')",
+                "INSERT INTO immortal.leases VALUES ('bank', '', 'till', 'infinity', '')",
+                "UPDATE immortal.heads SET instance = 'bonk'",
+                "INSERT INTO immortal.writers VALUES ('till', 'bank')",
+                "ALTER TABLE immortal.rows DISABLE ROW LEVEL SECURITY",
+                "TRUNCATE immortal.records",
+            ):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    role.execute(forbidden)
+        postgres.execute("GRANT immortal_writer TO till", database=DATABASE)
+        with pytest.raises(LogError, match="there is no log"):
+            open_log(log.replace("#shop", "#bank"), "bank")
+        postgres.execute("CREATE ROLE fleet LOGIN; GRANT immortal_writer TO fleet", database=DATABASE)
+        open_log(logs["bank"].replace("owner@", "fleet@"), "bank").close()  # as before
+        typed("till", "shop", "--remove")
+        with pytest.raises(LogError, match="there is no log"):
+            open_log(log, "shop")
+        assert "whom no policy restricts" in typed("owner", "shop", status=1)
+    finally:
+        postgres.execute("DROP ROLE IF EXISTS till; DROP ROLE IF EXISTS fleet", database=DATABASE)
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "asked"),
+    [
+        ("postgresql://a@db.example/b", {}, "verify-full"),
+        ("postgresql://a@10.0.0.5,127.0.0.1/b", {}, "verify-full"),
+        ("postgresql:///b", {"PGHOST": "db.example"}, "verify-full"),
+        ("postgresql://a@db.example/b?sslmode=require", {}, "require"),
+        ("postgresql://a@db.example/b", {"PGSSLMODE": "disable"}, None),
+        ("postgresql://a@localhost/b", {}, None),
+        ("postgresql://a@127.0.0.1,[::1]/b", {}, None),
+        ("postgresql:///b?host=/var/run/postgresql", {}, None),
+        ("postgresql:///b", {}, None),
+    ],
+)
+def test_a_server_elsewhere_has_to_prove_who_it_is(
+    url: str, environment: dict[str, str], asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("PGHOST", "PGHOSTADDR", "PGSSLMODE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert shared_registry.secured(psycopg.conninfo.conninfo_to_dict(url)).get("sslmode") == asked
+    given: dict[str, object] = {}
+    monkeypatch.setattr(psycopg, "connect", lambda **options: given.update(options) or fail("stopped"))
+    with pytest.raises(LogError):
+        place_of(f"{url}#shop").exists()
+    assert given.get("sslmode") == asked
+    with pytest.raises(SharedHomeError):
+        Registry(url)
+    assert given.get("sslmode") == asked
+
+
+def fail(text: str) -> None:
+    raise psycopg.OperationalError(text)
 
 
 def test_what_is_no_registry_is_said(shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,8 @@ from immortal.replay import (
     run_replay,
 )
 from immortal.replay.app_process import diff_states, show_state
+from immortal.replay.plan import OWN_VERSION
+from immortal.replay.verify import verify_section
 from tests.helpers.core import Driven, checkpoint, first_start, records
 from tests.helpers.recorded import Instances, load_module, write_module
 
@@ -405,10 +407,12 @@ class BaseApp(threading.Thread):
 
     def __init__(self, address: str, *, says: bytes = b"") -> None:
         super().__init__(daemon=True)
+        self.address = address
         host, _, port = address.rpartition(":")
         self.connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
         self.says = says
         self.got = bytearray()
+        self.types: list[int] = []
         self.start()
 
     def run(self) -> None:
@@ -422,6 +426,7 @@ class BaseApp(threading.Thread):
                     if not isinstance(event, Record):
                         continue
                     for message_type, _, _ in decode_messages(event.content):
+                        self.types.append(message_type)
                         if message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
                             self.connection.sendall(checkpoint(b"state two"))
                         elif message_type == MessageType.RPC:
@@ -444,15 +449,18 @@ def base_log(tmp_path: Path) -> Path:
     return folder
 
 
-def by_hand(folder: Path, says: bytes = b"") -> tuple[ReplayResult, Recording, BaseApp]:
+def by_hand(
+    folder: Path, says: bytes = b"", ports: tuple[int, int | None] | None = None, plan: ReplayPlan | None = None
+) -> tuple[ReplayResult, Recording, BaseApp]:
     apps: list[BaseApp] = []
     sink = Recording()
-    settings = Registry(folder / "home").register("a", "tcp://127.0.0.1:*", app_auth="none")
+    registry = Registry(folder / "home")
+    settings = registry.load("a") if registry.names() else registry.register("a", "tcp://127.0.0.1:*", app_auth="none")
     with open_reader(folder, "a") as reader:
         result = run_replay(
             reader,
-            ReplayPlan(),
-            AppCommand.of(BY_HAND, settings=settings),
+            plan or ReplayPlan(),
+            AppCommand.of(BY_HAND, settings=settings, ports=ports),
             sink,
             announce=lambda address: apps.append(BaseApp(address, says=says)),
         )
@@ -466,6 +474,64 @@ def test_an_app_of_the_base_protocol_that_is_started_by_hand(base_log: Path) -> 
     assert result.blob_size_bytes == len(b"state two")
     assert [(position, made_by) for position, _, made_by in sink.made["b"]] == [(1, None)]
     assert b"state one" in app.got
+
+
+def test_a_what_if_of_an_upgrade_sends_what_the_protocol_says_and_nothing_more(base_log: Path) -> None:
+    plan = ReplayPlan(checkpoint_id=1, upgrade_to=OWN_VERSION)
+    result, sink, app = by_hand(base_log, plan=plan)
+    app.join(DEADLINE_S)
+    assert app.types == [MessageType.UPGRADE_SERVICE, MessageType.INITIAL_MESSAGE, MessageType.RPC]
+    assert app.got.count(b"state one") == 1
+    assert [position for position, _, _ in sink.made["b"]] == [1]
+    assert (result.blob_check, result.blob_path, result.failure) == (None, None, None)
+
+
+def test_an_app_that_is_started_by_hand_comes_in_at_the_port_that_is_asked_for(base_log: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ReplayError, match=f"can't wait for the app at 127.0.0.1:{port}: Address already in use"):
+            by_hand(base_log, ports=(port, None))
+    with pytest.raises(ReplayError, match="has one port for both ways"):
+        by_hand(base_log, ports=(port, port))
+    _, _, app = by_hand(base_log, ports=(port, None))
+    assert app.address == f"127.0.0.1:{port}"
+    with pytest.raises(ReplayError, match="give it with --app -"):
+        AppCommand.of("shop:Shop", ports=(port, None))
+
+
+class EndingApp(BaseApp):
+    """Ends where it is called by a peer."""
+
+    def run(self) -> None:
+        reader = RecordReader()
+        with self.connection, contextlib.suppress(OSError):
+            while data := self.connection.recv(1 << 16):
+                reader.receive_data(data)
+                while (event := reader.next_event()) is not None:
+                    if not isinstance(event, Record):
+                        continue
+                    for message_type, _, _ in decode_messages(event.content):
+                        if message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
+                            self.connection.sendall(checkpoint(b"state two"))
+                        elif message_type == MessageType.RPC:
+                            return
+
+
+def test_an_app_that_is_started_by_hand_and_ends_at_the_last_record(base_log: Path) -> None:
+    settings = Registry(base_log / "home").register("a", "tcp://127.0.0.1:*", app_auth="none")
+    started: list[EndingApp] = []
+    with open_reader(base_log, "a") as reader:
+        last = reader.last_sequence_id()
+        section = verify_section(
+            reader,
+            reader.summary().checkpoints[0],
+            None,
+            AppCommand.of(BY_HAND, settings=settings),
+            announce=lambda address: started.append(EndingApp(address)),
+        )
+    assert section.ended is not None
+    assert (section.ended.sequence_id, section.result.last_sequence_id) == (last, last - 1)
+    assert len(started) == 3, "once as it was, once to see where, once to compare"
 
 
 def test_an_app_that_breaks_the_protocol_is_told_apart(base_log: Path) -> None:

@@ -87,7 +87,7 @@ def test_duplicate_name(home: Path) -> None:
 def test_a_typo_in_the_settings(home: Path, command: tuple[str, ...]) -> None:
     path = register(home)
     path.write_text(path.read_text() + "ap_port = 7002\n")
-    expected = f"{path}, line 2, field 'ap_port': unknown field: did you mean 'app_port'?"
+    expected = f"{path}, line 3, field 'ap_port': unknown field: did you mean 'app_port'?"
     if command[0] == "status":
         result = immortal(home, "status")  # the others are shown all the same
         assert (result.returncode, result.stdout.splitlines()[-1]) == (1, f"counter: {expected}")

@@ -22,6 +22,7 @@ from tests.helpers.recorded import Instances, RecordedInstance, load_module, wri
 
 DEADLINE_S = 30.0
 SOURCE = """
+import os
 import random
 import time
 import immortal
@@ -70,6 +71,22 @@ class Clocked(Sound):
     @impulse
     def put(self, key: str) -> None:
         self.last = time.time()
+
+
+class Ending(Sound):
+    @impulse
+    def put(self, key: str) -> None:
+        self.sizes[key] = len(key)
+        self.store.keep.fork(key, 0.5)
+        if key == os.environ.get("ENDS_AT"):
+            os._exit(int(os.environ.get("ENDS_WITH", "0")))
+
+
+class Twin(Sound, formerly=("Ending",)):
+    @impulse
+    def put(self, key: str) -> None:
+        self.sizes[key] = len(key)
+        self.store.keep.fork(key, 0.5)
 
 
 class Dice(Sound):
@@ -179,6 +196,60 @@ def test_what_is_deterministic_is_the_same(home: Home) -> None:
     few = home.verify("--at-least", "10000", status=1)
     assert "compared, no difference, at least 10,000 asked for" in few.stderr
     assert home.verify(status=0, name="store").stdout.splitlines()[-1].startswith("store: the same, in ")
+
+
+def last_record(home: Home) -> int:
+    with open_reader(home.folder / "app" / "log") as reader:
+        return reader.last_sequence_id()
+
+
+def test_where_the_last_record_makes_the_app_end_that_is_a_result(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.record("Ending", puts("a", "checkpoint", "b", "c", "end"))
+    last = last_record(home)
+
+    def what_if(*arguments: str, status: int) -> Result:
+        words = ["--home", str(home.folder), "what-if", "app", "--app", f"{home.module_name}:Ending", *arguments]
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == status, (result.output, result.exception)
+        return result
+
+    monkeypatch.setenv("ENDS_AT", "end")
+    section = home.json(status=0)["sections"][-1]
+    assert (section["app_ended_at"], section["last_record"]) == (last, last - 1)
+    ended = f"the app ended here, as it did then: at record {last}, behind which the log has nothing"
+    assert ended in what_if(status=0).stdout
+    assert ended in home.verify(status=0).stdout
+    before = home.verify("--to", str(last - 1), status=0).stdout
+    assert f"to record {last - 1}: " in before
+    assert "ended here" not in before
+    assert f"record {last + 5} is not in the log" in home.verify("--to", str(last + 5), status=1).stderr
+
+    monkeypatch.setenv("ENDS_WITH", "7")
+    named = f"ended with status 7 before the replay was complete (at record {last}; --to {last - 1} ends"
+    assert named in home.verify(status=1).stderr
+    monkeypatch.setenv("ENDS_AT", "b")
+    monkeypatch.setenv("ENDS_WITH", "0")
+    assert f"(at record {last - 2}; " in what_if(status=1).stderr
+
+
+def test_new_code_that_ends_earlier_or_goes_on_is_a_difference(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.record("Ending", puts("a", "checkpoint", "b", "c", "end"))
+    last = last_record(home)
+
+    def what_if(old: str, new: str) -> str:
+        words = ["--old-app", f"{home.module_name}:{old}", "--app", f"{home.module_name}:{new}"]
+        result = CliRunner().invoke(main, ["--home", str(home.folder), "what-if", "app", *words])
+        assert result.exit_code == 3, (result.output, result.exception)
+        return result.stdout
+
+    monkeypatch.setenv("ENDS_AT", "b")
+    said = what_if("Twin", "Ending")
+    assert f"(at record {last - 2}; --to {last - 3} ends before it)" in said
+    assert "Twin goes on there" in said
+    monkeypatch.setenv("ENDS_AT", "end")
+    said = what_if("Ending", "Twin")
+    assert f"(at record {last}; " in said
+    assert "different: where the app ends; before that all" in said
 
 
 def test_crashes_and_impulses_to_others_change_nothing(home: Home) -> None:

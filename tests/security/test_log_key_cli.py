@@ -16,6 +16,8 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.authentication import ForgedLogError, LogKeyError
 from immortal.coordinator.notices import Notices
+from immortal.coordinator.project import fleet
+from immortal.coordinator.project.project import ServiceSpec
 from immortal.coordinator.service.process import STATUS_NO_RECOVERY
 from immortal.coordinator.service.runtime import run_coordinator
 from immortal.log import create_log, open_reader
@@ -175,9 +177,28 @@ def test_the_key_is_taken_away_by_its_owner(home: Home) -> None:
     assert home.key()["first_sequence_id"] == 120
 
 
-def test_a_log_that_was_there_gets_a_key_at_the_next_start(tmp_path: Path) -> None:
+def test_a_new_instance_has_a_key_unless_it_is_told_otherwise_or_its_log_is_elsewhere(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.register()
+    home.start()
+    assert home.key()["authenticated_with"] is not None
+    home.run("register", "bare", "--peer", "tcp://127.0.0.1:*", "--log-key", "none")
+    assert "log_key" not in home.registry.path("bare").read_text()
+    home.run("register", "kept", "--peer", "tcp://127.0.0.1:*", "--log", "memory:kept")
+    assert home.registry.load("kept").log_key is None
+    home.edit('log_key = "file"', 'log_key = "none"')
+    assert home.settings.log_key is None
+    project = ServiceSpec(name="made", app="shop:Shop", versions=(1,), files=(), calls=())
+    fleet.register(home.registry, project)
+    assert home.registry.load("made").log_key == "file"
+    home.registry.path("made").write_text('peer = "tcp://127.0.0.1:7001"\n')
+    fleet.register(home.registry, project)
+    assert home.registry.load("made").log_key is None, "as it was registered before"
+
+
+def test_a_log_that_was_there_gets_a_key_at_the_next_start(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.register("--log-key", "none")
     write_log(home.settings.log)
     home.start()
     assert "the log of alice is not authenticated\n" in home.run("log", "key", NAME).stdout

@@ -103,7 +103,7 @@ def test_what_is_said_of_a_setting_fits(setting: Setting) -> None:
 def test_an_option_says_only_what_was_given(tmp_path: Path) -> None:
     arguments = ["--home", str(tmp_path), "register"]
     assert CliRunner().invoke(main, [*arguments, "a", "--peer", PEER]).exit_code == 0
-    assert (tmp_path / "a.toml").read_text() == f'peer = "{PEER}"\n'
+    assert (tmp_path / "a.toml").read_text() == f'peer = "{PEER}"\nlog_key = "file"\n'
     options = ["--kills-before-verdict", "never", "--insecure", "--app", "shop:Stock", "--log-key"]
     assert CliRunner().invoke(main, [*arguments, "b", "--peer", "tcp://127.0.0.1:7003", *options]).exit_code == 0
     settings = Registry(tmp_path).load("b")

@@ -347,6 +347,9 @@ def test_a_client_replays_at_the_ports_that_it_has_in_service(house: House, clie
 
     command = [sys.executable, "-m", "immortal", "--home", str(house.home)]
     command += ["replay", "alice", "--checkpoint", "1", "--app", "-"]
+    is_asked = ports == "two ports, the client listens"
+    if is_asked:  # a client with a configuration of its own
+        command += ["--app-port", f"{alice_settings.app_port}:{alice_settings.app_send_port}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as replay:
         assert replay.stderr is not None
         waits = next(line for line in replay.stderr if line.startswith("waiting for an app of alice at "))
@@ -356,7 +359,10 @@ def test_a_client_replays_at_the_ports_that_it_has_in_service(house: House, clie
             options += ["--send-port", re.findall(r"send port (\d+)", waits)[0]]
         if PORTS[ports].get("app_send_mode") == "listen":
             options.append("--listen")
-        client = clients.run(*options, "--peer", "bob", "--count", str(COUNT))
+        if is_asked:
+            client = clients.start(alice_settings, "bob")
+        else:
+            client = clients.run(*options, "--peer", "bob", "--count", str(COUNT))
         client.line(f"done {COUNT}")
         out, said = replay.communicate(timeout=DEADLINE_S)
     assert replay.returncode == 0, (out, said)

@@ -205,6 +205,12 @@ class PostgresPlace(Place):
             return f"the schema of {self.where} has version {before} already"
         return f"the schema of {self.where} had version {before}, and has version {schema.VERSION} now"
 
+    def restrict(self, role: str, instances: Sequence[str], *, allowed: bool) -> None:
+        with self._connections.borrowed() as connection:
+            if not schema.check(connection, self._address.where):
+                schema.migrate(connection, self._address.where)
+            schema.restrict(connection, role, instances, allowed=allowed)
+
     def durability(self) -> list[str]:
         with self._connections.borrowed() as connection:
             return Durability.of(connection).words

@@ -11,6 +11,7 @@ from msgspec import Struct
 from psycopg import conninfo, errors, pq
 
 from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
+from immortal.protocol.shared_registry import error_line, secured
 
 VERSION_MIN = 150000  # 15.0 in libpq's form
 CONNECT_TIMEOUT_S = 5
@@ -42,7 +43,7 @@ class Address(Struct, frozen=True):
         try:
             given = conninfo.conninfo_to_dict(database)
         except psycopg.ProgrammingError as error:
-            raise LogError(f"{database!r} is no URL of a database: {_line(error)}") from None
+            raise LogError(f"{database!r} is no URL of a database: {error_line(error)}") from None
         if given.get("password"):
             raise LogError(
                 "a password in the URL of a log would be seen by whoever sees the settings or the processes: write it"
@@ -65,7 +66,10 @@ def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
 
     Raises LogUnavailableError, LogError.
     """
-    given: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, **conninfo.conninfo_to_dict(address.database)}
+    given: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        **secured(conninfo.conninfo_to_dict(address.database)),
+    }
     given |= {
         "application_name": f"immortal {address.instance or ''}".strip(),
         "target_session_attrs": "read-write",
@@ -100,24 +104,19 @@ def reaching(address: Address) -> Iterator[None]:
     try:
         yield
     except (errors.DiskFull, errors.OutOfMemory) as error:
-        raise LogFullError(f"the database {address.where} has no room: {_line(error)}") from None
+        raise LogFullError(f"the database {address.where} has no room: {error_line(error)}") from None
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-        raise LogUnavailableError(f"the database {address.where} does not answer: {_line(error)}") from None
+        raise LogUnavailableError(f"the database {address.where} does not answer: {error_line(error)}") from None
     except errors.ReadOnlySqlTransaction as error:  # the server was a primary until now
-        raise LogUnavailableError(f"the database {address.where} takes no writes: {_line(error)}") from None
+        raise LogUnavailableError(f"the database {address.where} takes no writes: {error_line(error)}") from None
     except errors.InsufficientPrivilege as error:
         raise LogError(
-            f"the database {address.where} refuses it: {_line(error)}; the role needs what immortal_writer has"
-            " ('GRANT immortal_writer TO ...', as the schema's owner), or SELECT on its tables where it only reads"
+            f"the database {address.where} refuses it: {error_line(error)}; the role needs what immortal_writer has"
+            " ('GRANT immortal_writer TO ...', as the schema's owner), or 'immortal registry role', or SELECT on its"
+            " tables where it only reads"
         ) from None
     except psycopg.Error as error:
-        raise LogError(f"the database {address.where} refuses it: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    """An error of libpq has many lines, one for each host that it has tried, and hints."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(dict.fromkeys(lines[:3])) or type(error).__name__
+        raise LogError(f"the database {address.where} refuses it: {error_line(error)}") from None
 
 
 class Connections:

@@ -7,9 +7,10 @@ when it makes a log; opening a log only compares the version.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import LiteralString
 
-from psycopg import Connection, errors
+from psycopg import Connection, errors, sql
 
 from immortal.coordinator.core.errors import LogError, LogFormatError
 
@@ -198,6 +199,36 @@ DO $$ BEGIN
 END $$;
 """
 
+# Made by the first `immortal registry role`, so that others pay nothing for it. Members of immortal_instance get the
+# rows of their own instances, also where they have other roles; all others get what their grants say, as before. Who is
+# where, and who has which public key, is no secret. A later migration that adds a table of instances protects it, too.
+_OWN_ROWS: LiteralString = """
+DO $$
+DECLARE
+    name text;
+    own text := 'instance = ANY (ARRAY(SELECT w.instance FROM immortal.writers w WHERE w.role = current_user))'
+        ' OR (SELECT NOT pg_has_role(current_user, ''immortal_instance'', ''member''))';
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_instance') THEN
+        CREATE ROLE immortal_instance NOLOGIN;
+    END IF;
+    GRANT USAGE ON SCHEMA immortal TO immortal_instance;
+    GRANT SELECT ON immortal.schema_version TO immortal_instance;
+    GRANT USAGE ON SEQUENCE immortal.registry_revisions TO immortal_instance;
+    IF to_regclass('immortal.writers') IS NULL THEN
+        CREATE TABLE immortal.writers (role name, instance text COLLATE "C", PRIMARY KEY (role, instance));
+        GRANT SELECT ON immortal.writers TO PUBLIC;
+        FOREACH name IN ARRAY ARRAY['heads', 'leases', 'records', 'rows', 'standbys', 'registry'] LOOP
+            EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.%I TO immortal_instance', name);
+            EXECUTE format('CREATE POLICY own ON immortal.%I USING (%s)', name, own);
+            EXECUTE format('ALTER TABLE immortal.%I ENABLE ROW LEVEL SECURITY', name);
+        END LOOP;
+        CREATE POLICY seen ON immortal.leases FOR SELECT USING (true);
+        CREATE POLICY seen ON immortal.registry FOR SELECT USING (true);
+    END IF;
+END $$;
+"""
+
 MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS, _STANDBYS, _REGISTRY)
 VERSION = len(MIGRATIONS)
 
@@ -250,3 +281,31 @@ def migrate(connection: Connection, where: str) -> int:
         return before
     finally:
         connection.execute("SELECT pg_advisory_unlock(%s)", [MIGRATION_LOCK])
+
+
+def restrict(connection: Connection, role: str, instances: Sequence[str], *, allowed: bool) -> None:
+    """Make ``role``, where there is none, one that reads and writes nothing but the rows of ``instances``.
+
+    Repeated calls add instances; not ``allowed`` takes them away. Raises LogError for a role that nothing restricts.
+    """
+    with connection.transaction():
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK])
+        connection.execute("SET LOCAL lock_timeout = '10s'")
+        connection.execute(_OWN_ROWS)
+        found = connection.execute(
+            "SELECT rolsuper OR rolbypassrls OR pg_has_role(oid, (SELECT nspowner FROM pg_namespace"
+            " WHERE nspname = 'immortal'), 'member') FROM pg_roles WHERE rolname = %s",
+            [role],
+        ).fetchone()
+        if found is not None and found[0]:
+            raise LogError(f"the role {role!r} is a superuser's or the owner's of the schema, whom no policy restricts")
+        named = sql.Identifier(role)
+        if found is None:
+            connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(named))
+        connection.execute(sql.SQL("GRANT immortal_instance TO {}").format(named))
+        change = (
+            "INSERT INTO immortal.writers SELECT %s, unnest(%s::text[]) ON CONFLICT DO NOTHING"
+            if allowed
+            else "DELETE FROM immortal.writers WHERE role = %s AND instance = ANY (%s)"
+        )
+        connection.execute(change, [role, list(instances)])
