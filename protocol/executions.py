@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import sqlite3  # which no coordinator needs
 
 FILE_NAME = "executions.db"
-STATES = ("waiting", "ended", "failed", "cancelled")
+STATES = ("waiting", "ended", "failed", "cancelled", "terminated")
 INDEX_BITS = 22  # of the key of a 'def' handler's call: the message in its record
 TIMEOUT_S = 10.0
 PROGRESS_STEPS = 100_000  # of SQLite: some ms
@@ -58,6 +58,14 @@ _COLUMNS = (
 
 class ExecutionsError(ImmortalError):
     """The list of executions can't be read, or what is asked of it is not there."""
+
+
+class UnknownNameError(ExecutionsError):
+    """A list has no such handler or label. ``what``: the text up to the known ones."""
+
+    def __init__(self, what: str, known: Iterable[str]) -> None:
+        self.what, self.known = what, set(known)
+        super().__init__(f"{what}: there are {', '.join(sorted(self.known)) or 'none'}")
 
 
 class Execution(Struct):
@@ -154,7 +162,12 @@ class ExecutionIndex:
 
     def find(self, query: Query) -> list[Execution]:
         """Return what ``query`` asks for. Raises ExecutionsError."""
-        return list(self._with_labels(self._rows(*self._select(query))))
+        found = list(self._with_labels(self._rows(*self._select(query))))
+        if query.where and not found:
+            known = self._distinct("name", "labels")
+            for name in {name for name, _ in query.where}.difference(known):
+                raise UnknownNameError(f"no execution has a label {name!r}", known)
+        return found
 
     def get(self, key: int) -> Execution | None:
         return next(iter(self._with_labels(self._rows("from executions e where e.key = ?", [key]))), None)
@@ -213,8 +226,7 @@ class ExecutionIndex:
         if query.handler:
             names = [one for one in self._handlers() if one == query.handler or one.endswith(f".{query.handler}")]
             if not names:
-                known = ", ".join(self._handlers()) or "none"
-                raise ExecutionsError(f"no execution of a handler {query.handler!r} is known (handlers: {known})")
+                raise UnknownNameError(f"no execution of a handler {query.handler!r} is known", self._handlers())
             conditions.append(f"e.handler in ({', '.join('?' * len(names))})")
             values += names
         more: tuple[tuple[str, str | int | None], ...] = (
@@ -236,15 +248,18 @@ class ExecutionIndex:
         return f"from {tables} where {' and '.join(conditions)} {order}", [*values, query.limit]
 
     def _handlers(self) -> list[str]:
-        """The names of all handlers: the index is asked for one after the other."""
-        sql = """
-            with recursive names(name) as (
-                select min(handler) from executions
-                union all select (select min(handler) from executions where handler > name) from names
-                where name is not null
-            ) select name from names where name is not null
-        """
-        return [str(name) for (name,) in self._run(sql, [])]
+        return self._distinct("handler", "executions")
+
+    def _distinct(self, column: str, table: str) -> list[str]:
+        """All values of a column: the index is asked for one after the other."""
+        sql = f"""
+            with recursive every(one) as (
+                select min({column}) from {table}
+                union all select (select min({column}) from {table} where {column} > one) from every
+                where one is not null
+            ) select one from every where one is not null
+        """  # noqa: S608
+        return [str(one) for (one,) in self._run(sql, [])]
 
     def _rows(self, rest: str, values: Sequence[Any]) -> list[Execution]:
         columns = ", ".join(f"e.{name.strip()}" for name in _COLUMNS.split(","))
@@ -293,6 +308,28 @@ def open_index(folder: Path, name: str, within_s: float | None = None) -> Iterat
             end_s = time.monotonic() + within_s
             database.set_progress_handler(lambda: time.monotonic() > end_s, PROGRESS_STEPS)
         yield ExecutionIndex(database)
+
+
+def find_in(folders: Mapping[str, Path], query: Query, *, is_named: bool = True) -> list[tuple[str, Execution]]:
+    """Find in the lists of instances, by their names: the newest first, ``query.limit`` of all. Raises ExecutionsError.
+
+    ``is_named``: somebody has named the instances, so each is to have a list.
+    """
+    found: list[tuple[str, Execution]] = []
+    unknown: list[UnknownNameError] = []
+    count = 0
+    for name, folder in folders.items():
+        if is_named or (folder / FILE_NAME).exists():
+            count += 1
+            with open_index(folder, name) as index:
+                try:
+                    found += [(name, one) for one in index.find(query)]
+                except UnknownNameError as error:
+                    unknown.append(error)
+    if unknown and len(unknown) == count:
+        raise UnknownNameError(unknown[0].what, set().union(*(one.known for one in unknown)))
+    found.sort(key=lambda one: (-one[1].began_ns, one[0], -one[1].key))
+    return found[: query.limit]
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:

@@ -93,7 +93,7 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         (ended,) = found(tmp_path, "shop", where=[("order", "17")])
         listed = executions("shop", where={"order": 17}, state="ended", home=tmp_path / HOME)
         assert [(one.id, one.call, one.labels["order"]) for one in listed] == [(ended, "Shop.ship(17, 'tea')", "17")]
-        with pytest.raises(UsageError, match="one of waiting, ended, failed, cancelled"):
+        with pytest.raises(UsageError, match="one of waiting, ended, failed, cancelled, terminated"):
             executions("shop", state="done", home=tmp_path / HOME)
         page = immortal(tmp_path, "executions", "shop", ended)
         assert "call bank.charge gave 100" in page
@@ -105,8 +105,15 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         said = immortal(tmp_path, "executions", "shop", "restart", ended, "--arguments", '[20, "tea"]', "--yes")
         assert "Shop.ship has begun again, as" in said
         wait_until(lambda: states(tmp_path).get("20") == "waiting")
-        said = immortal(tmp_path, "executions", "shop", "restart", ended, "--from-step", "2", "--dry-run")
-        assert f"would restart {ended} as Shop.ship(17, 'tea') from step 2" in said
+        said = immortal(
+            tmp_path, "executions", "shop", "restart", "--where", "order=17", "--from-step", "2", "--dry-run"
+        )
+        assert "Shop.ship(17, 'tea')" in said
+        assert "would restart 1 execution from step 2" in said
+        said = immortal(tmp_path, "executions", "--where", "order=17", "--since", "1h")
+        assert "bank" in said
+        assert "Shop.ship(17, 'tea')" in said
+        assert "there are order" in immortal(tmp_path, "executions", "--where", "ordr=17", status=1)
         assert next(iter(found(tmp_path, "shop", where=[("order", "20")]).values()))["origin"] == ended
         wait_until(lambda: len(found(tmp_path, "bank")) == 4)
 

@@ -51,7 +51,7 @@ class Counter(Immortal):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release; else an sdist, a pure wheel, and one of a copy with what is compiled here for the tests' own Python."""
+    """A release; else an sdist, a pure wheel, and one of a copy with what is compiled here for this Python."""
     if RELEASE:
         return Path(RELEASE)
     sources, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("release")

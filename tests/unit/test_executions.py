@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from immortal.protocol.executions import (
     INDEX_BITS,
     ExecutionsError,
     Query,
+    find_in,
     id_of,
     key_of_call,
     key_of_id,
@@ -89,6 +91,36 @@ class Shop(Immortal):
         immortal.signal(f"go {order}", True)
 
 
+class Stubborn(Immortal):
+    told: list[str]
+
+    def __init__(self) -> None:
+        self.told = []
+
+    @rpc
+    async def stay(self) -> None:
+        try:
+            while True:
+                try:
+                    await immortal.event("never")
+                except BaseException as error:
+                    if isinstance(error, asyncio.CancelledError):
+                        await immortal.step(self.tell, "stays")
+        finally:
+            await immortal.step(self.tell, "cleans up")
+
+    @rpc
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+
+    @impulse
+    async def call(self) -> None:
+        try:
+            await self.stay()
+        except CalleeFailed as error:
+            await immortal.step(self.tell, f"{type(error).__name__}: {error}")
+
+
 class Wrong(Immortal):
     value: ClassVar[Any]
 
@@ -123,7 +155,7 @@ def test_an_execution_has_its_labels_its_arguments_and_its_children(shops: Liste
     assert not shops.find("shop", Query(where=[("order", "17"), ("item", "rice")]))
     assert {one.labels["order"] for one in shops.find("shop", Query(text="rice"))} == {"18"}
     assert len(shops.find("shop", Query(handler="ship", state="waiting"))) == 2
-    with pytest.raises(ExecutionsError, match="of a handler 'sell'"):
+    with pytest.raises(ExecutionsError, match="of a handler 'sell' is known: there are Shop"):
         shops.find("shop", Query(handler="sell"))
 
 
@@ -182,6 +214,50 @@ def test_a_restart_from_a_step_does_what_is_left(shops: Listed) -> None:
         assert shops["shop"].dispatcher.tasks.waiting(again.key).save().entries[0].what == "call bank.charge"
     shops["shop"].impulse("go", 18)
     assert not shops.find("shop", Query(state="waiting"))
+
+
+def test_a_handler_that_stays_through_its_cancellation_is_terminated(tmp_path: Path) -> None:
+    instances = Listed(tmp_path, {"desk": Stubborn})
+    try:
+        instances["desk"].impulse("call")
+        (stay,) = instances.find("desk", Query(handler="stay"))
+        instances.ask("desk", ev.HandlerOrdered, Order("cancel", stay.key, "enough", "ann"))
+        assert instances.waiting_count("desk") == 2
+        said = instances.ask("desk", ev.HandlerOrdered, Order("terminate", stay.key, "enough", "ann"))
+        assert said["text"] == "Stubborn.stay was terminated"
+        for _ in range(2):  # a replay does the same
+            assert instances.waiting_count("desk") == 0
+            assert instances.app("desk").told[0] == "stays"
+            assert instances.app("desk").told[1].startswith("CallCancelled: ")
+            assert "terminated: enough" in instances.app("desk").told[1]
+            (ended,) = instances.find("desk", Query(state="terminated"))
+            assert (ended.handler, ended.result) == ("Stubborn.stay", "enough")
+            instances.crash("desk")
+        said = instances.ask("desk", ev.HandlerOrdered, Order("terminate", stay.key, "enough", "ann"))
+        assert "it has ended" in said["text"]
+    finally:
+        instances.close()
+
+
+def test_lists_are_searched_together(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops.find("bank")
+    shops.find("shop")
+    folders = {name: shops.folder / name for name in ("bank", "shop", "new")}
+    found = find_in(folders, Query(where=[("order", "17")]), is_named=False)
+    assert sorted((name, one.handler) for name, one in found) == [
+        ("bank", "Bank.charge"),
+        ("bank", "Bank.hold"),
+        ("shop", "Shop.ship"),
+    ]
+    assert len(find_in(folders, Query(limit=2), is_named=False)) == 2
+    assert [name for name, _ in find_in(folders, Query(where=[("item", "tea")]), is_named=False)] == ["shop"]
+    with pytest.raises(ExecutionsError, match="no execution has a label 'ordr': there are item, marked, order"):
+        find_in(folders, Query(where=[("ordr", "17")]), is_named=False)
+    with pytest.raises(ExecutionsError, match=r"handler 'sell' is known: there are Bank.charge, Bank.hold, Shop.ship"):
+        find_in(folders, Query(handler="sell"), is_named=False)
+    with pytest.raises(ExecutionsError, match="no execution of 'new' is listed"):
+        find_in(folders, Query())
 
 
 def test_a_def_handler_is_labelled_where_it_is_listed(shops: Listed) -> None:
