@@ -6,6 +6,7 @@ import functools
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,14 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import Time
-from immortal.presenters.executions import chosen, execution_lines, execution_row, execution_view, order_for
+from immortal.presenters.executions import (
+    chosen,
+    execution_lines,
+    execution_row,
+    execution_states,
+    execution_view,
+    order_for,
+)
 from immortal.presenters.status import operator_name
 from immortal.protocol import decoding
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
@@ -170,17 +178,33 @@ _id_argument = click.argument("wanted", metavar="ID")
 
 @executions.command()
 @_id_argument
+@click.option("--states", "shows_states", is_flag=True, help="Replay, and show how the state has changed meanwhile.")
 @json_option
 @_pass_settings
 @click.pass_obj
-def show(registry: Registry, settings: InstanceSettings, wanted: str, as_json: bool) -> None:
+def show(registry: Registry, settings: InstanceSettings, wanted: str, shows_states: bool, as_json: bool) -> None:
     """Show one: its steps, effects with their attempts, calls across services, what it waits for."""
     view = execution_view(registry, settings, key_of_id(wanted))
+    states = _states(registry, settings.name, view["execution"]) if shows_states else None
     if as_json:
-        echo_json(_plain(view))
+        echo_json(_plain(view) | ({} if states is None else {"states": states}))
         return
     for line in execution_lines(settings.name, view):
         echo(printable(line))
+    if states is not None:
+        echo("")
+        echo("  state before its first step and after its last" + ("" if states["changes"] else ": the same"))
+        for one in states["changes"]:
+            echo(f"    {one['path']}: {one['old'] or 'absent'} -> {one['new'] or 'absent'}")
+        if states["changes_more"]:
+            echo("    ... and more")
+
+
+def _states(registry: Registry, name: str, one: Execution) -> dict[str, Any]:
+    from immortal.replay.travel.sessions import Sessions
+
+    with closing(Sessions(registry.home)) as sessions:
+        return execution_states(sessions, name, one)
 
 
 def _plain(value: Any) -> Any:

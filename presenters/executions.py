@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +27,9 @@ from immortal.protocol.executions import (
     key_of_id,
     open_index,
 )
+
+if TYPE_CHECKING:
+    from immortal.replay.travel.sessions import Sessions
 
 ASK_S = 10.0
 AT_ONCE_MAX = 1000  # executions that one command cancels, terminates, signals or restarts
@@ -71,6 +74,19 @@ def _get(index: ExecutionIndex, name: str, key: int) -> Execution:
             f"{name!r} has no execution {id_of(key)}: it is older than what is kept, or there never was one;"
             f" 'immortal executions {name}' lists them"
         )
+    return found
+
+
+def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
+    """Return the state ``before`` an execution's first step and ``after`` its last, as nodes, and the ``changes``.
+
+    It is replayed. Raises ExecutionsError, ReplayError.
+    """
+    if one.record < 0 or (one.state != "waiting" and one.ended_record is None):
+        raise ExecutionsError(f"in which record execution {one.id} began and ended is not known")
+    place = one.ended_record, one.ended_message
+    since = one.record, one.message
+    found: Values = sessions.ask(name, "between", since=since, record=place[0], index=place[1])
     return found
 
 
@@ -167,6 +183,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     if one.record >= 0:
         yield ""
         yield f"  the state then: 'immortal replay {name} --to {one.record} --state'"
+        yield f"  what has changed meanwhile: 'immortal executions {name} {one.id} --states'"
         yield f"  with other code: 'immortal what-if {name} --app MODULE:CLASS'"
 
 

@@ -34,7 +34,7 @@ create table if not exists executions (
     key integer primary key, handler text not null, method_id integer not null, state text not null,
     began_ns integer not null, ended_ns integer, caller text, call_number integer not null,
     record integer not null, message integer not null, arguments text not null, data blob, result text,
-    journal blob, origin integer, stale integer not null default 0
+    journal blob, origin integer, stale integer not null default 0, ended_record integer, ended_message integer
 );
 create index if not exists by_time on executions (began_ns);
 create index if not exists by_handler on executions (handler, began_ns);
@@ -52,7 +52,7 @@ create index if not exists by_number on parts (number) where number > 0;
 """
 _COLUMNS = (
     "key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message, arguments, result,"
-    " origin"
+    " origin, ended_record, ended_message"
 )
 
 
@@ -71,7 +71,8 @@ class UnknownNameError(ExecutionsError):
 class Execution(Struct):
     """One run of a handler. ``key``: its number, below 0 for a call of a ``def`` handler.
 
-    ``caller``: who waits for its answer, as `immortal handlers` has it. ``record``, ``message``: what began it.
+    ``caller``: who waits for its answer, as `immortal handlers` has it. ``record``, ``message``: what began it;
+    ``ended_record``, ``ended_message``: with what it ended, if that is known.
     ``arguments`` and ``result`` are text. ``origin``: the key of the execution that it repeats.
     """
 
@@ -88,6 +89,8 @@ class Execution(Struct):
     arguments: str
     result: str | None
     origin: int | None
+    ended_record: int | None
+    ended_message: int | None
     labels: dict[str, str] = field(default_factory=dict)
 
     @property

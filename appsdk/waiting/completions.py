@@ -103,7 +103,8 @@ class Endings:
         """Note in the list of executions how one has ended."""
         if (executions := self._context.tasks.executions) is not None:
             entries = () if task is None else task.entries
-            executions.ended(number, state, result, entries, self._context.record_time_ns)
+            place = self._context.sequence_id, self._context.message_index
+            executions.ended(number, state, result, entries, self._context.record_time_ns, place)
 
 
 # What comes for calls that wait: their answers, or the word that whoever was called has been expelled.

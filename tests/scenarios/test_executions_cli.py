@@ -100,6 +100,10 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         assert "Bank.charge(17, 100) ended" in page
         assert "event go gave True" in page
         (child,) = found(tmp_path, "bank", where=[("order", "17")])
+        said = immortal(tmp_path, "executions", "bank", child, "--states")
+        assert "    total: 0 -> 100" in said
+        said = json.loads(immortal(tmp_path, "executions", "shop", ended, "--states", "--json"))["states"]
+        assert [one["path"] for one in said["changes"]] == ["$waiting"]
         assert f"shop {ended}: Shop.ship(17, 'tea') ended" in immortal(tmp_path, "executions", "bank", child)
 
         said = immortal(tmp_path, "executions", "shop", "restart", ended, "--arguments", '[20, "tea"]', "--yes")

@@ -317,10 +317,10 @@ def test_what_is_too_old_is_forgotten(tmp_path: Path) -> None:
     writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
     for number in range(1, executions.PRUNE_ROWS + 5):
         writer.began(*_row(number, old_ns))
-        writer.ended(number, "ended", None, (), old_ns)
+        writer.ended(number, "ended", None, (), old_ns, (1, 0))
     writer.began(*_row(900_000, old_ns))  # it waits
     writer.began(*_row(900_001, now_ns))
-    writer.ended(900_001, "ended", None, (), now_ns)
+    writer.ended(900_001, "ended", None, (), now_ns, (1, 0))
     writer.close()
     with open_index(tmp_path, "shop") as index:
         assert {one.key for one in index.find(Query())} == {900_000, 900_001}
