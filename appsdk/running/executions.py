@@ -48,6 +48,11 @@ _UPDATE = """
 update executions set state = ?, ended_ns = ?, result = ?, journal = ?, ended_record = ?, ended_message = ?
 where key = ?
 """
+_PART = """
+insert into parts values (?, ?, ?, ?, ?) on conflict (key, step) do update set
+    attempts = iif(excluded.number > number, 1, max(attempts, excluded.attempts)),
+    destination = iif(excluded.number > 0, excluded.destination, destination), number = max(number, excluded.number)
+"""
 _TEXT, _DATA = 10, 11  # places in such a row
 _OF_END = 3, 5, 12, 13, 15, 16
 
@@ -101,7 +106,7 @@ class ExecutionWriter:
         self._put(self._write_labels, number, labels)
 
     def called(self, number: int, step: int, call_number: int, destination: str) -> None:
-        """Note a call that the async handler ``number`` waits for."""
+        """Note a call or an effect (to EFFECT) that the async handler ``number`` waits for."""
         self._put(self._write_part, number, step, call_number, destination, 1)
 
     def tried(self, number: int, step: int, attempts: int) -> None:
@@ -254,7 +259,7 @@ class ExecutionWriter:
         self._database.executemany("insert or replace into labels values (?, ?, ?)", labels)
 
     def _write_part(self, number: int, step: int, call_number: int, destination: str, attempts: int) -> None:
-        self._execute("insert or replace into parts values (?, ?, ?, ?, ?)", (number, step, call_number, destination, attempts))  # fmt: skip  # noqa: E501
+        self._execute(_PART, (number, step, call_number, destination, attempts))
 
     def _write_restored(
         self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]

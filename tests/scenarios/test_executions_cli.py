@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from tests.helpers.cli import HOME, Run, immortal, wait_until
 SHOP = """
 import immortal
 from immortal import Immortal, peer, rpc
+
+
+def rate(item: str) -> int:
+    return len(item)
 
 
 class Bank(Immortal):
@@ -38,6 +43,7 @@ class Shop(Immortal):
     @rpc
     async def ship(self, order: int, item: str) -> str:
         immortal.label(order=order)
+        await immortal.effect(rate, item)
         await self.bank.charge(order, 100)
         if not await immortal.event("go", bool):
             raise ValueError("it is refused")
@@ -100,6 +106,11 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         assert "Bank.charge(17, 100) ended" in page
         assert "event go gave True" in page
         (child,) = found(tmp_path, "bank", where=[("order", "17")])
+        grouped = immortal(tmp_path, "log", "show", "shop", "--by-execution")
+        _, _, group = grouped.partition(f"execution {ended}: Shop.ship(17, 'tea'), ended\n")
+        lines = list(takewhile(lambda line: line.startswith("    "), group.split("\n")))
+        for line, word in zip(lines, ("Shop.ship", "rate(item='tea')", "Bank.charge", "order"), strict=True):
+            assert word in line, grouped
         said = immortal(tmp_path, "executions", "bank", child, "--states")
         assert "    total: 0 -> 100" in said
         said = json.loads(immortal(tmp_path, "executions", "shop", ended, "--states", "--json"))["states"]
