@@ -43,6 +43,7 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
     """
     with open_index(settings.folder, settings.name) as index:
         found = _get(index, settings.name, key)
+        key = found.key
         journal, attempts, calls = index.journal(key), index.attempts(key), index.calls(key)
         view: Values = {"execution": found, "waits": [], "problem": "", "repeats": index.repeats_of(key)}
     live = _live(settings, found) if found.state == "waiting" else {}
@@ -72,9 +73,14 @@ def _get(index: ExecutionIndex, name: str, key: int) -> Execution:
     if (found := index.get(key)) is None:
         raise ExecutionsError(
             f"{name!r} has no execution {id_of(key)}: it is older than what is kept, or there never was one;"
-            f" 'immortal executions {name}' lists them"
+            f" 'immortal executions {name}' lists them{_record_hint(name, key)}"
         )
     return found
+
+
+def _record_hint(name: str, key: int) -> str:
+    record = id_of(key).partition(":")[0]
+    return "" if key > 0 else f", 'immortal log show {name} --from {record} --to {record}' shows the record"
 
 
 def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
@@ -175,7 +181,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
         for child in step["children"]:
             yield f"        {_linked(child)}"
     for wait in view["waits"]:
-        yield f"    waits for {format_wait(wait)}"
+        yield f"    {wait.get('step') or '':>3}  waits for {format_wait(wait)}"
     for child in view["children"]:
         yield f"        {_linked(child)}"
     if view["problem"]:

@@ -43,6 +43,7 @@ create index if not exists by_state on executions (state, began_ns) where state 
 create index if not exists by_end on executions (ended_ns) where ended_ns is not null;
 create index if not exists by_call on executions (call_number) where call_number > 0;
 create index if not exists by_origin on executions (origin) where origin is not null;
+create index if not exists by_failure on executions (ended_record) where state = 'failed';
 create index if not exists by_stale on executions (stale) where stale <> 0;
 create table if not exists labels (key integer, name text, value text, primary key (key, name)) without rowid;
 create index if not exists by_label on labels (name, value, key);
@@ -137,8 +138,14 @@ def id_of(key: int) -> str:
     """Return the ID that people see."""
     if key > 0:
         return str(key)
+    record, message = _place(key)
+    return f"{record}:{message}"
+
+
+def _place(key: int) -> tuple[int, int]:
+    """Return record and message of a call's key."""
     place = -key - 1
-    return f"{place >> INDEX_BITS}:{place & ((1 << INDEX_BITS) - 1)}"
+    return place >> INDEX_BITS, place & ((1 << INDEX_BITS) - 1)
 
 
 def key_of_id(text: str) -> int:
@@ -174,7 +181,12 @@ class ExecutionIndex:
         return found
 
     def get(self, key: int) -> Execution | None:
-        return next(iter(self._with_labels(self._rows("from executions e where e.key = ?", [key]))), None)
+        """Return the execution, or the one that has failed with the message of ``key``: as a failure refers to it."""
+        found = self._rows("from executions e where e.key = ?", [key])
+        if not found and key < 0:
+            failed = "from executions e where e.state = 'failed' and (e.ended_record, e.ended_message) = (?, ?)"
+            found = self._rows(failed, _place(key))
+        return next(iter(self._with_labels(found)), None)
 
     def journal(self, key: int) -> bytes | None:
         """Return the journal of one that has ended, encoded; None: it waits, had no steps, or too large ones."""

@@ -106,7 +106,7 @@ def execution(request: Request) -> Response:
         name=settings.name,
         **view,
         row=execution_row(one),
-        waits_for=[format_wait(wait) for wait in view["waits"]],
+        waits_for=[(wait["step"], format_wait(wait)) for wait in view["waits"]],
         orders={verb: ORDERS[verb] for verb in verbs},
     )
 

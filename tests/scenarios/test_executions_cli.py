@@ -117,6 +117,14 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         assert [one["path"] for one in said["changes"]] == ["$waiting"]
         assert f"shop {ended}: Shop.ship(17, 'tea') ended" in immortal(tmp_path, "executions", "bank", child)
 
+        immortal(tmp_path, "executions", "shop", "signal", "go", "false", "--where", "order=19", "--yes")
+        wait_until(lambda: states(tmp_path)["19"] == "failed")
+        (failed,) = found(tmp_path, "shop", where=[("order", "19")]).values()
+        place = f"{failed['ended_record']}:{failed['ended_message']}"  # as the caller is told
+        said = immortal(tmp_path, "executions", "shop", place)
+        assert f"execution {failed['id']}: Shop.ship(19, 'salt')" in said
+        said = immortal(tmp_path, "executions", "shop", "0:9", status=1)
+        assert "'immortal log show shop --from 0 --to 0' shows the record" in said
         said = immortal(tmp_path, "executions", "shop", "restart", ended, "--arguments", '[20, "tea"]', "--yes")
         assert "Shop.ship has begun again, as" in said
         wait_until(lambda: states(tmp_path).get("20") == "waiting")
@@ -135,7 +143,7 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         for run in (shop, bank):
             run.kill()
         before = found(tmp_path, "shop")
-        assert states(tmp_path) == {"17": "ended", "18": "cancelled", "19": "waiting", "20": "waiting"}
+        assert states(tmp_path) == {"17": "ended", "18": "cancelled", "19": "failed", "20": "waiting"}
         for path in (tmp_path / HOME / "shop").glob(f"{FILE_NAME}*"):
             path.unlink()
         assert "4 executions added" in immortal(tmp_path, "executions", "shop", "rebuild")
