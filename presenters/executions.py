@@ -13,7 +13,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
-from immortal.presenters.handlers import format_caller, format_wait, with_times
+from immortal.presenters.handlers import format_caller, format_wait, step_end, with_times
 from immortal.presenters.records import time_text
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError
@@ -175,9 +175,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     for step in view["steps"]:
         tries = f" ({step['attempts']} attempts)" if step["attempts"] > 1 else ""
         since_s = (step["time_ns"] - one.began_ns) / 1e9
-        came = "by an operator:" if step["step"] == 0 else "raised" if step["raised"] else "gave"
-        value = step.get("value", step.get("reason", ""))
-        yield f"    {step['step']:>3}  +{since_s:.3f} s  {step['what']}{tries} {came} {value}"
+        yield f"    {step['step']:>3}  +{since_s:.3f} s  {step['what']}{tries} {step_end(step)}"
         for child in step["children"]:
             yield f"        {_linked(child)}"
     for wait in view["waits"]:

@@ -18,11 +18,12 @@ import immortal
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.running import executions
 from immortal.appsdk.running.executions import ExecutionWriter
-from immortal.appsdk.state.journal import SavedTask, decode_journal
+from immortal.appsdk.state.journal import TIMER, Entry, SavedTask, decode_journal
 from immortal.appsdk.waiting.operator import describe_step
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
+from immortal.presenters.handlers import step_end
 from immortal.protocol.executions import (
     FILE_NAME,
     INDEX_BITS,
@@ -178,6 +179,11 @@ def test_the_steps_of_one_that_has_ended_are_kept(shops: Listed) -> None:
         steps = [describe_step(entry) for entry in decode_journal(index.journal(ship.key) or b"")]
     assert [step["what"] for step in steps] == ["call bank.charge", "call bank.hold", "step mark", "event go 17"]
     assert [step["value"] for step in steps] == ["17", "17", "None", "True"]
+
+
+def test_a_timer_of_a_timeline_says_for_when_it_was_set() -> None:
+    step = describe_step(Entry(3, TIMER, 1_700_000_000 * 10**9, False, b"\xc0", 0))
+    assert f"{step['what']} {step_end(step)}" == "timer for 2023-11-14T22:13:20+00:00 is over"
 
 
 def test_a_restart_is_a_new_execution_that_names_its_origin(shops: Listed) -> None:
