@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from random import Random
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from immortal.appsdk.calls.context import Context, datetime_of
 from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
@@ -43,6 +43,8 @@ NAMES = (
 LABEL_CHARACTERS_MAX = 256
 
 A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
 N = TypeVar("N", bound=Node)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -148,6 +150,26 @@ def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
     return Timer(task, max(due_ns, 0), began_ns)
 
 
+if (
+    TYPE_CHECKING
+):  # Winners by their index, so that a checker knows the type of the value behind 'if winner.index == 1:'
+
+    class _First(Winner[A]):
+        index: Literal[0]
+
+    class _Second(Winner[A]):
+        index: Literal[1]
+
+    class _Third(Winner[A]):
+        index: Literal[2]
+
+
+@overload
+def race(first: Awaitable[A], second: Awaitable[B], /) -> Coroutine[object, None, _First[A] | _Second[B]]: ...
+@overload
+def race(
+    first: Awaitable[A], second: Awaitable[B], third: Awaitable[C], /
+) -> Coroutine[object, None, _First[A] | _Second[B] | _Third[C]]: ...
 @overload
 def race(*awaitables: Awaitable[A]) -> Coroutine[object, None, Winner[A]]: ...
 @overload
@@ -155,7 +177,8 @@ def race(*awaitables: Awaitable[Any]) -> Coroutine[object, None, Winner[Any]]: .
 def race(*awaitables: Awaitable[Any]) -> Any:
     """``await immortal.race(one, two)`` returns the first that is done, with its value, and cancels the others.
 
-    A call that has lost is executed all the same. Takes what asyncio.gather takes. Raises UsageError.
+    A call that has lost is executed all the same. Takes what asyncio.gather takes. Of up to three, type checkers know
+    the value's type where ``index`` was looked at. Raises UsageError.
     """
     task = _task("race")
     if not awaitables:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import msgspec
 
-from immortal.appsdk.state.journal import decode_journal
-from immortal.cli.handlers import _ask, _order, _pass_settings, _settings_of
-from immortal.cli.options import InstanceCommandGroup, Moment, name_argument, settings_with_log
+from immortal.cli.handlers import _ask, _pass_settings, _reason_option
+from immortal.cli.options import (
+    InstanceCommandGroup,
+    Moment,
+    complete_instance,
+    instance_name,
+    settings_with_log,
+)
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import Time
-from immortal.presenters.executions import execution_lines, execution_row, execution_view
+from immortal.presenters.executions import (
+    chosen,
+    execution_lines,
+    execution_row,
+    execution_states,
+    execution_view,
+    order_for,
+)
 from immortal.presenters.status import operator_name
 from immortal.protocol import decoding
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
@@ -27,15 +41,13 @@ from immortal.protocol.executions import (
     Execution,
     ExecutionsError,
     Query,
+    find_in,
     key_of_id,
     label_of,
     merge,
-    open_index,
 )
-from immortal.protocol.safe_output import printable
-from immortal.protocol.system_methods import REASON_CHARACTERS_MAX
+from immortal.protocol.safe_output import printable, printable_json
 
-AT_ONCE_MAX = 1000  # executions that one command cancels or signals
 PREVIEW_ROWS = 20
 COLUMNS = ("ID", "state", "execution", "called by", "began", "took", "labels")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -43,12 +55,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 class _Group(InstanceCommandGroup):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Accept ``NAME --where ... --json`` and ``NAME ID`` too."""
-        if len(args) > 1 and not args[0].startswith("-") and args[1].startswith("-"):
-            args = [*args[1:], args[0]]
-        elif len(args) > 1 and args[1][:1].isdecimal():
-            args = [args[0], "show", *args[1:]]
+        """Accept ``NAME... --where ... --json`` and ``NAME ID`` too."""
+        names: list[str] = []
+        while args and not args[0].startswith("-") and not (names and (args[0] in self.commands or _is_id(args[0]))):
+            names.append(args[0])
+            args = args[1:]
+        joined = [",".join(names)] if names else []
+        if args and args[0].startswith("-"):
+            args = [*args, *joined]
+        else:
+            args = [*joined, *(["show"] if args and _is_id(args[0]) else []), *args]
         return click.Group.parse_args(self, ctx, args)
+
+
+def _is_id(text: str) -> bool:
+    return re.fullmatch("[0-9]+(:[0-9]+)?", text) is not None
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
+    names = [instance_name(ctx, parameter, one) for one in (value or "").split(",") if one]
+    return [one for one in names if one is not None]
 
 
 def _query_options(function: Function) -> Function:
@@ -66,9 +92,9 @@ def _query_options(function: Function) -> Function:
         **options: Any,
     ) -> Any:
         if isinstance(since, int) or isinstance(until, int):
-            raise click.UsageError("--since and --until take times, such as 2026-11-28T16:30")
+            raise click.UsageError("--since and --until take times, such as 2026-11-28T16:30, or 2h ago as 2h")
         try:
-            labels = [label_of(one) for one in where]
+            labels = tuple(label_of(one) for one in where)
         except ExecutionsError as error:
             raise click.UsageError(f"--where {error}") from None
         query = Query(
@@ -98,37 +124,53 @@ def _asking_options(function: Function) -> Function:
     return click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")(function)
 
 
+def _state_option(function: Function) -> Function:
+    states = "|".join(STATES)
+    return click.option("--state", default="", type=click.Choice(["", *STATES]), help="In this state.", metavar=states)(
+        function
+    )
+
+
 @click.group(cls=_Group, invoke_without_command=True, subcommand_metavar="[ID | COMMAND [ARGS]...]")
-@name_argument
+@click.argument("name", metavar="[NAME]...", required=False, callback=_names, shell_complete=complete_instance)
 @_query_options
-@click.option("--state", default="", type=click.Choice(["", *STATES]), help="In this state.", metavar="|".join(STATES))
+@_state_option
 @click.option("--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Show so many.")
 @json_option
 @click.pass_context
-def executions(ctx: click.Context, name: str, query: Query, state: str, limit: int, as_json: bool) -> None:
-    """List what handlers of NAME have run and what waits, the newest first; with an ID, show one with its steps.
+def executions(ctx: click.Context, name: list[str], query: Query, state: str, limit: int, as_json: bool) -> None:
+    """List what handlers of NAMEs, or of all instances, have run and what waits, the newest first.
 
-    Listed are runs of 'async def' handlers, and calls of a 'def' with labels. NAME need not run.
+    With an ID, show one with its steps. Listed are runs of 'async def' handlers, and calls of a 'def' with labels. The
+    instances need not run.
     """
     if ctx.invoked_subcommand is not None:
+        if len(name) != 1:
+            raise click.UsageError(f"{ctx.invoked_subcommand}: one NAME was expected in front, not {len(name)}")
+        ctx.params["name"] = name[0]
         return
-    settings = _settings_of(ctx)
     query.state, query.limit = state, limit + 1
-    with open_index(settings.folder, settings.name) as index:
-        found = index.find(query)
+    registry = ctx.ensure_object(Registry)
+    folders = {one: registry.load(one).folder for one in name or registry.names()}
+    found = find_in(folders, query, is_named=bool(name))
     if as_json:
-        echo_json([one.plain() for one in found[:limit]])
+        echo_json([one.plain() if len(name) == 1 else {"instance": of, **one.plain()} for of, one in found[:limit]])
         return
-    _print(found[:limit])
+    _print([one for _, one in found[:limit]], None if len(name) == 1 else [of for of, _ in found[:limit]])
     if len(found) > limit:
         echo(f"... and more: --limit shows more than {limit}, --until older ones")
 
 
-def _print(found: list[Execution]) -> None:
+def _print(found: list[Execution], of: list[str] | None = None) -> None:
+    """``of``: the instance of each."""
+    rows = [execution_row(one) for one in found]
     if not found:
         echo("no execution is like that")
+    elif of is None:
+        print_table(COLUMNS, rows, right=("ID", "took"))
     else:
-        print_table(COLUMNS, [execution_row(one) for one in found], right=("ID", "took"))
+        told = [(name, *row) for name, row in zip(of, rows, strict=True)]
+        print_table(("instance", *COLUMNS), told, right=("ID", "took"))
 
 
 _id_argument = click.argument("wanted", metavar="ID")
@@ -136,17 +178,33 @@ _id_argument = click.argument("wanted", metavar="ID")
 
 @executions.command()
 @_id_argument
+@click.option("--states", "shows_states", is_flag=True, help="Replay, and show how the state has changed meanwhile.")
 @json_option
 @_pass_settings
 @click.pass_obj
-def show(registry: Registry, settings: InstanceSettings, wanted: str, as_json: bool) -> None:
+def show(registry: Registry, settings: InstanceSettings, wanted: str, shows_states: bool, as_json: bool) -> None:
     """Show one: its steps, effects with their attempts, calls across services, what it waits for."""
     view = execution_view(registry, settings, key_of_id(wanted))
+    states = _states(registry, settings.name, view["execution"]) if shows_states else None
     if as_json:
-        echo_json(_plain(view))
+        echo_json(_plain(view) | ({} if states is None else {"states": states}))
         return
     for line in execution_lines(settings.name, view):
         echo(printable(line))
+    if states is not None:
+        echo("")
+        echo("  state before its first step and after its last" + ("" if states["changes"] else ": the same"))
+        for one in states["changes"]:
+            echo(f"    {one['path']}: {one['old'] or 'absent'} -> {one['new'] or 'absent'}")
+        if states["changes_more"]:
+            echo("    ... and more")
+
+
+def _states(registry: Registry, name: str, one: Execution) -> dict[str, Any]:
+    from immortal.replay.travel.sessions import Sessions
+
+    with closing(Sessions(registry.home)) as sessions:
+        return execution_states(sessions, name, one)
 
 
 def _plain(value: Any) -> Any:
@@ -160,19 +218,39 @@ def _plain(value: Any) -> Any:
 # --- many at once ----------------------------------------------------------------------------------------------------
 
 
+_ids_argument = click.argument("ids", nargs=-1, metavar="[ID]...")
+
+
 @executions.command()
+@_ids_argument
 @_query_options
-@click.option("--reason", default="", metavar="TEXT", help="Why: the handlers and their callers are told.")
+@_reason_option
 @_asking_options
 @_pass_settings
-def cancel(settings: InstanceSettings, query: Query, reason: str, dry_run: bool, yes: bool) -> None:
-    """Cancel all that wait and are like that, after showing them: as 'immortal handlers NAME cancel' each.
+def cancel(
+    settings: InstanceSettings, ids: tuple[str, ...], query: Query, reason: str, dry_run: bool, yes: bool
+) -> None:
+    """Cancel those of the IDs, or all that wait and are like that, as 'immortal handlers NAME cancel' each.
 
-    Each order is in the log and in the audit. The exit status is 1 if not all were carried out.
+    They are shown first. Each order is in the log and in the audit. The exit status is 1 if not all were carried out.
     """
-    if len(reason) > REASON_CHARACTERS_MAX:
-        raise click.UsageError(f"--reason has {len(reason)} characters: {REASON_CHARACTERS_MAX} at most were expected")
-    _order_all(settings, query, "cancel", {"reason": reason}, dry_run=dry_run, yes=yes)
+    _order_all(settings, "cancel", query, ids, {"reason": reason}, dry_run=dry_run, yes=yes)
+
+
+@executions.command()
+@_ids_argument
+@_query_options
+@_reason_option
+@_asking_options
+@_pass_settings
+def terminate(
+    settings: InstanceSettings, ids: tuple[str, ...], query: Query, reason: str, dry_run: bool, yes: bool
+) -> None:
+    """End those that catch their cancellation and go on, as 'immortal handlers NAME terminate' each.
+
+    None of their code runs any more, not even a 'finally'. The rest is as with 'cancel'.
+    """
+    _order_all(settings, "terminate", query, ids, {"reason": reason}, dry_run=dry_run, yes=yes)
 
 
 @executions.command()
@@ -183,7 +261,8 @@ def cancel(settings: InstanceSettings, query: Query, reason: str, dry_run: bool,
 @_pass_settings
 def signal(settings: InstanceSettings, event: str, value: str, query: Query, dry_run: bool, yes: bool) -> None:
     """Give all that wait and are like that the EVENT, with VALUE, which is JSON: as 'immortal handlers NAME signal'."""
-    _order_all(settings, query, "signal", {"event": event, "value": _json(value)}, dry_run=dry_run, yes=yes)
+    given = {"event": event, "value": _json(value)}
+    _order_all(settings, "signal", query, (), given, dry_run=dry_run, yes=yes)
 
 
 def _json(text: str) -> Any:
@@ -193,39 +272,10 @@ def _json(text: str) -> Any:
         raise click.UsageError(f"{text[:100]!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'") from None
 
 
-def _order_all(
-    settings: InstanceSettings, query: Query, verb: str, request: Mapping[str, Any], *, dry_run: bool, yes: bool
-) -> None:
-    if query == Query():
-        raise click.UsageError(f"say which to {verb}: --where LABEL=VALUE, --handler, --caller, --since, --text")
-    query.state, query.limit = "waiting", AT_ONCE_MAX + 1
-    with open_index(settings.folder, settings.name) as index:
-        found = [one for one in index.find(query) if one.key > 0]
-    if len(found) > AT_ONCE_MAX:
-        raise FailedError(f"more than {AT_ONCE_MAX:,} wait and are like that: narrow it down, such as by --since")
-    _print(found[:PREVIEW_ROWS])
-    if len(found) > PREVIEW_ROWS:
-        echo(f"... and {len(found) - PREVIEW_ROWS:,} more")
-    if not found or not _goes_on(f"{verb} {counted(len(found), 'execution')}", dry_run=dry_run, yes=yes):
-        return
-    refused = 0
-    for one in found:
-        answer = _ask(settings, verb, {"task": one.key, **request, "who": operator_name()})
-        refused += not answer["done"]
-        echo(printable(f"{one.id}: {answer['text']}"))
-    if refused:
-        raise FailedError(f"{refused} of {counted(len(found), 'order')} not carried out")
-
-
-def _goes_on(what: str, *, dry_run: bool, yes: bool) -> bool:
-    if dry_run:
-        echo(f"would {what}")
-        return False
-    return yes or click.confirm(f"{what.capitalize()}?", abort=True)
-
-
 @executions.command()
-@_id_argument
+@_ids_argument
+@_query_options
+@_state_option
 @click.option("--arguments", metavar="JSON", help="Others than it had: all of them, such as '[17, \"tea\"]'.")
 @click.option(
     "--from-step", type=click.IntRange(1), default=1, show_default=True, help="Keep the results of the steps before."
@@ -233,35 +283,58 @@ def _goes_on(what: str, *, dry_run: bool, yes: bool) -> bool:
 @_asking_options
 @_pass_settings
 def restart(
-    settings: InstanceSettings, wanted: str, arguments: str | None, from_step: int, dry_run: bool, yes: bool
+    settings: InstanceSettings,
+    ids: tuple[str, ...],
+    query: Query,
+    state: str,
+    arguments: str | None,
+    from_step: int,
+    dry_run: bool,
+    yes: bool,
 ) -> None:
-    """Begin an 'async def' execution again: a new one, for which nobody waits, that names its origin.
+    """Begin 'async def' executions again: new ones, for which nobody waits, that name their origin.
 
-    What the first one has done is done: the new one does it again, from the given step on. The steps before have the
-    results that they had, and are not carried out, unless the handler now does something else there.
+    Those of the IDs, or all that have ended and are like that. What the first one has done is done: the new one does it
+    again, from the given step on. The steps before have the results that they had, and are not carried out, unless the
+    handler now does something else there.
     """
-    key = key_of_id(wanted)
-    with open_index(settings.folder, settings.name) as index:
-        found, data, journal = index.get(key), index.data(key), index.journal(key)
-    if found is None:
-        raise FailedError(f"{settings.name!r} has no execution {wanted}: 'immortal executions {settings.name}'")
-    if arguments is not None:
-        given = _json(arguments)
-        if not isinstance(given, list):
-            raise click.UsageError(f"--arguments {arguments[:60]!r}: a list of all arguments was expected")
-        data = msgspec.msgpack.encode(given)
-    if from_step > 1 and (journal is None or found.state == "waiting"):
-        raise FailedError(f"the steps of {wanted} are not kept: it waits, or had none, or has too large ones")
-    if data is None:
-        raise FailedError(f"the arguments of {wanted} are too large to be kept: give them by --arguments")
-    step = f" from step {from_step}" if from_step > 1 else ""
-    shown = f"{found.handler}({arguments[1:-1]})" if arguments is not None else found.call
-    if _goes_on(f"restart {wanted} as {shown}{step}", dry_run=dry_run, yes=yes):
-        request = {"task": key, "method": found.method_id, "arguments": msgspec.to_builtins(data)}
-        if from_step > 1:
-            given = [entry for entry in decode_journal(journal or b"") if 0 < entry.step < from_step]
-            request["journal"] = msgspec.to_builtins(msgspec.msgpack.encode(given))
-        _order(settings, "restart", request)
+    query.state = state
+    given = None if arguments is None else _json(arguments)
+    if given is not None and not isinstance(given, list):
+        raise click.UsageError(f"--arguments {(arguments or '')[:60]!r}: a list of all arguments was expected")
+    request = {"arguments": given, "from_step": from_step}
+    _order_all(settings, "restart", query, ids, request, dry_run=dry_run, yes=yes)
+
+
+def _order_all(
+    settings: InstanceSettings,
+    verb: str,
+    query: Query,
+    ids: tuple[str, ...],
+    given: dict[str, Any],
+    *,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    found = chosen(settings, verb, query, ids)
+    _print(found[:PREVIEW_ROWS])
+    if len(found) > PREVIEW_ROWS:
+        echo(f"... and {len(found) - PREVIEW_ROWS:,} more")
+    requests = [order_for(settings, verb, one, given) for one in found]
+    arguments = "" if given.get("arguments") is None else f" with {printable_json(given['arguments'])}"
+    step = f" from step {given['from_step']}" if given.get("from_step", 1) > 1 else ""
+    what = f"{verb} {counted(len(found), 'execution')}{arguments}{step}"
+    if dry_run and found:
+        echo(f"would {what}")
+    if dry_run or not found or not (yes or click.confirm(f"{what.capitalize()}?", abort=True)):
+        return
+    refused = 0
+    for one, request in zip(found, requests, strict=True):
+        answer = _ask(settings, verb, {**request, "who": operator_name()})
+        refused += not answer["done"]
+        echo(f"{one.id}: {answer['text']}")
+    if refused:
+        raise FailedError(f"{refused} of {counted(len(found), 'order')} not carried out")
 
 
 @executions.command()

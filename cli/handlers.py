@@ -114,9 +114,20 @@ def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
         echo(printable(line))
 
 
+def _reason(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+    if len(value) > REASON_CHARACTERS_MAX:
+        raise click.UsageError(f"--reason has {len(value)} characters: {REASON_CHARACTERS_MAX} at most were expected")
+    return value
+
+
+_reason_option = click.option(
+    "--reason", default="", metavar="TEXT", callback=_reason, help="Why: the handler and whoever called it are told."
+)
+
+
 @handlers.command()
 @_id_argument
-@click.option("--reason", default="", metavar="TEXT", help="Why: the handler and whoever called it are told.")
+@_reason_option
 @_pass_settings
 def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
     """Cancel a handler: 'Cancelled' is raised where it waits, it cleans up, and ends.
@@ -124,9 +135,20 @@ def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
     It is logged, so it holds whatever crashes. Whoever waits for the handler's answer gets CallCancelled. The exit
     status is 1 if the handler does not wait any more.
     """
-    if len(reason) > REASON_CHARACTERS_MAX:
-        raise click.UsageError(f"--reason has {len(reason)} characters: {REASON_CHARACTERS_MAX} at most were expected")
     _order(settings, "cancel", {"task": wanted, "reason": reason})
+
+
+@handlers.command()
+@_id_argument
+@_reason_option
+@_pass_settings
+def terminate(settings: InstanceSettings, wanted: int, reason: str) -> None:
+    """End a handler where it waits, whatever it would do about that: for one that catches its cancellation.
+
+    None of its code runs any more, not even a 'finally'. It is logged, so it holds whatever crashes. Whoever waits for
+    its answer gets CallCancelled. The exit status is 1 if the handler does not wait any more.
+    """
+    _order(settings, "terminate", {"task": wanted, "reason": reason})
 
 
 @handlers.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
 from immortal.protocol.command_line import Commands, counted, echo, echo_json, json_option
+from immortal.protocol.executions import open_index
 from immortal.replay.app_process import methods_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def log() -> None:
     callback=app_name,
     help="The class that names methods, and whose arguments are decoded.  [default: its own]",
 )
+@click.option("--by-execution", "groups", is_flag=True, help="Print the messages of one execution together.")
 @click.option("--audit", is_flag=True, help="Print what operators did, and no records.")
 @json_option
 @pass_registry
@@ -48,6 +51,7 @@ def show(
     last: int | None,
     limit: int | None,
     app: str | None,
+    groups: bool,
     audit: bool,
     as_json: bool,
 ) -> None:
@@ -56,8 +60,10 @@ def show(
     With --json one object per line. In arguments that are decoded, bytes are {"$bytes": HEX} and what JSON lacks of
     floats is {"$float": "nan"}; "arguments" has the first bytes as Python writes them.
     """
-    if audit and (first, last, limit, app) != (None, None, None, None):
+    if audit and (first, last, limit, app, groups) != (None, None, None, None, False):
         raise click.UsageError("--audit goes with no other option but --json")
+    if groups and as_json:
+        raise click.UsageError("--by-execution prints text: it does not go with --json")
     if first is not None and last is not None and first > last:
         raise click.UsageError(f"--from {first} is behind --to {last}")
     settings = settings_with_log(registry, name)
@@ -65,21 +71,26 @@ def show(
         _show_audit(settings, as_json)
         return
     from immortal.coordinator.instances import own_logs
-    from immortal.presenters.records import describe_record, record_lines
+    from immortal.presenters.records import describe_record, grouped_lines, record_lines
 
     methods = methods_of(settings.app, app)
     shown = 0
     with own_logs.open_reader(settings, check=False) as reader:
-        for logged in reader.records(first, last):
-            described = describe_record(logged, reader.identity.committer_id, methods)
+        whose = reader.identity.committer_id
+        if groups:
+            with open_index(settings.folder, name) as index:
+                found = [describe_record(one, whose, methods) for one in islice(reader.records(first, last), limit)]
+                shown = len(found)
+                for line in grouped_lines(found, index):
+                    echo(line)
+        for logged in () if groups else islice(reader.records(first, last), limit):
+            described = describe_record(logged, whose, methods)
             if as_json:
                 echo_json(described)
             else:
                 for line in record_lines(described):
                     echo(line)
             shown += 1
-            if shown == limit:
-                break
         summary = reader.summary() if not shown else None
     if summary is not None:
         kept = f"records {summary.first_sequence_id} to {summary.last_sequence_id}"

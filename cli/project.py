@@ -175,9 +175,11 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
     if keep:
         _keep(project, registry)
         return
-    _background(project)
+    found = _background(project)
+    was = {} if found is None else found.states
     services = project.services()  # what is wrong with it is said here
     names = [one.name for one in services]
+    pids = _supervisors(registry, names)
     gaps = _version_gaps(registry, services, upgrade=upgrade)
     looks = _start_daemon(project, timeout_s)
     deadline_s = time.monotonic() + timeout_s
@@ -194,8 +196,11 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
             )
         time.sleep(_POLL_S)
     shown = {name: states.get(name) or _elsewhere(registry, name) for name in names}
-    for name, text in shown.items():
-        echo(f"{name} {text}")
+    for name, pid in _supervisors(registry, names).items():
+        state = was.get(name, "")
+        why = "its settings or version have changed" if state.startswith("ready") else f"it was {state}"
+        again = f", started again: {why}" if state and pid != pids.get(name) else ""
+        echo(f"{name} {shown[name]}{again if pid else ''}")
     failed = [name for name, text in shown.items() if not text.startswith(("ready", RUNS_ALREADY))]
     if failed:
         why = "" if failed[0] in gaps else f" ('immortal logs {failed[0]}' says why)"
@@ -203,6 +208,14 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
     expected = [one for one in services if one.name in gaps and not gaps[one.name].stays]
     if left := [gap for one in expected if (gap := version_gap(registry, one)) is not None]:
         raise FailedError("\n".join(gap.text + ("" if gap.stays else ": at its next start") for gap in left))
+
+
+def _supervisors(registry: Registry, names: Iterable[str]) -> dict[str, int | None]:
+    """Return the process ID of each one's `immortal run`; None: it does not run."""
+    from immortal.coordinator.operator import control
+
+    found = {name: control.supervisor(registry.home / name) for name in names}
+    return {name: None if one is None else one.pid for name, one in found.items()}
 
 
 def _version_gaps(registry: Registry, services: Iterable[ServiceSpec], *, upgrade: bool) -> dict[str, VersionGap]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import click
 
 from immortal.cli.options import (
+    Moment,
     app_or_hand,
     app_port_option,
     at_least_option,
@@ -29,7 +31,9 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log import LogReader, open_reader
+from immortal.coordinator.log.moment import Time
 from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.record_decoder import first_record_at
 from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, json_option
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable_json
@@ -55,11 +59,35 @@ _checkpoint_option = click.option(
 )
 
 
+class RecordOrTime(RecordPlace):
+    """A place in the log, or a time."""
+
+    name = "record[:message]|time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not re.fullmatch("[0-9]+(:[0-9]*)?", str(value)):
+            return Moment().convert(value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _record_at(settings: InstanceSettings, time: Time) -> int:
+    """Return the last record of that time or before. Raises ReplayError."""
+    with own_logs.open_reader(settings, check=False) as reader:
+        found = first_record_at(reader, time.ns + 1) - 1
+        if found < reader.summary().first_sequence_id:
+            raise ReplayError(f"the log of {settings.name} has no record of that time or before")
+    return found
+
+
 @click.command()
 @name_argument
 @_checkpoint_option
 @click.option(
-    "--to", "last", type=RecordPlace(), metavar="SEQ[:MESSAGE]", help="End behind this record, or message of it."
+    "--to",
+    "last",
+    type=RecordOrTime(),
+    metavar="SEQ[:MESSAGE]|TIME",
+    help="End behind this record, this message of it, or the last record of that time.",
 )
 @_app_option
 @app_port_option()
@@ -81,7 +109,7 @@ def replay(
     registry: Registry,
     name: str,
     checkpoint_id: int | None,
-    last: tuple[int, int | None] | None,
+    last: tuple[int, int | None] | Time | None,
     app: str | None,
     app_port: tuple[int, int | None] | None,
     breaks: bool,
@@ -112,6 +140,8 @@ def replay(
     if breaks and app == BY_HAND:
         raise click.UsageError(f"{option} starts the app itself, in this terminal: --app - can't be given with it")
     settings = settings_with_log(registry, name)
+    if isinstance(last, Time):
+        last = _record_at(settings, last), None
     sequence_id, message = last or (None, None)
     plan = ReplayPlan(checkpoint_id, sequence_id, message, before_last=breaks, follow=follow)
     outputs = CountingSink()

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from immortal.appsdk.state.journal import decode_journal
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
-from immortal.presenters.handlers import format_caller, format_wait, with_times
+from immortal.presenters.handlers import format_caller, format_wait, step_end, with_times
 from immortal.presenters.records import time_text
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.executions import Execution, ExecutionIndex, ExecutionsError, described_labels, open_index
+from immortal.protocol.executions import (
+    Execution,
+    ExecutionIndex,
+    ExecutionsError,
+    Query,
+    described_labels,
+    id_of,
+    key_of_id,
+    open_index,
+)
+
+if TYPE_CHECKING:
+    from immortal.replay.travel.sessions import Sessions
 
 ASK_S = 10.0
+AT_ONCE_MAX = 1000  # executions that one command cancels, terminates, signals or restarts
 
 Values = dict[str, Any]
 
@@ -27,12 +42,8 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
     ``waits``, ``parent``, ``repeats``. Raises ExecutionsError.
     """
     with open_index(settings.folder, settings.name) as index:
-        found = index.get(key)
-        if found is None:
-            raise ExecutionsError(
-                f"{settings.name!r} has no such execution: it is older than what is kept, or there never was one;"
-                f" 'immortal executions {settings.name}' lists them"
-            )
+        found = _get(index, settings.name, key)
+        key = found.key
         journal, attempts, calls = index.journal(key), index.attempts(key), index.calls(key)
         view: Values = {"execution": found, "waits": [], "problem": "", "repeats": index.repeats_of(key)}
     live = _live(settings, found) if found.state == "waiting" else {}
@@ -56,6 +67,33 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
     view["children"] = [child for child in children if child["step"] not in had]  # that are waited for, or given up
     view["parent"] = _parent(registry, settings.name, found)
     return view
+
+
+def _get(index: ExecutionIndex, name: str, key: int) -> Execution:
+    if (found := index.get(key)) is None:
+        raise ExecutionsError(
+            f"{name!r} has no execution {id_of(key)}: it is older than what is kept, or there never was one;"
+            f" 'immortal executions {name}' lists them{_record_hint(name, key)}"
+        )
+    return found
+
+
+def _record_hint(name: str, key: int) -> str:
+    record = id_of(key).partition(":")[0]
+    return "" if key > 0 else f", 'immortal log show {name} --from {record} --to {record}' shows the record"
+
+
+def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
+    """Return the state ``before`` an execution's first step and ``after`` its last, as nodes, and the ``changes``.
+
+    It is replayed. Raises ExecutionsError, ReplayError.
+    """
+    if one.record < 0 or (one.state != "waiting" and one.ended_record is None):
+        raise ExecutionsError(f"in which record execution {one.id} began and ended is not known")
+    place = one.ended_record, one.ended_message
+    since = one.record, one.message
+    found: Values = sessions.ask(name, "between", since=since, record=place[0], index=place[1])
+    return found
 
 
 def _steps(journal: bytes) -> list[Values]:
@@ -137,13 +175,11 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     for step in view["steps"]:
         tries = f" ({step['attempts']} attempts)" if step["attempts"] > 1 else ""
         since_s = (step["time_ns"] - one.began_ns) / 1e9
-        came = "by an operator:" if step["step"] == 0 else "raised" if step["raised"] else "gave"
-        value = step.get("value", step.get("reason", ""))
-        yield f"    {step['step']:>3}  +{since_s:.3f} s  {step['what']}{tries} {came} {value}"
+        yield f"    {step['step']:>3}  +{since_s:.3f} s  {step['what']}{tries} {step_end(step)}"
         for child in step["children"]:
             yield f"        {_linked(child)}"
     for wait in view["waits"]:
-        yield f"    waits for {format_wait(wait)}"
+        yield f"    {wait.get('step') or '':>3}  waits for {format_wait(wait)}"
     for child in view["children"]:
         yield f"        {_linked(child)}"
     if view["problem"]:
@@ -151,6 +187,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     if one.record >= 0:
         yield ""
         yield f"  the state then: 'immortal replay {name} --to {one.record} --state'"
+        yield f"  what has changed meanwhile: 'immortal executions {name} {one.id} --states'"
         yield f"  with other code: 'immortal what-if {name} --app MODULE:CLASS'"
 
 
@@ -158,3 +195,47 @@ def _linked(child: Values) -> str:
     """An execution of another one's timeline."""
     one: Execution = child["execution"]
     return f"{child['instance']} {one.id}: {one.call} {one.state} ('immortal executions {child['instance']} {one.id}')"
+
+
+# What an operator orders, for one or many: the choice, and the request to the coordinator for each.
+
+
+def chosen(settings: InstanceSettings, verb: str, query: Query, ids: Sequence[str] = ()) -> list[Execution]:
+    """Return what ``verb`` is to be done to: those of ``ids``, else those of ``query``. Raises ExecutionsError.
+
+    A "restart" by a query leaves out what waits, unless the query has a state; the other verbs are for what waits.
+    """
+    if bool(ids) == (query != Query()):
+        raise ExecutionsError(
+            f"say which to {verb}, by IDs or by conditions: --where LABEL=VALUE, --handler, --caller, --since, --text"
+        )
+    with open_index(settings.folder, settings.name) as index:
+        if ids:
+            return [_get(index, settings.name, key_of_id(one)) for one in ids]
+        state = query.state if verb == "restart" else "waiting"
+        found = index.find(msgspec.structs.replace(query, state=state, limit=AT_ONCE_MAX + 1))
+    if len(found) > AT_ONCE_MAX:
+        raise ExecutionsError(f"more than {AT_ONCE_MAX:,} are like that: narrow it down, such as by --since or --state")
+    return [one for one in found if one.key > 0 and (state or one.state != "waiting")]
+
+
+def order_for(settings: InstanceSettings, verb: str, one: Execution, given: Values) -> Values:
+    """Return the request that does ``verb`` to one. Raises ExecutionsError.
+
+    ``given``: "reason"; or "event" and "value"; or for a restart "arguments", a list or None, and "from_step".
+    """
+    if verb != "restart":
+        return {"task": one.key, **given}
+    with open_index(settings.folder, settings.name) as index:
+        data, journal = index.data(one.key), index.journal(one.key)
+    if given["arguments"] is not None:
+        data = msgspec.msgpack.encode(given["arguments"])
+    if data is None:
+        raise ExecutionsError(f"the arguments of {one.id} are too large to be kept: give them by --arguments")
+    request = {"task": one.key, "method": one.method_id, "arguments": msgspec.to_builtins(data)}
+    if given["from_step"] > 1:
+        if journal is None or one.state == "waiting":
+            raise ExecutionsError(f"the steps of {one.id} are not kept: it waits, or had none, or has too large ones")
+        before = [entry for entry in decode_journal(journal) if 0 < entry.step < given["from_step"]]
+        request["journal"] = msgspec.to_builtins(msgspec.msgpack.encode(before))
+    return request

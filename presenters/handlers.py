@@ -65,8 +65,16 @@ def place_in_words(frame: Values) -> str:
 def format_step(step: Values) -> str:
     if not step["step"]:
         return f"{step['time']}  cancelled"
-    came = "raised" if step["raised"] else "gave"
-    return f"{step['time']}  {step['what']} {came} {step['value']}"
+    return f"{step['time']}  {step['what']} {step_end(step)}"
+
+
+def step_end(step: Values) -> str:
+    """Return how a step has ended, such as "gave 5"."""
+    if not step["step"]:
+        return f"by an operator: {step['reason']}"
+    if step["raised"]:
+        return f"raised {step['value']}"
+    return "is over" if step["what"].startswith("timer for ") else f"gave {step['value']}"
 
 
 def describe_wait_end(name: str, number: int, wait: Values) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +14,7 @@ from immortal.protocol.safe_output import printable
 if TYPE_CHECKING:
     from immortal.coordinator.core.formatting import Methods
     from immortal.pipeline.arguments import ArgumentDecoder
+    from immortal.protocol.executions import ExecutionIndex
 
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.appsdk.types.registry import show_custom
@@ -36,6 +37,7 @@ from immortal.protocol.messages import (
     encode_incoming_data,
 )
 from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.system_methods import EFFECT_METHOD_ID, ORDER_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 
 ARGUMENTS_SHOWN_BYTES_MAX = 48
@@ -193,6 +195,39 @@ def _record_lines(described: dict[str, Any]) -> Iterator[str]:
     )
     for message in described["messages"]:
         yield f"    {_message_text(message)}"
+
+
+def grouped_lines(described: Iterable[dict[str, Any]], index: ExecutionIndex) -> Iterator[str]:
+    """Yield messages of records as lines of text, those of one execution together, the first one's first."""
+    groups: dict[int | None, list[str]] = {}
+    for record in described:
+        if "problem" in record:
+            groups.setdefault(None, []).append(f"record {record['sequence_id']}  DAMAGED: {record['problem']}")
+            continue
+        begun = index.begun_by(record["sequence_id"], record["time_ns"] or 0)
+        messages = [one for one in record["messages"] if one["type"] not in ("RECORD_TIME", "INSTANCE_NAME")]
+        for number, message in enumerate(messages):
+            key = begun.get(number) or _execution_of(message, index)
+            place = f"{record['sequence_id']}:{number}"
+            groups.setdefault(key, []).append(f"{place}  {record['time']}  {_message_text(message)}")
+    for key, lines in groups.items():
+        found = None if key is None else index.get(key)
+        if found is not None:
+            yield printable(f"execution {found.id}: {found.call}, {found.state}")
+        else:
+            yield "of no execution that is listed"
+        yield from (f"    {printable(line)}" for line in lines)
+
+
+def _execution_of(message: dict[str, Any], index: ExecutionIndex) -> int | None:
+    """Return the key of the execution that an answer, a result of an effect or an order is for."""
+    values = message.get("values", ())
+    number = message.get("call_number") if message.get("kind") != "call" else None
+    if message.get("method_id") == EFFECT_METHOD_ID and values:
+        number = values[0]
+    if message.get("method_id") == ORDER_METHOD_ID and len(values) > 1:
+        return values[1] if isinstance(values[1], int) else None
+    return index.caller_of(number) if isinstance(number, int) else None
 
 
 def _source_text(source: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ UNKNOWN = "unknown"
 RUNNING = "running"
 FAILED = "failed"
 KEPT = (STARTING, "restarting", FAILED)  # states that nobody but the process of the project knows
+_VERDICTS = {"kept": " (what they had done before stands)"}
 _STATES = {"normal": RUNNING, "taking a checkpoint": RUNNING}
 
 
@@ -236,8 +237,8 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
         yield f"messages that were refused as they are nested too deeply: {senders}"
     failed = {kind: count for kind, count in verdicts.items() if isinstance(count, int) and count}
     if failed:
-        counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
-        yield f"calls that failed: {counts} (the app's output has each, and why)"
+        counts = ", ".join(f"{count} {kind}{_VERDICTS.get(kind, '')}" for kind, count in failed.items())
+        yield f"calls that failed: {counts}; the app's output has each, and why"
     if letters.get("count"):
         size, dropped = size_text(letters.get("bytes", 0)), letters.get("dropped")
         more = f"; dropped for lack of room: {dropped}" if dropped else ""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import sqlite3  # which no coordinator needs
 
 FILE_NAME = "executions.db"
-STATES = ("waiting", "ended", "failed", "cancelled")
+STATES = ("waiting", "ended", "failed", "cancelled", "terminated")
+EFFECT = "!"  # in place of whom a call went to
 INDEX_BITS = 22  # of the key of a 'def' handler's call: the message in its record
 TIMEOUT_S = 10.0
 PROGRESS_STEPS = 100_000  # of SQLite: some ms
@@ -34,7 +35,7 @@ create table if not exists executions (
     key integer primary key, handler text not null, method_id integer not null, state text not null,
     began_ns integer not null, ended_ns integer, caller text, call_number integer not null,
     record integer not null, message integer not null, arguments text not null, data blob, result text,
-    journal blob, origin integer, stale integer not null default 0
+    journal blob, origin integer, stale integer not null default 0, ended_record integer, ended_message integer
 );
 create index if not exists by_time on executions (began_ns);
 create index if not exists by_handler on executions (handler, began_ns);
@@ -42,6 +43,7 @@ create index if not exists by_state on executions (state, began_ns) where state 
 create index if not exists by_end on executions (ended_ns) where ended_ns is not null;
 create index if not exists by_call on executions (call_number) where call_number > 0;
 create index if not exists by_origin on executions (origin) where origin is not null;
+create index if not exists by_failure on executions (ended_record) where state = 'failed';
 create index if not exists by_stale on executions (stale) where stale <> 0;
 create table if not exists labels (key integer, name text, value text, primary key (key, name)) without rowid;
 create index if not exists by_label on labels (name, value, key);
@@ -52,7 +54,7 @@ create index if not exists by_number on parts (number) where number > 0;
 """
 _COLUMNS = (
     "key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message, arguments, result,"
-    " origin"
+    " origin, ended_record, ended_message"
 )
 
 
@@ -60,10 +62,19 @@ class ExecutionsError(ImmortalError):
     """The list of executions can't be read, or what is asked of it is not there."""
 
 
+class UnknownNameError(ExecutionsError):
+    """A list has no such handler or label. ``what``: the text up to the known ones."""
+
+    def __init__(self, what: str, known: Iterable[str]) -> None:
+        self.what, self.known = what, set(known)
+        super().__init__(f"{what}: there are {', '.join(sorted(self.known)) or 'none'}")
+
+
 class Execution(Struct):
     """One run of a handler. ``key``: its number, below 0 for a call of a ``def`` handler.
 
-    ``caller``: who waits for its answer, as `immortal handlers` has it. ``record``, ``message``: what began it.
+    ``caller``: who waits for its answer, as `immortal handlers` has it. ``record``, ``message``: what began it;
+    ``ended_record``, ``ended_message``: with what it ended, if that is known.
     ``arguments`` and ``result`` are text. ``origin``: the key of the execution that it repeats.
     """
 
@@ -80,6 +91,8 @@ class Execution(Struct):
     arguments: str
     result: str | None
     origin: int | None
+    ended_record: int | None
+    ended_message: int | None
     labels: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -125,8 +138,14 @@ def id_of(key: int) -> str:
     """Return the ID that people see."""
     if key > 0:
         return str(key)
+    record, message = _place(key)
+    return f"{record}:{message}"
+
+
+def _place(key: int) -> tuple[int, int]:
+    """Return record and message of a call's key."""
     place = -key - 1
-    return f"{place >> INDEX_BITS}:{place & ((1 << INDEX_BITS) - 1)}"
+    return place >> INDEX_BITS, place & ((1 << INDEX_BITS) - 1)
 
 
 def key_of_id(text: str) -> int:
@@ -154,10 +173,20 @@ class ExecutionIndex:
 
     def find(self, query: Query) -> list[Execution]:
         """Return what ``query`` asks for. Raises ExecutionsError."""
-        return list(self._with_labels(self._rows(*self._select(query))))
+        found = list(self._with_labels(self._rows(*self._select(query))))
+        if query.where and not found:
+            known = self._distinct("name", "labels")
+            for name in {name for name, _ in query.where}.difference(known):
+                raise UnknownNameError(f"no execution has a label {name!r}", known)
+        return found
 
     def get(self, key: int) -> Execution | None:
-        return next(iter(self._with_labels(self._rows("from executions e where e.key = ?", [key]))), None)
+        """Return the execution, or the one that has failed with the message of ``key``: as a failure refers to it."""
+        found = self._rows("from executions e where e.key = ?", [key])
+        if not found and key < 0:
+            failed = "from executions e where e.state = 'failed' and (e.ended_record, e.ended_message) = (?, ?)"
+            found = self._rows(failed, _place(key))
+        return next(iter(self._with_labels(found)), None)
 
     def journal(self, key: int) -> bytes | None:
         """Return the journal of one that has ended, encoded; None: it waits, had no steps, or too large ones."""
@@ -175,15 +204,20 @@ class ExecutionIndex:
     def calls(self, key: int) -> list[tuple[int, int, str]]:
         """Return the calls that it has waited for: (step, number of the call, to whom; "": itself)."""
         sql = "select step, number, destination from parts where key = ? and number > 0 order by step"
-        return [(int(step), int(number), str(to)) for step, number, to in self._run(sql, [key])]
+        return [(int(step), int(number), str(to)) for step, number, to in self._run(sql, [key]) if to != EFFECT]
 
     def called_by(self, caller: str, number: int) -> list[Execution]:
         """Return what call ``number`` of ``caller`` has begun here."""
         return self._rows("from executions e where e.call_number = ? and e.caller = ?", [number, caller])
 
     def caller_of(self, number: int) -> int | None:
-        """Return the key of the execution that has made the call ``number``."""
+        """Return the key of the execution that has made the call or effect ``number``."""
         return self._value("select key from parts where number = ?", number)  # type: ignore[no-any-return]
+
+    def begun_by(self, record: int, time_ns: int) -> dict[int, int]:
+        """Return the keys of executions that a record, which has that time, has begun, by message."""
+        sql = "select message, key from executions where began_ns = ? and record = ?"
+        return {int(message): int(key) for message, key in self._run(sql, [time_ns, record])}
 
     def repeats_of(self, key: int) -> list[Execution]:
         return self._rows("from executions e where e.origin = ?", [key])
@@ -213,8 +247,7 @@ class ExecutionIndex:
         if query.handler:
             names = [one for one in self._handlers() if one == query.handler or one.endswith(f".{query.handler}")]
             if not names:
-                known = ", ".join(self._handlers()) or "none"
-                raise ExecutionsError(f"no execution of a handler {query.handler!r} is known (handlers: {known})")
+                raise UnknownNameError(f"no execution of a handler {query.handler!r} is known", self._handlers())
             conditions.append(f"e.handler in ({', '.join('?' * len(names))})")
             values += names
         more: tuple[tuple[str, str | int | None], ...] = (
@@ -236,15 +269,18 @@ class ExecutionIndex:
         return f"from {tables} where {' and '.join(conditions)} {order}", [*values, query.limit]
 
     def _handlers(self) -> list[str]:
-        """The names of all handlers: the index is asked for one after the other."""
-        sql = """
-            with recursive names(name) as (
-                select min(handler) from executions
-                union all select (select min(handler) from executions where handler > name) from names
-                where name is not null
-            ) select name from names where name is not null
-        """
-        return [str(name) for (name,) in self._run(sql, [])]
+        return self._distinct("handler", "executions")
+
+    def _distinct(self, column: str, table: str) -> list[str]:
+        """All values of a column: the index is asked for one after the other."""
+        sql = f"""
+            with recursive every(one) as (
+                select min({column}) from {table}
+                union all select (select min({column}) from {table} where {column} > one) from every
+                where one is not null
+            ) select one from every where one is not null
+        """  # noqa: S608
+        return [str(one) for (one,) in self._run(sql, [])]
 
     def _rows(self, rest: str, values: Sequence[Any]) -> list[Execution]:
         columns = ", ".join(f"e.{name.strip()}" for name in _COLUMNS.split(","))
@@ -293,6 +329,28 @@ def open_index(folder: Path, name: str, within_s: float | None = None) -> Iterat
             end_s = time.monotonic() + within_s
             database.set_progress_handler(lambda: time.monotonic() > end_s, PROGRESS_STEPS)
         yield ExecutionIndex(database)
+
+
+def find_in(folders: Mapping[str, Path], query: Query, *, is_named: bool = True) -> list[tuple[str, Execution]]:
+    """Find in the lists of instances, by their names: the newest first, ``query.limit`` of all. Raises ExecutionsError.
+
+    ``is_named``: somebody has named the instances, so each is to have a list.
+    """
+    found: list[tuple[str, Execution]] = []
+    unknown: list[UnknownNameError] = []
+    count = 0
+    for name, folder in folders.items():
+        if is_named or (folder / FILE_NAME).exists():
+            count += 1
+            with open_index(folder, name) as index:
+                try:
+                    found += [(name, one) for one in index.find(query)]
+                except UnknownNameError as error:
+                    unknown.append(error)
+    if unknown and len(unknown) == count:
+        raise UnknownNameError(unknown[0].what, set().union(*(one.known for one in unknown)))
+    found.sort(key=lambda one: (-one[1].began_ns, one[0], -one[1].key))
+    return found[: query.limit]
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:

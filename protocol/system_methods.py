@@ -25,7 +25,7 @@ OTHER_MESSAGES = "other"  # method name for answers, results of effects and the 
 HANDLERS_COUNT_MAX = 1000  # handlers in one answer, the oldest: some MiB, as arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 
-Verb = Literal["cancel", "signal", "expel", "restart"]
+Verb = Literal["cancel", "terminate", "signal", "expel", "restart"]
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -56,10 +56,10 @@ class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
 class Order(msgspec.Struct, array_like=True, frozen=True):
     """Order to the handler ``task``.
 
-    ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value`` is MessagePack. An "expel"
-    is to no handler, 0: ``text`` is the member, and ``value`` the name of its group. A "restart" begins the execution
-    ``task``, which may have ended, again: ``value`` is [method ID, arguments, entries of a
-    journal]: results of its first steps.
+    ``text``: the reason of a "cancel" or "terminate", the name of the event of a "signal", whose ``value`` is
+    MessagePack. An "expel" is to no handler, 0: ``text`` is the member, and ``value`` the name of its group. A
+    "restart" begins the execution ``task``, which may have ended, again: ``value`` is [method ID, arguments, entries of
+    a journal]: results of its first steps.
     """
 
     verb: str

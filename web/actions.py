@@ -52,38 +52,42 @@ class Action(Struct, frozen=True):
 
 def do(settings: InstanceSettings, action: Action, fields: Values) -> str:
     """Ask the coordinator, which notes it in the audit log; what it says. Raises WebError, ControlError."""
-    request = action.request(fields)
-    if action.verb not in ("checkpoint", "reset-peer"):
+    return action.done(ask(settings, action.verb, action.request(fields)))
+
+
+def ask(settings: InstanceSettings, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask as this user. Raises WebError, ControlError."""
+    if verb not in ("checkpoint", "reset-peer"):
         request["who"] = f"{operator_name()} by immortal web"
-    answer = control.query(settings.folder, action.verb, ANSWER_S, argument=request)
+    answer = control.query(settings.folder, verb, ANSWER_S, argument=request)
     if "error" in answer:
         raise WebError(str(answer["error"]), 409)
-    return action.done(answer)
+    return answer
 
 
-def _number(fields: Values, name: str) -> int:
+def number_in(fields: Values, name: str) -> int:
     text = fields.get(name, "")
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise WebError(f"{name}: a number was expected, not {text[:40]!r}")
     return int(text)
 
 
-def _reason(fields: Values) -> str:
+def reason_of(fields: Values) -> str:
     reason = fields.get("reason", "").strip()
     if len(reason) > REASON_CHARACTERS_MAX:
         raise WebError(f"the reason has {len(reason)} characters: at most {REASON_CHARACTERS_MAX} were expected")
     return reason
 
 
-def _json(fields: Values) -> Any:
-    text = fields.get("value", "").strip() or "null"
+def json_of(fields: Values, name: str = "value") -> Any:
+    text = fields.get(name, "").strip() or "null"
     try:
         return decoding.parse_json_argument(text)
     except ValueError as error:
         raise WebError(f"{text[:60]!r} is not JSON: {error}; a text needs its own quotes") from None
 
 
-def _ordered(answer: dict[str, Any]) -> str:
+def ordered(answer: dict[str, Any]) -> str:
     text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
     if not answer["done"]:
         raise WebError(text, 409)
@@ -97,7 +101,7 @@ def _tried(answer: dict[str, Any]) -> str:
 
 
 def _letter(fields: Values) -> dict[str, Any]:
-    return {"keys": [[_number(fields, "record"), _number(fields, "message"), 0, 0]]}
+    return {"keys": [[number_in(fields, "record"), number_in(fields, "message"), 0, 0]]}
 
 
 def _one_retried(answer: dict[str, Any]) -> str:
@@ -166,17 +170,27 @@ ACTIONS = {
         "Cancel a waiting handler",
         "Cancel it",
         "'Cancelled' is raised where it waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
-        lambda fields: {"task": _number(fields, "task"), "reason": _reason(fields)},
-        _ordered,
+        lambda fields: {"task": number_in(fields, "task"), "reason": reason_of(fields)},
+        ordered,
         (Field("task", "Handler", is_given=True), Field("reason", "Why: the handler and its caller are told")),
+    ),
+    "terminate": Action(
+        "terminate",
+        "Terminate a waiting handler",
+        "Terminate it",
+        "It ends where it waits, whatever it would do about that: none of its code runs any more, not even a "
+        "'finally'. Who waits for its answer gets CallCancelled.",
+        lambda fields: {"task": number_in(fields, "task"), "reason": reason_of(fields)},
+        ordered,
+        (Field("task", "Handler", is_given=True), Field("reason", "Why: its caller is told")),
     ),
     "signal": Action(
         "signal",
         "Give a waiting handler its event",
         "Give it",
         "As if a handler had done immortal.signal(event, value); but it goes to this one alone.",
-        lambda fields: {"task": _number(fields, "task"), "event": fields.get("event", ""), "value": _json(fields)},
-        _ordered,
+        lambda fields: {"task": number_in(fields, "task"), "event": fields.get("event", ""), "value": json_of(fields)},
+        ordered,
         (
             Field("task", "Handler", is_given=True),
             Field("event", "Event", is_given=True),
@@ -189,7 +203,7 @@ ACTIONS = {
         "Try it now",
         "The effects that this handler waits for, and that wait between two attempts, are tried at once. It counts as "
         "the attempt that would have come later.",
-        lambda fields: {"task": _number(fields, "task")},
+        lambda fields: {"task": number_in(fields, "task")},
         _tried,
         (Field("task", "Handler", is_given=True),),
     ),
@@ -242,9 +256,9 @@ ACTIONS = {
         "Skip it",
         "The call fails, and the state is as if it had never come. For a message that ends the app each time.",
         lambda fields: {
-            "sequence_id": _number(fields, "record"),
-            "message_index": _number(fields, "message"),
-            "reason": _reason(fields),
+            "sequence_id": number_in(fields, "record"),
+            "message_index": number_in(fields, "message"),
+            "reason": reason_of(fields),
         },
         _skipped,
         (*_OF_MESSAGE, Field("reason", "Why")),
@@ -259,18 +273,18 @@ def routes() -> list[Route]:
     return [Route("/i/{name}/do/{action}", confirm), Route("/i/{name}/do/{action}", act, methods=["POST"])]
 
 
-def _action(request: Request) -> Action:
-    """Raises WebError for one that there is not, or may not be done here."""
+def require_actions(request: Request, actions: Mapping[str, Action], key: str) -> Action:
+    """Return the action that the path names. Raises WebError for one that there is not, or may not be done here."""
     if not site_of(request).allow_actions:
         raise WebError("this page only shows: 'immortal web --allow-actions' lets it do something", 403)
-    found = ACTIONS.get(request.path_params["action"])
+    found = actions.get(request.path_params[key])
     if found is None:
-        raise WebError(f"there is no action {request.path_params['action'][:40]!r}", 404)
+        raise WebError(f"there is no action {request.path_params[key][:40]!r}", 404)
     return found
 
 
 def confirm(request: Request) -> Response:
-    action, site, settings = _action(request), site_of(request), settings_of(request)
+    action, site, settings = require_actions(request, ACTIONS, "action"), site_of(request), settings_of(request)
     given = {field.name: text_of(request, field.name) for field in action.fields if field.is_given}
     for name, value in given.items():
         if not value:
@@ -281,10 +295,11 @@ def confirm(request: Request) -> Response:
         tab="overview",
         name=settings.name,
         action=action,
-        key=request.path_params["action"],
+        target=f"do/{request.path_params['action']}",
         given=given,
         warnings=_warnings(action, settings, given.get("peer", "")),
-        said="",
+        preview=[],
+        preview_more=0,
     )
 
 
@@ -296,7 +311,7 @@ def _warnings(action: Action, settings: InstanceSettings, peer: str) -> list[str
 
 
 async def act(request: Request) -> Response:
-    action, site, settings = _action(request), site_of(request), settings_of(request)
+    action, site, settings = require_actions(request, ACTIONS, "action"), site_of(request), settings_of(request)
     form = await form_of(request)
     said, problem = "", ""
     try:

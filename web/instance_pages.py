@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlencode
 
 import msgspec
 from anyio import to_thread
@@ -21,15 +20,13 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
 from immortal.presenters.dead_letters import dead_letter_rows
-from immortal.presenters.executions import execution_row, execution_view
 from immortal.presenters.handlers import describe_wait_end, format_caller, format_wait, place_in_words, with_times
 from immortal.protocol import decoding
-from immortal.protocol.executions import STATES, Execution, ExecutionsError, Query, key_of_id, label_of, open_index
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text
 from immortal.web.errors import WebError
 from immortal.web.rendering import page, render
-from immortal.web.site import Site, form_of, number_of, settings_of, site_of, stream, text_of
+from immortal.web.site import Site, form_of, settings_of, site_of, stream
 
 ASK_S = 1.5  # an app that is busy for longer is said to be
 HANDLERS_SHOWN_MAX = 200
@@ -207,70 +204,6 @@ def _wait(name: str, one: Values, wait: Values) -> Values:
         "event": wait.get("event"),
         "is_between_attempts": bool(wait.get("failure")),
     }
-
-
-# The executions of an instance, by their labels and more, and one with its timeline.
-
-
-EXECUTIONS_SHOWN_MAX = 100
-
-
-def execution_routes() -> list[Route]:
-    return [
-        Route("/i/{name}/executions", executions),
-        Route("/i/{name}/executions/{id}", execution),
-    ]
-
-
-def executions(request: Request) -> Response:
-    """The newest that are like the form says; ``before`` goes on behind one."""
-    site, settings = site_of(request), settings_of(request)
-    filters = {key: text_of(request, key) for key in ("where", "handler", "state", "text", "caller")}
-    found: list[Execution] = []
-    problem, older = "", ""
-    try:
-        before = number_of(request, "began"), text_of(request, "before")
-        query = Query(
-            where=[label_of(one) for one in filters["where"].split()],
-            handler=filters["handler"],
-            state=filters["state"],
-            caller=filters["caller"] or None,
-            text=filters["text"],
-            before=None if before[0] is None else (before[0], key_of_id(before[1])),
-            limit=EXECUTIONS_SHOWN_MAX + 1,
-        )
-        with open_index(settings.folder, settings.name, ANSWER_S) as index:
-            found = index.find(query)
-    except ExecutionsError as error:
-        problem = str(error)
-    if len(found) > EXECUTIONS_SHOWN_MAX:
-        found.pop()
-        older = f"?{urlencode({**filters, 'began': found[-1].began_ns, 'before': found[-1].id})}"
-    return page(
-        "executions.html",
-        site=site,
-        tab="executions",
-        name=settings.name,
-        filters=filters,
-        states=STATES,
-        found=[(one, execution_row(one)) for one in found],
-        problem=problem,
-        older=older,
-    )
-
-
-def execution(request: Request) -> Response:
-    site, settings = site_of(request), settings_of(request)
-    view = execution_view(site.registry, settings, key_of_id(request.path_params["id"]))
-    return page(
-        "execution.html",
-        site=site,
-        tab="executions",
-        name=settings.name,
-        **view,
-        row=execution_row(view["execution"]),
-        waits_for=[format_wait(wait) for wait in view["waits"]],
-    )
 
 
 # The dead letters of an instance: what failed, why, and a hand to try or drop each.

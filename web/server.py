@@ -22,10 +22,12 @@ from starlette.types import ASGIApp
 
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
+from immortal.coordinator.log.moment import MomentError
 from immortal.coordinator.operator.control import NotRunningError, RefusedError
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.executions import ExecutionsError
 from immortal.replay import ReplayError
-from immortal.web import actions, fleet_pages, instance_pages, job_pages, message_pages, travel_pages
+from immortal.web import actions, execution_pages, fleet_pages, instance_pages, job_pages, message_pages, travel_pages
 from immortal.web.auth import STATIC_PATH, Guard, Token
 from immortal.web.connections import HEADERS_SIZE_BYTES_MAX, Connection, Listener
 from immortal.web.errors import WebError
@@ -37,7 +39,7 @@ STATIC = Path(__file__).with_name("static")
 ROUTES = [
     *fleet_pages.routes(),
     *instance_pages.routes(),
-    *instance_pages.execution_routes(),
+    *execution_pages.routes(),
     *instance_pages.letter_routes(),
     *message_pages.routes(),
     *message_pages.timeline_routes(),
@@ -72,6 +74,7 @@ def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
 async def _failed(request: Request, error: Exception) -> Response:
     text = error.detail if isinstance(error, HTTPException) else str(error)
     heading = "This could not be done"
+    asked_wrong = ReplayError, ExecutionsError, MomentError
     if isinstance(error, HTTPException):
         status = error.status_code
     elif isinstance(error, WebError):
@@ -80,14 +83,14 @@ async def _failed(request: Request, error: Exception) -> Response:
         status = 404
     elif isinstance(error, NotRunningError | RefusedError):
         status = 409
-    elif isinstance(error, ReplayError):
+    elif isinstance(error, asked_wrong):
         status = 422
     else:
         status = 500
     if status == 404:
         heading = "There is nothing here"
     is_part = "hx-request" in request.headers
-    if is_part and isinstance(error, ReplayError):
+    if is_part and isinstance(error, asked_wrong):
         status = 200  # an answer like any other: such as an expression that is none
     template = "_error.html" if is_part else "error.html"
     return _error_page(request, template, status, heading, text.split("\n"))

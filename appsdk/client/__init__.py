@@ -203,9 +203,9 @@ def executions(
     """List executions of an instance of this machine, the newest first: ``executions("shop", where={"order": 17})``.
 
     The arguments are those of `immortal executions`: ``where`` has labels and their values, ``state`` is "waiting",
-    "ended", "failed" or "cancelled", ``text`` is in the arguments, ``since`` and ``until`` are aware datetimes of the
-    beginning. ``home``: the registry's folder (IMMORTAL_HOME, else .immortal). The instance need not run. Raises
-    ExecutionsError, UsageError.
+    "ended", "failed", "cancelled" or "terminated", ``text`` is in the arguments, ``since`` and ``until`` are aware
+    datetimes of the beginning. ``home``: the registry's folder (IMMORTAL_HOME, else .immortal). The instance need not
+    run. Raises ExecutionsError, UsageError.
     """
     if state not in ("", *listed.STATES):
         raise UsageError(f"executions(state={state!r}): one of {', '.join(listed.STATES)} was expected")

@@ -443,17 +443,20 @@ def guarded(definition: Definition, what: str, function: Callable[[], Any]) -> A
     try:
         return function()
     except AppError as error:
-        text = str(error)
-        raise failed(definition, text if text.startswith(definition.name) else f"{what}: {text}") from error
+        text, _, ways_out = str(error).partition("\n")
+        text = text.removesuffix("; the app stops")
+        reason = text if text.startswith(definition.name) else f"{what}: {text}"
+        raise failed(definition, reason, ways_out, "Mend that" if ways_out else f"Fix {what}") from error
     except BaseException as error:
         if not is_user_failure(error):
             raise
         summary = "".join(traceback.format_exception_only(error)).strip()
         reason = f"{what} raised {summary}{_place(error.__traceback__)}"
-        raise failed(definition, reason, user_traceback(error)) from error
+        remedy = f"Fix {definition.name}" if ": " in what else f"Fix {what}"
+        raise failed(definition, reason, user_traceback(error), remedy) from error
 
 
-def failed(definition: Definition, reason: str, details: str = "") -> UpgradeError:
+def failed(definition: Definition, reason: str, details: str = "", remedy: str = "") -> UpgradeError:
     reason = " ".join(reason.split())
     if len(reason) > REASON_CHARACTERS_MAX:
         reason = f"{reason[: REASON_CHARACTERS_MAX - 3]}..."
@@ -461,8 +464,8 @@ def failed(definition: Definition, reason: str, details: str = "") -> UpgradeErr
     return UpgradeError(
         f"the upgrade from version {old} to version {definition.version} failed: {reason}; the app stops\n"
         f"{details}{details and chr(10)}"
-        f"  Nothing has changed: the log and the state are those of the old version. Fix {definition.name}.upgrade and "
-        f"start again.",
+        f"  Nothing has changed: the log and the state are those of the old version. "
+        f"{remedy or f'Fix {definition.name}.upgrade'} and start again.",
         reason,
     )
 

@@ -35,16 +35,26 @@ PRUNE_EACH_S, PRUNE_ROWS = 3600.0, 2000
 
 _ROW = """
 insert into executions (key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message,
-                        arguments, data, result, journal, origin)
-values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                        arguments, data, result, journal, origin, ended_record, ended_message)
+values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 on conflict (key) do update set
     handler = excluded.handler, method_id = excluded.method_id, state = excluded.state, began_ns = excluded.began_ns,
     ended_ns = excluded.ended_ns, caller = excluded.caller, call_number = excluded.call_number,
     record = excluded.record, message = excluded.message, arguments = excluded.arguments, data = excluded.data,
-    result = excluded.result, journal = excluded.journal, origin = coalesce(excluded.origin, origin), stale = 0
+    result = excluded.result, journal = excluded.journal, origin = coalesce(excluded.origin, origin), stale = 0,
+    ended_record = excluded.ended_record, ended_message = excluded.ended_message
 """
-_UPDATE = "update executions set state = ?, ended_ns = ?, result = ?, journal = ? where key = ?"
-_STATE, _ENDED, _TEXT, _DATA, _RESULT, _JOURNAL = 3, 5, 10, 11, 12, 13  # places in such a row
+_UPDATE = """
+update executions set state = ?, ended_ns = ?, result = ?, journal = ?, ended_record = ?, ended_message = ?
+where key = ?
+"""
+_PART = """
+insert into parts values (?, ?, ?, ?, ?) on conflict (key, step) do update set
+    attempts = iif(excluded.number > number, 1, max(attempts, excluded.attempts)),
+    destination = iif(excluded.number > 0, excluded.destination, destination), number = max(number, excluded.number)
+"""
+_TEXT, _DATA = 10, 11  # places in such a row
+_OF_END = 3, 5, 12, 13, 15, 16
 
 
 class ExecutionWriter:
@@ -81,16 +91,22 @@ class ExecutionWriter:
         self._put(self._write_again, number, handler, arguments)
 
     def ended(
-        self, number: int, state: str, result: bytes | str | None, entries: Sequence[Entry], time_ns: int | None
+        self,
+        number: int,
+        state: str,
+        result: bytes | str | None,
+        entries: Sequence[Entry],
+        time_ns: int | None,
+        place: tuple[int, int],
     ) -> None:
-        """``result``: encoded, or a text."""
-        self._put(self._write_ended, number, state, result, entries, time_ns or 0)
+        """``result``: encoded, or a text. ``place``: the record and the message in it with which it ended."""
+        self._put(self._write_ended, number, state, result, entries, time_ns or 0, place)
 
     def labelled(self, number: int, labels: Mapping[str, str]) -> None:
         self._put(self._write_labels, number, labels)
 
     def called(self, number: int, step: int, call_number: int, destination: str) -> None:
-        """Note a call that the async handler ``number`` waits for."""
+        """Note a call or an effect (to EFFECT) that the async handler ``number`` waits for."""
         self._put(self._write_part, number, step, call_number, destination, 1)
 
     def tried(self, number: int, step: int, attempts: int) -> None:
@@ -190,7 +206,7 @@ class ExecutionWriter:
         if self._has_stale:
             sql = "delete from labels where key in (select key from executions where key = ? and stale <> 0)"
             self._execute(sql, (call.number,))
-        self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin]
+        self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin, None, None]
         self._write_labels(call.number, labels)
 
     def _write_handled(
@@ -203,7 +219,8 @@ class ExecutionWriter:
     ) -> None:
         self._write_began(call, handler, None)
         self._write_labels(call.number, labels)
-        self._write_ended(call.number, state, result, (), call.started_ns)
+        place = call.sequence_id, call.message_index
+        self._write_ended(call.number, state, result, (), call.started_ns, place)
 
     def _write_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
         text, _ = _shown_call(handler, arguments)
@@ -214,15 +231,23 @@ class ExecutionWriter:
             self._execute("update executions set arguments = ?, data = ? where key = ?", values)
 
     def _write_ended(
-        self, number: int, state: str, result: bytes | str | None, entries: Sequence[Entry], time_ns: int
+        self,
+        number: int,
+        state: str,
+        result: bytes | str | None,
+        entries: Sequence[Entry],
+        time_ns: int,
+        place: tuple[int, int],
     ) -> None:
         journal = _kept(encoder.encode(entries)) if entries else None
         text = _shown(result) if isinstance(result, bytes) else result
         text = None if text is None else encodable(text[:TEXT_CHARACTERS_MAX])
+        values = state, time_ns, text, journal, *place
         if (row := self._rows.get(number)) is not None:
-            row[_STATE], row[_ENDED], row[_RESULT], row[_JOURNAL] = state, time_ns, text, journal
+            for column, value in zip(_OF_END, values, strict=True):
+                row[column] = value
         else:
-            self._execute(_UPDATE, (state, time_ns, text, journal, number))
+            self._execute(_UPDATE, (*values, number))
 
     def _write_labels(self, number: int, labels: Mapping[str, str]) -> None:
         self._labels += [(number, name, value) for name, value in labels.items()]
@@ -234,7 +259,7 @@ class ExecutionWriter:
         self._database.executemany("insert or replace into labels values (?, ?, ?)", labels)
 
     def _write_part(self, number: int, step: int, call_number: int, destination: str, attempts: int) -> None:
-        self._execute("insert or replace into parts values (?, ?, ?, ?, ?)", (number, step, call_number, destination, attempts))  # fmt: skip  # noqa: E501
+        self._execute(_PART, (number, step, call_number, destination, attempts))
 
     def _write_restored(
         self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]

@@ -103,7 +103,8 @@ class Endings:
         """Note in the list of executions how one has ended."""
         if (executions := self._context.tasks.executions) is not None:
             entries = () if task is None else task.entries
-            executions.ended(number, state, result, entries, self._context.record_time_ns)
+            place = self._context.sequence_id, self._context.message_index
+            executions.ended(number, state, result, entries, self._context.record_time_ns, place)
 
 
 # What comes for calls that wait: their answers, or the word that whoever was called has been expelled.
@@ -236,13 +237,17 @@ class Orders:
         if order.verb == "restart":
             return tasks.restart(order)  # type: ignore[no-any-return]
         task: Task | None = tasks.waiting(order.task)
-        if task is None and order.verb == "cancel" and (name := tasks.give_up(order.task, order.text)) is not None:
+        ends = order.verb in ("cancel", "terminate")
+        if task is None and ends and (name := tasks.give_up(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"
         if task is None:
             return False, f"no handler {order.task} waits: it has ended, or there never was one"
         if order.verb == "cancel":
             tasks.cancel(task, order.text, order.who)
             return True, f"{task.name} was cancelled, and {_what_it_does(task)}"
+        if order.verb == "terminate":
+            tasks.terminate(task, order.text, order.who)
+            return True, f"{task.name} was terminated"
         if order.verb == "signal":
             return self._signal(task, order)
         return False, f"{order.verb!r} is no order that this app knows: its SDK is older than the coordinator"

@@ -127,7 +127,7 @@ def describe_step(entry: Entry) -> Values:
         value = encodable(_raised(shown) if entry.raised else describe_arguments((shown,))[1:-1])
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
-    what = "timer" if entry.what == TIMER else entry.what
+    what = described(entry) if entry.what == TIMER else entry.what
     return {"step": entry.step, "what": what, "time_ns": entry.time_ns, "raised": entry.raised, "value": value}
 
 

@@ -305,7 +305,11 @@ class Task(Owner):
 
     def cancel(self, reason: str, who: str, time_ns: int) -> None:
         """Raise CancelledError where the handler waits: go on with that. Raises HandlerError."""
-        self._cancel(Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, who)), time_ns))
+        self._cancel(self.cancellation_entry(reason, who, time_ns))
+
+    @staticmethod
+    def cancellation_entry(reason: str, who: str, time_ns: int) -> Entry:
+        return Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, who)), time_ns)
 
     def _cancel(self, entry: Entry) -> None:
         """Cancel the handler. The entry stands in the journal among the results, at its place."""

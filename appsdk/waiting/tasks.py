@@ -32,7 +32,7 @@ from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, REASON_CHARA
 from immortal.protocol.verdicts import VerdictKind
 
 DEADLINE = "its timeout"  # who has cancelled a handler that had none left
-_buried: list[object] = []  # coroutines that ended the process, kept: as Python clears one away it runs its 'finally'
+_buried: list[object] = []  # coroutines that are to run no more, kept: as Python clears one away it runs its 'finally'
 
 
 class Tasks(Host):
@@ -333,11 +333,15 @@ class Tasks(Host):
         """Tell whether a begun handler has a verdict, as :meth:`_has_ended_the_process`."""
         if not self._has_ended_the_process(task.number, task.handler, task.caller, task.call_number):
             return False
+        self._bury(task)
+        return True
+
+    def _bury(self, task: Task) -> None:
+        """None of its code runs any more, not even a 'finally'."""
         task.drop_pending()
         task.clear_away(closes=False)
         _buried.append(task.main)
         self._remove(task)
-        return True
 
     def _has_ended_the_process(
         self, number: int, handler: Handler[Any, Any], caller: str | None, call_number: int
@@ -379,6 +383,14 @@ class Tasks(Host):
         task.cancel(reason, who, self.context.record_time_ns or 0)
         if task.is_done:
             self._end(task)
+
+    def terminate(self, task: Task, reason: str, who: str) -> None:
+        """End a handler whatever it would do about that. Raises HandlerError."""
+        text = f"terminated: {reason}" if reason else "terminated"
+        task.entries.append(task.cancellation_entry(text, who, self.context.record_time_ns or 0))
+        self._bury(task)
+        self._endings.note(task.number, "terminated", reason, task)
+        self._endings.tell_cancelled(task.handler, task.caller, task.call_number, text)
 
     # --- time -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ pause          {"who": "..."}
 resume         {"who": "..."}
 handlers       {}: all waiting handlers; or {"task": 12}: details of that one
 cancel         {"task": 12, "reason": "...", "who": "..."}
+terminate      the same
 retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
 signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
 restart        {"task": 12, "method": 1234, "arguments": BASE64, "journal": BASE64, "who": "..."}; both MessagePack
@@ -115,6 +116,7 @@ _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "resume": decoding.JsonDecoder(_Who),
     "handlers": decoding.JsonDecoder(_Handlers),
     "cancel": decoding.JsonDecoder(_Cancel),
+    "terminate": decoding.JsonDecoder(_Cancel),
     "retry-effect": decoding.JsonDecoder(_Retry),
     "signal": decoding.JsonDecoder(_Signal),
     "restart": decoding.JsonDecoder(_Restart),
@@ -145,7 +147,7 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
         case _Handlers():
             return ev.HandlersAsked(given.task, token)
         case _Cancel():
-            return ev.HandlerOrdered(Order("cancel", given.task, given.reason, given.who), token)
+            return ev.HandlerOrdered(Order(verb, given.task, given.reason, given.who), token)
         case _Signal():
             value = msgspec.Raw(msgspec.msgpack.encode(given.value))
             return ev.HandlerOrdered(Order("signal", given.task, given.event, given.who, value), token)

@@ -253,6 +253,7 @@ def _asked(traveller: MomentExplorer, question: Question) -> Any:
     asks: dict[str, Callable[..., Any]] = {
         "overview": traveller.overview,
         "moment": traveller.moment,
+        "between": traveller.between,
         "evaluate": traveller.evaluate,
         "find": traveller.find,
         "last_change": traveller.last_change,

@@ -11,7 +11,7 @@ from typing import Any
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.runner import load_or_report
-from immortal.appsdk.state.tree import Fields, Tree, differences, tree
+from immortal.appsdk.state.tree import Difference, Fields, Tree, differences, tree
 from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
@@ -91,15 +91,14 @@ class MomentExplorer:
         steps = steps_of(path)
         state, before = self._states[at], self._states.get(_before(at))
         part = part_of(state, steps)
-        changes = [] if before is None else list(islice(differences(before, state), DIFFERENCES_MAX + 1))
+        changes = [] if before is None else _changes(before, state)
         return {
             "record": record,
             "index": index,
             "count": count,
             "message": self._words(record, index),
             "state": None if part is MISSING else shown(part, path),
-            "changes": [_change(one.path, one.old, one.new) for one in changes[:DIFFERENCES_MAX]],
-            "changes_more": len(changes) > DIFFERENCES_MAX,
+            **_told(changes),
             "made": [
                 {"destination": to, "position": position, "words": format_call(message, to, self._methods)}
                 for to, position, message in self._made.get(record, {}).get(index, [])[:MADE_MAX]
@@ -107,6 +106,18 @@ class MomentExplorer:
             "made_count": len(self._made.get(record, {}).get(index, [])),
             "failed": self._failed(at),
         }
+
+    def between(self, since: At, record: int | None, index: int | None) -> Values:
+        """State before the message ``since`` and behind another one, and how they differ. ``record`` None: the last."""
+        record = self._source.summary().last_sequence_id if record is None else record
+        index = max(0, self._count(record) - 1) if index is None else index
+        since = since[0], since[1]
+        self._visit(since)
+        before = self._states[_before(since)]
+        self._visit((record, index))
+        after = self._states[record, index]
+        changes = _changes(before, after)
+        return {"before": shown(before, ""), "after": shown(after, ""), "at": [record, index], **_told(changes)}
 
     def _visit(self, at: At) -> None:
         """Keep the state at a moment, and the one before."""
@@ -384,6 +395,17 @@ def _before(at: At) -> At:
 def _position(checkpoint: CheckpointHeader, destination: str) -> int:
     mark = checkpoint.outputs.get(destination)
     return 0 if mark is None else mark.position
+
+
+def _changes(before: Fields, after: Fields) -> list[Difference]:
+    return list(islice(differences(before, after), DIFFERENCES_MAX + 1))
+
+
+def _told(changes: list[Difference]) -> Values:
+    return {
+        "changes": [_change(one.path, one.old, one.new) for one in changes[:DIFFERENCES_MAX]],
+        "changes_more": len(changes) > DIFFERENCES_MAX,
+    }
 
 
 def _change(path: str, old: Any, new: Any) -> Values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from tests.helpers.cli import HOME, Run, immortal, wait_until
 SHOP = """
 import immortal
 from immortal import Immortal, peer, rpc
+
+
+def rate(item: str) -> int:
+    return len(item)
 
 
 class Bank(Immortal):
@@ -38,6 +43,7 @@ class Shop(Immortal):
     @rpc
     async def ship(self, order: int, item: str) -> str:
         immortal.label(order=order)
+        await immortal.effect(rate, item)
         await self.bank.charge(order, 100)
         if not await immortal.event("go", bool):
             raise ValueError("it is refused")
@@ -93,27 +99,51 @@ def test_executions_are_found_after_kills_and_changed_by_query(tmp_path: Path) -
         (ended,) = found(tmp_path, "shop", where=[("order", "17")])
         listed = executions("shop", where={"order": 17}, state="ended", home=tmp_path / HOME)
         assert [(one.id, one.call, one.labels["order"]) for one in listed] == [(ended, "Shop.ship(17, 'tea')", "17")]
-        with pytest.raises(UsageError, match="one of waiting, ended, failed, cancelled"):
+        with pytest.raises(UsageError, match="one of waiting, ended, failed, cancelled, terminated"):
             executions("shop", state="done", home=tmp_path / HOME)
         page = immortal(tmp_path, "executions", "shop", ended)
         assert "call bank.charge gave 100" in page
         assert "Bank.charge(17, 100) ended" in page
         assert "event go gave True" in page
         (child,) = found(tmp_path, "bank", where=[("order", "17")])
+        grouped = immortal(tmp_path, "log", "show", "shop", "--by-execution")
+        _, _, group = grouped.partition(f"execution {ended}: Shop.ship(17, 'tea'), ended\n")
+        lines = list(takewhile(lambda line: line.startswith("    "), group.split("\n")))
+        for line, word in zip(lines, ("Shop.ship", "rate(item='tea')", "Bank.charge", "order"), strict=True):
+            assert word in line, grouped
+        said = immortal(tmp_path, "executions", "bank", child, "--states")
+        assert "    total: 0 -> 100" in said
+        said = json.loads(immortal(tmp_path, "executions", "shop", ended, "--states", "--json"))["states"]
+        assert [one["path"] for one in said["changes"]] == ["$waiting"]
         assert f"shop {ended}: Shop.ship(17, 'tea') ended" in immortal(tmp_path, "executions", "bank", child)
 
+        immortal(tmp_path, "executions", "shop", "signal", "go", "false", "--where", "order=19", "--yes")
+        wait_until(lambda: states(tmp_path)["19"] == "failed")
+        (failed,) = found(tmp_path, "shop", where=[("order", "19")]).values()
+        place = f"{failed['ended_record']}:{failed['ended_message']}"  # as the caller is told
+        said = immortal(tmp_path, "executions", "shop", place)
+        assert f"execution {failed['id']}: Shop.ship(19, 'salt')" in said
+        said = immortal(tmp_path, "executions", "shop", "0:9", status=1)
+        assert "'immortal log show shop --from 0 --to 0' shows the record" in said
         said = immortal(tmp_path, "executions", "shop", "restart", ended, "--arguments", '[20, "tea"]', "--yes")
         assert "Shop.ship has begun again, as" in said
         wait_until(lambda: states(tmp_path).get("20") == "waiting")
-        said = immortal(tmp_path, "executions", "shop", "restart", ended, "--from-step", "2", "--dry-run")
-        assert f"would restart {ended} as Shop.ship(17, 'tea') from step 2" in said
+        said = immortal(
+            tmp_path, "executions", "shop", "restart", "--where", "order=17", "--from-step", "2", "--dry-run"
+        )
+        assert "Shop.ship(17, 'tea')" in said
+        assert "would restart 1 execution from step 2" in said
+        said = immortal(tmp_path, "executions", "--where", "order=17", "--since", "1h")
+        assert "bank" in said
+        assert "Shop.ship(17, 'tea')" in said
+        assert "there are order" in immortal(tmp_path, "executions", "--where", "ordr=17", status=1)
         assert next(iter(found(tmp_path, "shop", where=[("order", "20")]).values()))["origin"] == ended
         wait_until(lambda: len(found(tmp_path, "bank")) == 4)
 
         for run in (shop, bank):
             run.kill()
         before = found(tmp_path, "shop")
-        assert states(tmp_path) == {"17": "ended", "18": "cancelled", "19": "waiting", "20": "waiting"}
+        assert states(tmp_path) == {"17": "ended", "18": "cancelled", "19": "failed", "20": "waiting"}
         for path in (tmp_path / HOME / "shop").glob(f"{FILE_NAME}*"):
             path.unlink()
         assert "4 executions added" in immortal(tmp_path, "executions", "shop", "rebuild")

@@ -325,6 +325,7 @@ def test_errors_of_calls(path: str, body: Any, expected: dict[str, Any], web: We
     assert "secret" not in str(problem)
     if path == "/fail":
         assert re.fullmatch(r"ledger record \d+:\d+", problem["reference"])
+        assert re.fullmatch(r"immortal executions ledger \d+:\d+", problem["execution"])
 
 
 def test_an_error_of_the_web_servers_own_is_none_of_a_call(web: Web) -> None:

@@ -121,6 +121,14 @@ def test_the_summary_as_json(home: Home) -> None:
     assert (described["records"], described["messages"], described["failure"]) == (3, 3, None)
 
 
+def test_a_time_is_the_last_record_up_to_then(home: Home) -> None:
+    shown = [json.loads(line) for line in home.run("log", "show", "reader", "--json").stdout.splitlines()]
+    assert home.json("replay", "reader", "--to", shown[1]["time"])["last_record"] == 1
+    assert home.json("replay", "reader", "--to", "0s")["last_record"] == 3
+    result = home.run("replay", "reader", "--to", "1999-01-01", status=1)
+    assert "has no record of that time or before" in result.stderr
+
+
 @pytest.mark.parametrize(("to", "lines"), [("0", 0), ("1", 1), ("2", 2), ("3:0", 3), ("3:1", 4), ("3", 5)])
 def test_the_state_at_any_message(home: Home, to: str, lines: int) -> None:
     result = home.run("replay", "reader", "--to", to, "--state")

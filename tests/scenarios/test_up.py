@@ -74,7 +74,7 @@ def test_what_was_stopped_or_changed_is_started(folder: Path) -> None:
     assert services(folder)["till"]["state"] == "stopped"
     project = (folder / "immortal.toml").read_text()
     (folder / "immortal.toml").write_text(project + '\n[services.stall]\napp = "shop:Shop"\n')
-    assert immortal(folder, "up") == "till ready\nshop ready\nstall ready\n"
+    assert immortal(folder, "up") == "till ready, started again: it was stopped\nshop ready\nstall ready\n"
     now = services(folder)
     assert now["till"]["pid"] != before["till"]["pid"]
     assert now["shop"]["pid"] == before["shop"]["pid"]
@@ -102,12 +102,13 @@ def test_an_upgrade_holds(folder: Path) -> None:
     immortal(folder, "up")
     (folder / "immortal.toml").write_text(project.replace("shop:Till", "shop2:Till"))
     stays = "till stays at version 1, and shop2:Till is of version 2; 'immortal up --upgrade' upgrades it\n"
-    assert immortal(folder, "up") == f"{stays}till ready\nshop ready\n"
+    ready = "till ready, started again: its settings or version have changed\nshop ready\n"
+    assert immortal(folder, "up") == f"{stays}{ready}"
     assert "till: version 1 runs, and its class is of version 2: 'immortal up --upgrade'" in immortal(folder, "ps")
     immortal(folder, "call", "shop", "order", "2")
     seen(folder, "till has 200")
     said = immortal(folder, "up", "--upgrade")
-    assert said == "till becomes version 2 with shop2:Till; it was version 1\ntill ready\nshop ready\n"
+    assert said == f"till becomes version 2 with shop2:Till; it was version 1\n{ready}"
     os.kill(services(folder)["till"]["pid"], signal.SIGKILL)
     immortal(folder, "call", "shop", "order", "1")
     seen(folder, "of sales: 1")

@@ -674,7 +674,9 @@ def test_a_page_that_only_shows(shown: Browser) -> None:
     assert page.get_by_role("link", name="Take a checkpoint").count() == 0
     assert shown.server.ask("/i/desk/do/checkpoint")[0] == 403
     token = csrf_of(shown.server.ask("/i/desk/what-if")[1])
-    assert shown.server.ask("/i/desk/do/checkpoint", "POST", f"csrf={token}")[0] == 403
+    for path in ("do/checkpoint", "executions/do/cancel"):
+        assert shown.server.ask(f"/i/desk/{path}", "POST", f"csrf={token}&ids=1")[0] == 403
+    assert "Cancel what was found" not in shown.server.ask("/i/desk/executions?state=waiting")[1]
 
 
 def test_actions(shown: Browser, fleet: Fleet) -> None:
@@ -708,6 +710,32 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.get_by_label("Why").fill("<b>enough</b>")
         page.get_by_role("button", name="Cancel it").click()
         page.locator(".note.good").wait_for()
+        with connect("desk", home=fleet.folder / HOME) as desk:
+            desk.begin("ann")
+            desk.begin("bob")
+        until(lambda: "&#39;bob&#39;" in server.ask("/i/desk/executions?state=waiting")[1])
+        page.goto(f"{server.url}/i/desk/executions")
+        page.get_by_label("State").select_option("waiting")
+        page.get_by_label("Handler").fill("ask")
+        page.get_by_role("button", name="Show").click()
+        looks_right(shown, "executions-actions")
+        page.get_by_role("link", name="Terminate what was found").click()
+        looks_right(shown, "executions-do")
+        assert "'ann'" in page.locator("form.confirm").inner_text()
+        page.get_by_role("button", name="Terminate").click()
+        page.locator(".note.good", has_text="Desk.ask was terminated").wait_for()
+        until(lambda: "&#39;bob&#39;" in server.ask("/i/desk/executions?state=terminated")[1])
+        page.goto(f"{server.url}/i/desk/executions?state=terminated&text=bob")
+        page.locator("tbody th a").click()
+        page.get_by_role("button", name="State before and after").click()
+        page.get_by_role("heading", name="After its last").wait_for()
+        looks_right(shown, "execution-states")
+        page.get_by_role("link", name="Restart").click()
+        page.get_by_label("Other arguments").fill('["cat"]')
+        page.get_by_role("button", name="Restart").click()
+        page.locator(".note.good", has_text="Desk.ask has begun again").wait_for()
+        assert server.ask("/i/desk/executions/do/cancel?text=nobody-has-it")[0] == 422
+        assert server.ask("/i/desk/executions/do/cancel")[0] == 422
         for wrong, status in (("nothing", 404), ("cancel", 400), ("cancel?task=999999", 200)):
             assert server.ask(f"/i/desk/do/{wrong}")[0] == status
         token = csrf_of(server.ask("/i/desk/do/checkpoint")[1])
@@ -716,7 +744,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         assert server.ask("/i/spare/do/checkpoint", "POST", f"csrf={token}")[0] == 409
         assert "forget which log" in server.ask("/i/desk/do/reset-peer?peer=ledger")[1]
         audit = immortal(fleet.folder, "audit", "desk")
-        for verb in ("verb=checkpoint", "verb=signal", "verb=cancel"):
+        for verb in ("verb=checkpoint", "verb=signal", "verb=cancel", "verb=terminate", "verb=restart"):
             assert verb in audit
         assert "by immortal web" in audit
     finally:

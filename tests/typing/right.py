@@ -125,8 +125,17 @@ class Teller(Immortal):
         assert_type(await self.bank.balance(account), int)
         assert_type(await self.bank.total(above=3), int)
         assert_type(await asyncio.gather(self.bank.debit(account), self.bank.quote(account)), tuple[int, float])
-        assert_type(await immortal.race(self.bank.debit(account), self.bank.debit(account, 2)), Winner[int])
-        assert_type((await immortal.race(self.bank.debit(account), immortal.sleep(timedelta(hours=1)))).index, int)
+        same: Winner[int] = await immortal.race(self.bank.debit(account), self.bank.debit(account, 2))
+        assert_type(same.value, int)
+        first = await immortal.race(self.bank.debit(account), self.bank.quote(account), immortal.event("x", str))
+        assert_type(first.value, int | float | str)
+        if first.index == 1:
+            assert_type(first.value, float)
+        timed = await immortal.race(self.bank.debit(account), immortal.sleep(timedelta(hours=1)))
+        if timed.index == 1:
+            assert_type(timed.value, None)
+        else:
+            assert_type(timed.value, int)
         assert_type(await immortal.event("approved", bool), bool)
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
             kept = group.create_task(immortal.step(self.keep, 5))
@@ -246,7 +255,8 @@ class Assistant(Immortal):
         result = await assistant.run(question, deps="x")
         assert_type(result.output, int)
         first = await immortal.race(assistant.run(question, deps="x"), immortal.sleep(timedelta(minutes=1)))
-        assert_type(first.index, int)
+        if first.index == 0:
+            assert_type(first.value.output, int)
         return result.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -17,16 +18,18 @@ import immortal
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.running import executions
 from immortal.appsdk.running.executions import ExecutionWriter
-from immortal.appsdk.state.journal import SavedTask, decode_journal
+from immortal.appsdk.state.journal import TIMER, Entry, SavedTask, decode_journal
 from immortal.appsdk.waiting.operator import describe_step
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
+from immortal.presenters.handlers import step_end
 from immortal.protocol.executions import (
     FILE_NAME,
     INDEX_BITS,
     ExecutionsError,
     Query,
+    find_in,
     id_of,
     key_of_call,
     key_of_id,
@@ -89,6 +92,36 @@ class Shop(Immortal):
         immortal.signal(f"go {order}", True)
 
 
+class Stubborn(Immortal):
+    told: list[str]
+
+    def __init__(self) -> None:
+        self.told = []
+
+    @rpc
+    async def stay(self) -> None:
+        try:
+            while True:
+                try:
+                    await immortal.event("never")
+                except BaseException as error:
+                    if isinstance(error, asyncio.CancelledError):
+                        await immortal.step(self.tell, "stays")
+        finally:
+            await immortal.step(self.tell, "cleans up")
+
+    @rpc
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+
+    @impulse
+    async def call(self) -> None:
+        try:
+            await self.stay()
+        except CalleeFailed as error:
+            await immortal.step(self.tell, f"{type(error).__name__}: {error}")
+
+
 class Wrong(Immortal):
     value: ClassVar[Any]
 
@@ -123,7 +156,7 @@ def test_an_execution_has_its_labels_its_arguments_and_its_children(shops: Liste
     assert not shops.find("shop", Query(where=[("order", "17"), ("item", "rice")]))
     assert {one.labels["order"] for one in shops.find("shop", Query(text="rice"))} == {"18"}
     assert len(shops.find("shop", Query(handler="ship", state="waiting"))) == 2
-    with pytest.raises(ExecutionsError, match="of a handler 'sell'"):
+    with pytest.raises(ExecutionsError, match="of a handler 'sell' is known: there are Shop"):
         shops.find("shop", Query(handler="sell"))
 
 
@@ -146,6 +179,11 @@ def test_the_steps_of_one_that_has_ended_are_kept(shops: Listed) -> None:
         steps = [describe_step(entry) for entry in decode_journal(index.journal(ship.key) or b"")]
     assert [step["what"] for step in steps] == ["call bank.charge", "call bank.hold", "step mark", "event go 17"]
     assert [step["value"] for step in steps] == ["17", "17", "None", "True"]
+
+
+def test_a_timer_of_a_timeline_says_for_when_it_was_set() -> None:
+    step = describe_step(Entry(3, TIMER, 1_700_000_000 * 10**9, False, b"\xc0", 0))
+    assert f"{step['what']} {step_end(step)}" == "timer for 2023-11-14T22:13:20+00:00 is over"
 
 
 def test_a_restart_is_a_new_execution_that_names_its_origin(shops: Listed) -> None:
@@ -182,6 +220,50 @@ def test_a_restart_from_a_step_does_what_is_left(shops: Listed) -> None:
         assert shops["shop"].dispatcher.tasks.waiting(again.key).save().entries[0].what == "call bank.charge"
     shops["shop"].impulse("go", 18)
     assert not shops.find("shop", Query(state="waiting"))
+
+
+def test_a_handler_that_stays_through_its_cancellation_is_terminated(tmp_path: Path) -> None:
+    instances = Listed(tmp_path, {"desk": Stubborn})
+    try:
+        instances["desk"].impulse("call")
+        (stay,) = instances.find("desk", Query(handler="stay"))
+        instances.ask("desk", ev.HandlerOrdered, Order("cancel", stay.key, "enough", "ann"))
+        assert instances.waiting_count("desk") == 2
+        said = instances.ask("desk", ev.HandlerOrdered, Order("terminate", stay.key, "enough", "ann"))
+        assert said["text"] == "Stubborn.stay was terminated"
+        for _ in range(2):  # a replay does the same
+            assert instances.waiting_count("desk") == 0
+            assert instances.app("desk").told[0] == "stays"
+            assert instances.app("desk").told[1].startswith("CallCancelled: ")
+            assert "terminated: enough" in instances.app("desk").told[1]
+            (ended,) = instances.find("desk", Query(state="terminated"))
+            assert (ended.handler, ended.result) == ("Stubborn.stay", "enough")
+            instances.crash("desk")
+        said = instances.ask("desk", ev.HandlerOrdered, Order("terminate", stay.key, "enough", "ann"))
+        assert "it has ended" in said["text"]
+    finally:
+        instances.close()
+
+
+def test_lists_are_searched_together(shops: Listed) -> None:
+    shops["shop"].impulse("ship", 17, "tea")
+    shops.find("bank")
+    shops.find("shop")
+    folders = {name: shops.folder / name for name in ("bank", "shop", "new")}
+    found = find_in(folders, Query(where=[("order", "17")]), is_named=False)
+    assert sorted((name, one.handler) for name, one in found) == [
+        ("bank", "Bank.charge"),
+        ("bank", "Bank.hold"),
+        ("shop", "Shop.ship"),
+    ]
+    assert len(find_in(folders, Query(limit=2), is_named=False)) == 2
+    assert [name for name, _ in find_in(folders, Query(where=[("item", "tea")]), is_named=False)] == ["shop"]
+    with pytest.raises(ExecutionsError, match="no execution has a label 'ordr': there are item, marked, order"):
+        find_in(folders, Query(where=[("ordr", "17")]), is_named=False)
+    with pytest.raises(ExecutionsError, match=r"handler 'sell' is known: there are Bank.charge, Bank.hold, Shop.ship"):
+        find_in(folders, Query(handler="sell"), is_named=False)
+    with pytest.raises(ExecutionsError, match="no execution of 'new' is listed"):
+        find_in(folders, Query())
 
 
 def test_a_def_handler_is_labelled_where_it_is_listed(shops: Listed) -> None:
@@ -241,10 +323,10 @@ def test_what_is_too_old_is_forgotten(tmp_path: Path) -> None:
     writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
     for number in range(1, executions.PRUNE_ROWS + 5):
         writer.began(*_row(number, old_ns))
-        writer.ended(number, "ended", None, (), old_ns)
+        writer.ended(number, "ended", None, (), old_ns, (1, 0))
     writer.began(*_row(900_000, old_ns))  # it waits
     writer.began(*_row(900_001, now_ns))
-    writer.ended(900_001, "ended", None, (), now_ns)
+    writer.ended(900_001, "ended", None, (), now_ns, (1, 0))
     writer.close()
     with open_index(tmp_path, "shop") as index:
         assert {one.key for one in index.find(Query())} == {900_000, 900_001}

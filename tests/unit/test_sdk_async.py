@@ -1010,8 +1010,14 @@ def test_an_upgrade_that_lacks_the_handler_that_waits_fails(tmp_path: Path) -> N
     two = WaitingInstances(tmp_path, {"bank": Bank, "one": Journaled})
     two["one"].impulse("work", "x")
     two.kill("one")
-    with pytest.raises(UpgradeError, match=r"an async handler with the method ID \d+ waits, .*no such handler"):
+    with pytest.raises(
+        UpgradeError, match=r"an async handler with the method ID \d+ waits, .*no such handler"
+    ) as caught:
         two.start("one", Lacking, upgrade_to=2)
+    assert "Fix " not in str(caught.value)  # 'upgrade' is not at fault
+    assert "old version. Mend that and start again." in str(caught.value)
+    assert str(caught.value).count("the app stops") == 1
+    assert "\n" not in caught.value.reason
     two.kill("one")
     two.start("one", Journaled)
     two.pass_time(5)

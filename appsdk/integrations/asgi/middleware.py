@@ -89,8 +89,14 @@ def problem_of_call(error: ClientError) -> Problem:
         return Problem("reply-gone", 410, "The request was done, and its answer is not kept any more")
     if isinstance(error, OutcomeUnknown):
         return Problem("outcome-unknown", 500, "Nobody knows whether the request was done")
-    extra = {"reference": error.reference} if isinstance(error, CalleeFailed) and error.reference else {}
+    extra = _reference(error.reference) if isinstance(error, CalleeFailed) and error.reference else {}
     return Problem("failed", 500, "The service failed at this request", extra=extra)
+
+
+def _reference(text: str) -> dict[str, Any]:
+    """``text``: "shop record 312:0", which names the execution that has failed as well."""
+    name, _, place = text.partition(" record ")
+    return {"reference": text} | ({"execution": f"immortal executions {name} {place}"} if place else {})
 
 
 def problem_of_declared(error: BaseException, statuses: Mapping[type[BaseException], int]) -> Problem:

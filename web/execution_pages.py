@@ -1,0 +1,229 @@
+"""The executions of an instance, by their labels and more; one with its timeline; and what is done to one or many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from anyio import to_thread
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.moment import Time, parse_moment
+from immortal.presenters.executions import chosen, execution_row, execution_states, execution_view, order_for
+from immortal.presenters.handlers import format_wait
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.executions import (
+    STATES,
+    Execution,
+    ExecutionsError,
+    Query,
+    key_of_id,
+    label_of,
+    open_index,
+)
+from immortal.web.actions import Action, Field, ask, json_of, number_in, ordered, reason_of, require_actions
+from immortal.web.rendering import page, render
+from immortal.web.site import form_of, number_of, settings_of, site_of, text_of
+
+SHOWN_MAX = 100
+SEARCH_S = 10.0
+FILTERS = ("where", "handler", "state", "text", "caller", "since")
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/i/{name}/executions", executions),
+        Route("/i/{name}/executions/do/{verb}", confirm),
+        Route("/i/{name}/executions/do/{verb}", act, methods=["POST"]),
+        Route("/i/{name}/executions/{id}", execution),
+        Route("/i/{name}/executions/{id}/states", states),
+    ]
+
+
+def executions(request: Request) -> Response:
+    """The newest that are like the form says; ``before`` goes on behind one."""
+    site, settings = site_of(request), settings_of(request)
+    filters = {key: text_of(request, key) for key in FILTERS}
+    found: list[Execution] = []
+    problem, older = "", ""
+    try:
+        query = _query(filters)
+        if (began := number_of(request, "began")) is not None:
+            query.before = began, key_of_id(text_of(request, "before"))
+        query.limit = SHOWN_MAX + 1
+        with open_index(settings.folder, settings.name, SEARCH_S) as index:
+            found = index.find(query)
+    except (ExecutionsError, LogError) as error:
+        problem = str(error)
+    if len(found) > SHOWN_MAX:
+        found.pop()
+        older = f"?{urlencode({**filters, 'began': found[-1].began_ns, 'before': found[-1].id})}"
+    return page(
+        "executions.html",
+        site=site,
+        tab="executions",
+        name=settings.name,
+        filters=filters,
+        states=STATES,
+        found=[(one, execution_row(one)) for one in found],
+        problem=problem,
+        older=older,
+        orders=ORDERS,
+        query=urlencode({key: value for key, value in filters.items() if value}),
+    )
+
+
+def _query(filters: Mapping[str, str]) -> Query:
+    """Raises ExecutionsError, MomentError."""
+    since = parse_moment(filters["since"]) if filters["since"] else None
+    if isinstance(since, int):
+        raise ExecutionsError(f"{since}: a time was expected, such as 2026-11-28T16:30, or 2h for two hours ago")
+    return Query(
+        where=tuple(label_of(one) for one in filters["where"].split()),
+        handler=filters["handler"],
+        state=filters["state"],
+        caller=filters["caller"] or None,
+        text=filters["text"],
+        since_ns=since.ns if isinstance(since, Time) else None,
+    )
+
+
+def execution(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    view = execution_view(site.registry, settings, key_of_id(request.path_params["id"]))
+    one = view["execution"]
+    verbs = [verb for verb in ORDERS if (verb == "restart" or one.state == "waiting") and one.key > 0]
+    return page(
+        "execution.html",
+        site=site,
+        tab="executions",
+        name=settings.name,
+        **view,
+        row=execution_row(one),
+        waits_for=[(wait["step"], format_wait(wait)) for wait in view["waits"]],
+        orders={verb: ORDERS[verb] for verb in verbs},
+    )
+
+
+def states(request: Request) -> Response:
+    """The state before an execution and after it."""
+    site, settings = site_of(request), settings_of(request)
+    with open_index(settings.folder, settings.name) as index:
+        found = index.get(key_of_id(request.path_params["id"]))
+    if found is None:
+        raise ExecutionsError(f"{settings.name!r} has no such execution")
+    told = execution_states(site.travel, settings.name, found)
+    return HTMLResponse(render("_states.html", name=settings.name, one=found, **told))
+
+
+# --- what is done to them --------------------------------------------------------------------------------------------
+
+
+def _restart(fields: Mapping[str, str]) -> dict[str, Any]:
+    arguments = json_of(fields, "arguments")
+    if arguments is not None and not isinstance(arguments, list):
+        raise ExecutionsError('a list of all arguments was expected, such as [17, "tea"]')
+    return {"arguments": arguments, "from_step": number_in(fields, "from_step") if fields.get("from_step") else 1}
+
+
+_REASON = Field("reason", "Why: the handlers and their callers are told")
+ORDERS = {
+    "cancel": Action(
+        "cancel",
+        "Cancel executions",
+        "Cancel",
+        "'Cancelled' is raised where each waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
+        lambda fields: {"reason": reason_of(fields)},
+        ordered,
+        (_REASON,),
+    ),
+    "signal": Action(
+        "signal",
+        "Give waiting executions an event",
+        "Signal",
+        "As if a handler had done immortal.signal(event, value); but it goes to these alone.",
+        lambda fields: {"event": fields.get("event", ""), "value": json_of(fields, "value")},
+        ordered,
+        (Field("event", "Event"), Field("value", "Value, as JSON", placeholder="null")),
+    ),
+    "terminate": Action(
+        "terminate",
+        "Terminate executions",
+        "Terminate",
+        "Each ends where it waits, for those that catch their cancellation: none of its code runs any more, not even a "
+        "'finally'. Who waits for its answer gets CallCancelled.",
+        lambda fields: {"reason": reason_of(fields)},
+        ordered,
+        (_REASON,),
+    ),
+    "restart": Action(
+        "restart",
+        "Begin executions again",
+        "Restart",
+        "A new execution for each, for which nobody waits. What the first one did outside, it does again, from the "
+        "given step on; the steps before have the results that they had.",
+        _restart,
+        ordered,
+        (
+            Field("from_step", "From step", placeholder="1"),
+            Field("arguments", "Other arguments, as JSON", placeholder='[17, "tea"]'),
+        ),
+    ),
+}
+
+
+def confirm(request: Request) -> Response:
+    """Show what is meant: what a search found, or ``ids``."""
+    action, site, settings = require_actions(request, ORDERS, "verb"), site_of(request), settings_of(request)
+    query = _query({key: text_of(request, key) for key in FILTERS})
+    found = chosen(settings, action.verb, query, text_of(request, "ids").split())
+    if not found:
+        raise ExecutionsError(f"no execution that is like that can be given a {action.verb}")
+    title = f"{action.title}: {len(found):,}"
+    return page(
+        "action.html",
+        site=site,
+        tab="executions",
+        name=settings.name,
+        action=structs.replace(action, title=title),
+        target=f"executions/do/{action.verb}",
+        given={"ids": " ".join(one.id for one in found), "event": text_of(request, "event")},
+        warnings=[],
+        preview=[execution_row(one) for one in found[:SHOWN_MAX]],
+        preview_more=max(0, len(found) - SHOWN_MAX),
+    )
+
+
+async def act(request: Request) -> Response:
+    action, site, settings = require_actions(request, ORDERS, "verb"), site_of(request), settings_of(request)
+    form = await form_of(request)
+    said, problems = await to_thread.run_sync(lambda: _do(settings, action, form))
+    return page(
+        "done.html",
+        409 if problems else 200,
+        site=site,
+        tab="executions",
+        name=settings.name,
+        action=action,
+        said="\n".join(said),
+        problem="\n".join(problems),
+    )
+
+
+def _do(settings: InstanceSettings, action: Action, form: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return what was done, and what was not, in words."""
+    said, problems = list[str](), list[str]()
+    given = action.request(form)
+    for one in chosen(settings, action.verb, Query(), form.get("ids", "").split()):
+        try:
+            request = order_for(settings, action.verb, one, given)
+            said.append(f"{one.id}: {action.done(ask(settings, action.verb, request))}")
+        except ImmortalError as error:
+            problems.append(f"{one.id}: {error}")
+    return said, problems
