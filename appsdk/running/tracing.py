@@ -160,6 +160,10 @@ class TracingDispatcher(Dispatcher):
         for start in range(0, len(drawn), DRAWS_MAX):
             self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
 
+    def expect(self, sequence_id: int) -> None:
+        """The next record has that number, in a run that is given others than those of one log."""
+        self._life.next_sequence_id = sequence_id
+
     def data_to_send(self) -> list[Chunk]:
         self._tell_progress()
         return super().data_to_send()
