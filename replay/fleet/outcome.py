@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -32,6 +33,7 @@ from immortal.replay.fleet.simulation import (
 )
 from immortal.replay.result import MessageOutcome, changed_outcomes, format_failure
 
+_NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and above
 DEPTH_MAX = 30  # of the tree of consequences
 SHOWN_MAX = 20
 VALUE_SIZE_MAX = 60  # characters
@@ -347,7 +349,7 @@ class _Words:
             "missing": f"was {old}; would not be",
             "moved": f"moved: {new or old}",
         }[one.kind]
-        return f"{one.service}, {where}{made} -> {self.to(one)}: {text}"
+        return _NEW_CALL.sub(r"\1 a new call", f"{one.service}, {where}{made} -> {self.to(one)}: {text}")
 
     def _input(self, one: Difference) -> str:
         service = self._simulation.services[one.service]

@@ -44,6 +44,8 @@ Place = tuple[int, int]
 NOTHING = encode_incoming_rpc(0, RpcType.ASYNC, b"\x91\x00", RpcKind.RETURNED_NOTHING)
 """An answer to call 0, which nobody makes: it keeps the place of a message that is not there, and does nothing."""
 
+FIRST_OTHER_NUMBER = 10**12  # of calls, effects and executions that the log's code did not have
+
 _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
@@ -191,6 +193,7 @@ class Player:
         self.app = LocalApp(definition, bytes(SEED_SIZE_BYTES), header.time_ns, trace=True, outsiders=outsiders)
         assert isinstance(self.app.dispatcher, TracingDispatcher)
         self.dispatcher = self.app.dispatcher
+        self.tasks = self.app.dispatcher.tasks
         name = source.identity.instance_name
         self._session = ReplaySession(name, source.summary(), route, _not_of_code if is_new else lambda verdict: True)
         self.committer_id = source.identity.committer_id
@@ -207,7 +210,9 @@ class Player:
             raise ReplayError(f"{name}: {definition.name} does not take the state: {self._turn.stopped}")
         self.begun = self._turn
         if is_new:
-            self.dispatcher.tasks.told(())
+            self.tasks.told(())
+            if self.tasks.others is not None:
+                self.tasks.others.number_own_from(FIRST_OTHER_NUMBER)
 
     @cached_property
     def methods(self) -> Methods:
@@ -220,7 +225,7 @@ class Player:
     @property
     def next_due_ns(self) -> int | None:
         """Time of the next timer of its handlers; None: there is none."""
-        clock = self.dispatcher.tasks.clock
+        clock = self.tasks.clock
         return clock.next_due_ns() if clock.is_needed else None
 
     def give_logged(self, record: LoggedRecord) -> Turn:
@@ -255,18 +260,18 @@ class Player:
 
     def time_message(self, time_ns: int) -> bytes:
         """The message by which the log tells the time."""
-        decided = self.dispatcher.tasks.clock.decide(time_ns)
+        decided = self.tasks.clock.decide(time_ns)
         return encode_call(_write_time, (time_ns, decided) if decided else (time_ns,))
 
     def waiting_effects(self) -> dict[int, Effect]:
         """What its handlers have asked for, by number, without a result so far."""
-        effects = self.dispatcher.tasks.effects
+        effects = self.tasks.effects
         return {number: effect for number, effect in effects.waiting.items() if isinstance(effect, Effect)}
 
     def effect_message(self, effect: Effect, run: Callable[[Any], Any]) -> tuple[bytes, str]:
         """Return the message with the result of ``run(request)``, and that in words."""
         found: list[bytes] = []
-        request = self.dispatcher.tasks.effects.make_request(
+        request = self.tasks.effects.make_request(
             effect, lambda raised, value: found.append(encode_result(effect, raised, value))
         )
         try:
@@ -378,6 +383,7 @@ class Recorded:
         self.places: dict[str, list[Place]] = defaultdict(list)  # ... and the messages that made them
         self.due: dict[int, int | None] = {route.checkpoint.sequence_id: None}
         self.draws: dict[int, list[RandomDraw]] = {}
+        self.tasks: dict[int, int] = {}  # by the number of a call: the execution that made it
         self.effects: dict[int, EffectDone] = {}
         self.verdicts: dict[MessageKey, Verdict] = {}
         player = Player(source, route, definition, outsiders=outsiders)
@@ -399,6 +405,7 @@ class Recorded:
                 self.order[output.destination].append(output.position)
                 self.places[output.destination].append(output.place)
             self.draws[record.sequence_id] = turn.draws
+            self.tasks |= {draw.number: draw.task for draw in turn.draws if draw.task}
             self.due[record.sequence_id] = player.next_due_ns
             self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
             self._note_effects(player, record.time_ns)

@@ -25,7 +25,7 @@ from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol import decoding
-from immortal.protocol.errors import ImmortalError
+from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.extensions import RandomDraw
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
 from immortal.protocol.record import decode_header
@@ -34,6 +34,7 @@ from immortal.protocol.verdicts import MessageKey, Verdict
 from immortal.replay.comparison import aligned
 from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.player import (
+    FIRST_OTHER_NUMBER,
     NOTHING,
     EffectDone,
     Log,
@@ -151,6 +152,7 @@ class Service(Struct, eq=False):
     player: Player
     why: int | None
     cursor: int = 0
+    joined_ns: int = -1
     time_ns: int = 0
     timer_ns: int = 0
     state_cause: int | None = None
@@ -161,7 +163,7 @@ class Service(Struct, eq=False):
     open: dict[Place, int | None] = field(default_factory=dict)  # messages that have not come: by which difference
     effects: dict[int, str] = field(default_factory=dict)
     verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
-    unmatched: dict[tuple[str, bytes], list[tuple[int, Place | None]]] = field(default_factory=dict)
+    unmatched: dict[object, list[int]] = field(default_factory=dict)
     first: tuple[Place, int] | None = None
     equal: dict[str, int] = field(default_factory=dict)
     stopped: str = ""
@@ -176,6 +178,12 @@ class Service(Struct, eq=False):
         if self.stopped or self.cursor >= len(self.log.records):
             return None
         return self.log.records[self.cursor]
+
+    @property
+    def is_there(self) -> bool:
+        """It has come to where the others are, behind its initial message: before that comes nothing new."""
+        record = self.next_record
+        return self.reached >= 0 and (record is None or record.time_ns > self.joined_ns)
 
     @property
     def reached(self) -> int:
@@ -203,6 +211,7 @@ class Simulation:
         self._numbers = itertools.count()
         self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
         self._other_count = 0
+        self._once: dict[tuple[str, int], int] = {}  # numbers of changed calls then, by caller and number now
         self._by_place: dict[tuple[str, str, Place], int] = {}
         self._end_ns = max((_end_ns(source, logs.to_ns) for source in logs.sources.values()), default=0)
         self._now_ns = 0
@@ -290,6 +299,7 @@ class Simulation:
         player = Player(source, route, definition, is_new=True, outsiders=self._logs.outsiders)
         service = Service(name, recorded, player, why, time_ns=recorded.log.begin_ns)
         service.state_cause = why
+        service.joined_ns = -1 if why is None else self._now_ns
         self.services[name] = service
         if why is not None and recorded.log.begin_ns > self._now_ns and recorded.log.checkpoint.sequence_id >= 0:
             self._refuse_early(service)
@@ -309,7 +319,7 @@ class Simulation:
 
     def _handle(self, service: Service, record: LoggedRecord) -> None:
         """Handle the next record of its log, with what is now in the places of its messages."""
-        slots, causes, absent = record.slots(), {}, set()
+        slots, causes, absent, was_there = record.slots(), {}, set(), service.is_there
         begun, is_other, done = 0, False, set[int]()
         for index, slot in enumerate(slots):
             place = (record.sequence_id, index)
@@ -347,7 +357,7 @@ class Simulation:
             turn = service.player.give_logged(record)
             self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
         senders = {slot.source or service.name for slot in slots if slot.source is not None}
-        for name in [name for name in self.services if name in senders or service.cursor == 1]:
+        for name in [name for name in self.services if name in senders or (service.is_there and not was_there)]:
             self._deliver_due(name, service, record.time_ns)
 
     def _give_part(
@@ -392,7 +402,7 @@ class Simulation:
         for index in part if part.start else ():
             if index not in absent:
                 told += self._told_late(service, (sequence_id, index))
-        service.player.dispatcher.tasks.told(told)
+        service.player.tasks.told(told)
 
     @staticmethod
     def _told_late(service: Service, place: Place) -> list[RandomDraw]:
@@ -448,9 +458,9 @@ class Simulation:
             if place[0] > service.reached:
                 service.done.add(place)
                 draws = [one for one in service.recorded.draws.get(place[0], ()) if one.task == 0]
-                service.player.dispatcher.tasks.told([one for one in draws if one.detail == place[1]])
+                service.player.tasks.told([one for one in draws if one.detail == place[1]])
             else:
-                service.player.dispatcher.tasks.told(self._told_late(service, place))
+                service.player.tasks.told(self._told_late(service, place))
             service.open.pop(place, None)
         padding = [Slot(batch, name, 0, NOTHING)] * place[1]
         self._give_other(service, place, [*padding, Slot(batch, name, 0, sent.message)], time_ns, sent.difference)
@@ -474,12 +484,12 @@ class Simulation:
 
     @staticmethod
     def _tell_nothing(service: Service) -> None:
-        service.player.dispatcher.tasks.told(())
+        service.player.tasks.told(())
 
     def _deliver_due(self, sender: str, service: Service, time_ns: int) -> None:
         """What is at the front of the stream and whose time has come."""
         stream = self._streams[sender, service.name]
-        if service.reached < 0:  # its initial message comes first
+        if not service.is_there:
             return
         while stream.queue and stream.queue[0].is_due and self._is_past_settled(sender, service, stream):
             self._deliver(sender, service, stream.queue.popleft(), time_ns)
@@ -577,15 +587,18 @@ class Simulation:
                 position = old[at].position
                 at += 1
             number: int | None = None
-            if kind is not None or is_other:
+            if was is not None and is_now is not None and self._is_same_answer(service, destination, was, is_now):
+                service.equal[destination] = service.equal.get(destination, 0) + 1
+                number = cause  # what it answers has another number
+            elif kind is not None or is_other:
                 name = "moved" if kind is None else kind.value
                 if name in ("added", "missing"):
-                    number = self._pair(service, destination, place, was, is_now, position)
+                    number = self._pair(service, destination, was, is_now)
                 if number is None:
                     number = self._note(service, name, destination, place, was, is_now, cause, time_ns)
                     if was is None or is_now is None:
-                        key = (destination, was or is_now or b"")
-                        service.unmatched.setdefault(key, []).append((number, place if was is None else None))
+                        self._leave(service, destination, was, is_now, number)
+                    self._note_changed_call(service, self.differences[number])
             else:
                 service.equal[destination] = service.equal.get(destination, 0) + 1
             if is_now is not None:
@@ -593,24 +606,73 @@ class Simulation:
             elif self._name(service, destination) in self._logs.sources:
                 self._join(self._name(service, destination), number)
 
-    def _pair(
-        self,
-        service: Service,
-        destination: str,
-        place: Place,
-        old: bytes | None,
-        new: bytes | None,
-        position: int | None,
-    ) -> int | None:
-        """An added call that is like a missing one of another place is one that has moved: its number."""
-        waiting = service.unmatched.get((destination, old or new or b""), [])
-        for index, (number, _) in enumerate(waiting):
-            one = self.differences[number]
-            if (one.kind == "added" and old is not None) or (one.kind == "missing" and new is not None):
-                one.kind, one.old, one.new = "moved", old or one.old, new or one.new
-                del waiting[index]
-                return number
+    def _pair(self, service: Service, destination: str, old: bytes | None, new: bytes | None) -> int | None:
+        """An added call has moved where one like it is missing elsewhere, and is changed where its handler made another
+        one then, or its answer goes to the same call: the number of that difference."""
+        message = old or new or b""
+        wanted = "missing" if old is None else "added"
+        for key in filter(None, ((destination, message), self._execution(service, destination, message, old is None))):
+            for index, number in enumerate(waiting := service.unmatched.get(key, [])):
+                one = self.differences[number]
+                if one.kind == wanted:
+                    one.old, one.new = old or one.old, new or one.new
+                    one.kind = "moved" if one.old == one.new else "changed"
+                    self._note_changed_call(service, one)
+                    del waiting[index]
+                    return number
         return None
+
+    def _is_same_answer(self, service: Service, destination: str, old: bytes, new: bytes) -> bool:
+        """Tell whether two answers differ only in the number of the call that they are for, which is the same call."""
+        was, is_now = rpc_of(old), rpc_of(new)
+        if old == new or RpcKind.CALL in (was.kind, is_now.kind) or was.kind != is_now.kind or destination == CLIENTS:
+            return False
+        (was_number, *was_rest), (number, *rest) = (
+            decoding.decode(one.arguments, type=list[msgspec.Raw]) for one in (was, is_now)
+        )
+        once = self._once.get((self._name(service, destination), decoding.decode(number, type=int)))
+        same = list(map(bytes, was_rest)) == list(map(bytes, rest))
+        return same and once is not None and once == decoding.decode(was_number, type=int)
+
+    def _leave(
+        self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int
+    ) -> None:
+        """It may have its counterpart elsewhere."""
+        message = old or new or b""
+        for key in ((destination, message), self._execution(service, destination, message, old is None)):
+            if key is not None:
+                service.unmatched.setdefault(key, []).append(number)
+
+    def _execution(self, service: Service, destination: str, message: bytes, is_new: bool) -> object | None:
+        """Key of a call by the execution that makes it, and of an answer by the call that it is for; None: it has
+        none."""
+        rpc = rpc_of(message)
+        is_call = rpc.kind == RpcKind.CALL
+        if is_call and rpc.rpc_type != RpcType.ASYNC:
+            return None
+        front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]
+        if not is_call and destination == CLIENTS:
+            return destination, rpc.method_id, tuple(map(bytes, front))
+        number = decoding.decode(front[int(is_call)], type=int)
+        if not is_call:
+            return destination, rpc.method_id, self._once.get((self._name(service, destination), number), number)
+        if is_new:
+            call = service.player.tasks.calls.get(number)
+            task = None if call is None else call.task.number
+        else:
+            task = service.recorded.tasks.get(number)
+        return None if task is None else (destination, rpc.method_id, "of", task)
+
+    def _note_changed_call(self, service: Service, one: Difference) -> None:
+        """Note which number a changed call had then: answers have it."""
+        if one.kind != "changed" or one.old is None or one.new is None:
+            return
+        numbers = []
+        for rpc in (rpc_of(one.old), rpc_of(one.new)):
+            if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
+                return
+            numbers.append(decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int))
+        self._once[service.name, numbers[1]] = numbers[0]
 
     def _note(
         self,
@@ -634,7 +696,7 @@ class Simulation:
     ) -> None:
         for destination, outputs in made.items():
             for output in outputs:
-                if self._pair(service, destination, place, output.message, None, output.position) is None:
+                if self._pair(service, destination, output.message, None) is None:
                     time_ns = service.log.time_of(place[0])
                     self._note(service, "missing", destination, place, output.message, None, cause, time_ns)
 
@@ -711,7 +773,7 @@ class Simulation:
         if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC or destination in self._logs.outsiders:
             return
         _, number, *rest = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
-        if (call_number := decoding.decode(number, type=int)) > 0:
+        if (call_number := decoding.decode(number, type=int)) < FIRST_OTHER_NUMBER:
             return  # as in the log, whose answer it gets
         method = service.player.methods.get((destination, rpc.method_id), f"method {rpc.method_id}")
         call = Call(service.name, destination, method, [decoding.decode(one) for one in rest])
@@ -774,7 +836,7 @@ class Simulation:
                 continue
             service.effects[number] = effect.function.name
             known = service.recorded.effects.get(number)
-            if number > 0 and (known is None or known.done is None or known.done[0] > service.reached):
+            if number < FIRST_OTHER_NUMBER and (known is None or known.done is None or known.done[0] > service.reached):
                 continue
             self._at(
                 service.time_ns + (DELAY_NS if known is None else known.done_ns - known.begun_ns),
