@@ -382,7 +382,9 @@ class Recorded:
         self.order: dict[str, list[int]] = defaultdict(list)  # by destination: positions that the app made
         self.places: dict[str, list[Place]] = defaultdict(list)  # ... and the messages that made them
         self.due: dict[int, int | None] = {route.checkpoint.sequence_id: None}
-        self.draws: dict[int, list[RandomDraw]] = {}
+        # By the message that starts an execution: the numbers that this drew; None: one that waited at the checkpoint.
+        self.draws: dict[Place | None, list[RandomDraw]] = defaultdict(list)
+        self._started: dict[int, Place] = {}
         self.tasks: dict[int, int] = {}  # by the number of a call: the execution that made it
         self.effects: dict[int, EffectDone] = {}
         self.verdicts: dict[MessageKey, Verdict] = {}
@@ -404,8 +406,13 @@ class Recorded:
                 self.made.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
                 self.order[output.destination].append(output.position)
                 self.places[output.destination].append(output.place)
-            self.draws[record.sequence_id] = turn.draws
-            self.tasks |= {draw.number: draw.task for draw in turn.draws if draw.task}
+            for draw in turn.draws:
+                if draw.task:
+                    self.tasks[draw.number] = draw.task
+                    self.draws[self._started.get(draw.task)].append(draw)
+                else:
+                    self._started[draw.number] = place = (record.sequence_id, draw.detail)
+                    self.draws[place].append(draw)
             self.due[record.sequence_id] = player.next_due_ns
             self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
             self._note_effects(player, record.time_ns)

@@ -26,7 +26,6 @@ from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol import decoding
 from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.extensions import RandomDraw
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
@@ -158,8 +157,6 @@ class Service(Struct, eq=False):
     state_cause: int | None = None
     taken: dict[str, int] = field(default_factory=dict)
     done: set[Place] = field(default_factory=set)  # messages that came before their place
-    late: dict[Place, list[RandomDraw]] = field(default_factory=dict)  # started by messages that have not come
-    late_tasks: dict[int, Place] = field(default_factory=dict)
     open: dict[Place, int | None] = field(default_factory=dict)  # messages that have not come: by which difference
     effects: dict[int, str] = field(default_factory=dict)
     verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
@@ -311,6 +308,7 @@ class Simulation:
                         position = batch.last_position
             if other is not service:
                 other.taken[name] = position
+        player.tasks.told(recorded.draws[None])
         self._look_at_timers(service)
         self._look_at_effects(service)
         return service
@@ -320,21 +318,20 @@ class Simulation:
     def _handle(self, service: Service, record: LoggedRecord) -> None:
         """Handle the next record of its log, with what is now in the places of its messages."""
         slots, causes, absent, was_there = record.slots(), {}, set(), service.is_there
-        begun, is_other, done = 0, False, set[int]()
+        begun, is_other = 0, False
         for index, slot in enumerate(slots):
             place = (record.sequence_id, index)
             sender = self._sender(service, slot)
             if place in service.done:
                 service.done.remove(place)
                 absent.add(index)
-                done.add(index)
                 continue
             if sender is None:
                 continue
             sent, ahead = self._taken(sender, service, place)
             if ahead:
                 if index > begun:
-                    self._give_part(service, record, slots, range(begun, index), causes, absent, done, is_last=False)
+                    self._give_part(service, record, slots, range(begun, index), causes, absent, is_last=False)
                     begun, is_other = index, True
                 for one in ahead:
                     self._deliver(sender.name, service, one, record.time_ns)
@@ -351,9 +348,9 @@ class Simulation:
                     is_other = True
         service.cursor += 1
         if absent or is_other:
-            self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, done, is_last=True)
+            self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
         else:
-            self._tell(service, record.sequence_id, range(len(slots)), absent, done)
+            self._tell(service, record.sequence_id, range(len(slots)))
             turn = service.player.give_logged(record)
             self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
         senders = {slot.source or service.name for slot in slots if slot.source is not None}
@@ -368,12 +365,11 @@ class Simulation:
         part: range,
         causes: Mapping[int, int | None],
         absent: set[int],
-        done: set[int],
         *,
         is_last: bool,
     ) -> None:
         """The messages of ``part``; all others keep their index."""
-        self._tell(service, record.sequence_id, part, absent, done)
+        self._tell(service, record.sequence_id, [index for index in part if index not in absent])
         given = [
             slot
             if index in part and index not in absent
@@ -384,32 +380,11 @@ class Simulation:
         places = [(record.sequence_id, index) for index in part if index not in absent]
         self._take(service, turn, record.time_ns, places, causes)
 
-    def _tell(self, service: Service, sequence_id: int, part: range, absent: set[int], done: set[int]) -> None:
-        """Tell which numbers the log's code drew in this record; of what has not come that is told with it."""
-        told: list[RandomDraw] = []
-        if part.start == 0:
-            for draw in service.recorded.draws.get(sequence_id, ()):
-                place = service.late_tasks.get(draw.task)
-                if not draw.task and draw.detail in done:
-                    continue
-                if not draw.task and (draw.detail not in part or draw.detail in absent):
-                    service.late_tasks[draw.number] = (sequence_id, draw.detail)
-                    service.late[sequence_id, draw.detail] = [draw]
-                elif draw.task and place is not None:
-                    service.late[place].append(draw)
-                else:
-                    told.append(draw)
-        for index in part if part.start else ():
-            if index not in absent:
-                told += self._told_late(service, (sequence_id, index))
-        service.player.tasks.told(told)
-
     @staticmethod
-    def _told_late(service: Service, place: Place) -> list[RandomDraw]:
-        draws = service.late.pop(place, [])
-        if draws:
-            del service.late_tasks[draws[0].number]
-        return draws
+    def _tell(service: Service, sequence_id: int, indices: Iterable[int]) -> None:
+        """Tell which numbers the executions drew then that these messages are about to start."""
+        told = [draw for index in indices for draw in service.recorded.draws.get((sequence_id, index), ())]
+        service.player.tasks.told(told)
 
     def _sender(self, service: Service, slot: Slot) -> Service | None:
         """The service of the cone that sends what is in this place; None: the record says what it is."""
@@ -453,15 +428,11 @@ class Simulation:
         place = sent.slot
         if place is None or place in service.done:
             place = (next(self._others), 0)
-            self._tell_nothing(service)
         else:  # it is the same message, only at another time: it draws what it drew
             if place[0] > service.reached:
                 service.done.add(place)
-                draws = [one for one in service.recorded.draws.get(place[0], ()) if one.task == 0]
-                service.player.tasks.told([one for one in draws if one.detail == place[1]])
-            else:
-                service.player.tasks.told(self._told_late(service, place))
             service.open.pop(place, None)
+        self._tell(service, place[0], [place[1]])
         padding = [Slot(batch, name, 0, NOTHING)] * place[1]
         self._give_other(service, place, [*padding, Slot(batch, name, 0, sent.message)], time_ns, sent.difference)
 
@@ -477,14 +448,9 @@ class Simulation:
         """Give it an impulse to itself that its log does not have."""
         if not service.stopped:
             self._other_count += 1
-            self._tell_nothing(service)
             batch = BatchSource(BatchKind.IMPULSES, ONESELF, 0, 1, 0)
             slots = [Slot(batch, None, 0, message)]
             self._give_other(service, (next(self._others), 0), slots, time_ns, service.state_cause)
-
-    @staticmethod
-    def _tell_nothing(service: Service) -> None:
-        service.player.tasks.told(())
 
     def _deliver_due(self, sender: str, service: Service, time_ns: int) -> None:
         """What is at the front of the stream and whose time has come."""
@@ -799,7 +765,6 @@ class Simulation:
         def give(now_ns: int) -> None:
             if not service.stopped:
                 self._other_count += 1
-                self._tell_nothing(service)
                 slots = [Slot(batch, destination, 0, answer)]
                 self._give_other(service, (next(self._others), 0), slots, now_ns, None)
 
