@@ -194,7 +194,8 @@ def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport
 # effects come back with it, and random numbers follow from it. So code that leaves out a single call would shift all
 # numbers behind it. In a what-if the old code therefore tells what it draws, and what for, and the new code is told it
 # before each record. What it does alike takes the same number: the same handler instance, callee, method and arguments,
-# the first with the first, the second with the second. What has no counterpart has a number below 0, which no log has, or a very large one.
+# the first with the first, the second with the second. What has no counterpart has a number that no log has: below 0,
+# or very large.
 #
 # The two need not do it at the same record. What comes for something that the new code has not asked for yet is kept
 # for it, as long as the handler runs; and where the new code was first, it is given the number once that is known.

@@ -10,7 +10,6 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.state.tree import canonical, differences
 from immortal.coordinator.core.formatting import Methods, format_call, method_name, time_text
@@ -30,6 +29,7 @@ from immortal.replay.fleet.simulation import (
     Service,
     Simulation,
     rpc_of,
+    simulate,
 )
 from immortal.replay.result import MessageOutcome, changed_outcomes, format_failure
 
@@ -158,17 +158,15 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1) -> FleetOutcome:
     broken_in_record = None
     if rules.check is not None:
         then = Logs(logs.sources, logs.code, {}, logs.begin_ns, logs.to_ns, logs.outsiders)
-        simulation = Simulation(then, rules, recorded=recorded)
-        simulation.run()
+        simulation = simulate(then, rules, 0, recorded)
         broken_in_record = simulation.broken
         simulation.close()
     first: FleetOutcome | None = None
     found = Seeds(seeds)
     digest = ""
     for seed in range(seeds):
-        simulation = Simulation(logs, rules, seed, recorded)
+        simulation = simulate(logs, rules, seed, recorded)
         try:
-            simulation.run()
             states = {name: _states(one, simulation) for name, one in simulation.services.items()}
         finally:
             simulation.close()
@@ -234,7 +232,7 @@ def _outcome(logs: Logs, simulation: Simulation, states: Mapping[str, _States | 
             ServiceOutcome(
                 service.name,
                 service.name in logs.changes,
-                "its code is changed" if service.why is None else words.of(service.why),
+                _because(service, logs, words),
                 service.messages,
                 sum(service.equal.values()),
                 words.first(service),
@@ -275,6 +273,12 @@ def _outcome(logs: Logs, simulation: Simulation, states: Mapping[str, _States | 
         Seeds(1),
         simulation.notes,
     )
+
+
+def _because(service: Service, logs: Logs, words: _Words) -> str:
+    if service.name in logs.changes:
+        return "its code is changed"
+    return "what comes to it is the same" if service.why is None else words.of(service.why)
 
 
 def _broken(found: Broken | None) -> BrokenCheck | None:
@@ -474,5 +478,7 @@ def _list_lines(title: str, rows: Sequence[Mapping[str, str]], what: str) -> Ite
 
 
 def _place_words(one: BrokenCheck) -> str:
-    record = "a message that the log does not have" if one.record is None else f"record {one.record}, message {one.message}"
-    return f"{one.service}, {record} ({one.time})"
+    where = "a message that the log does not have"
+    if one.record is not None:
+        where = f"record {one.record}, message {one.message}"
+    return f"{one.service}, {where} ({one.time})"

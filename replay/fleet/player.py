@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from msgspec import Struct, field
@@ -167,6 +168,20 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
     raise ReplayError(f"{name}: {problems[0] if problems else 'the log has no sound checkpoint to begin at'}")
 
 
+_running = False
+_FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
+
+
+def seal_process() -> None:
+    """From here on code that a player runs opens no connection and starts no process, as long as this process lives."""
+
+    def look(event: str, arguments: object) -> None:
+        if _running and event.startswith(_FORBIDDEN):
+            raise PermissionError(f"a what-if lets nothing out: {event} is refused; give it to immortal.effect")
+
+    sys.addaudithook(look)
+
+
 class Player:
     """One run, from a checkpoint on. ``takes_over``: the class brings the state to its own version first.
 
@@ -230,7 +245,7 @@ class Player:
 
     def give_logged(self, record: LoggedRecord) -> Turn:
         """A record as the log has it."""
-        return self._give(lambda: self._session.give_record(record.value, record.trailer) and None)
+        return self._give(partial(self._session.give_record, record.value, record.trailer))
 
     def give(self, sequence_id: int, time_ns: int, slots: Sequence[Slot], *, is_logs: bool) -> Turn:
         """A record of these messages. ``is_logs``: it stands for the log's of that number, and is the last that
@@ -249,10 +264,10 @@ class Player:
         value = encode_record(self.committer_id, sequence_id, b"".join(content))
         self.dispatcher.expect(sequence_id)
         if is_logs:
-            return self._give(lambda: self._session.give_record(value, Trailer(time_ns, sources)) and None)
-        return self._give(lambda: self._session.give_other_record(value, sources))
+            return self._give(partial(self._session.give_record, value, Trailer(time_ns, sources)))
+        return self._give(partial(self._session.give_other_record, value, sources))
 
-    def _give(self, action: Callable[[], None]) -> Turn:
+    def _give(self, action: Callable[[], object]) -> Turn:
         self._turn = turn = Turn()
         action()
         self._pass_on()
@@ -301,12 +316,16 @@ class Player:
         self.app.close()
 
     def _pass_on(self) -> None:
+        global _running  # what an audit hook sees is the whole process
+        _running = True
         try:
             while not self._has_ended and (data := b"".join(self._session.data_to_send())):
                 self.app.receive(data)
                 self._listen()
         except ImmortalError as error:
             self._stop(str(error))
+        finally:
+            _running = False
 
     def _stop(self, why: str) -> None:
         self._has_ended = True
@@ -459,5 +478,6 @@ def _effect_results(record: LoggedRecord) -> Iterator[tuple[Place, bytes, int]]:
         if content.message_type != MessageType.INITIAL_MESSAGE:
             for at, (message, rpc) in enumerate(rpcs(content.payload)):
                 if rpc.kind == RpcKind.CALL and rpc.method_id == EFFECT_METHOD_ID:
-                    yield (record.sequence_id, index + at), message, decoding.decode(rpc.arguments, type=EffectResult).number
+                    number = decoding.decode(rpc.arguments, type=EffectResult).number
+                    yield (record.sequence_id, index + at), message, number
         index += content.count

@@ -26,7 +26,14 @@ from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol import decoding
 from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
+from immortal.protocol.messages import (
+    IncomingRpc,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    encode_incoming_rpc,
+)
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
 from immortal.protocol.verdicts import MessageKey, Verdict
@@ -188,10 +195,46 @@ class Service(Struct, eq=False):
         return self.log.checkpoint.sequence_id + self.cursor
 
 
-class Simulation:
-    """One run. ``seed`` 0: a new message takes as long as the last one of its stream then; another draws a delay."""
+class JoinedLateError(Exception):
+    """Others have had a message of ``name`` that now is another one: it was to be in the cone from the beginning.
 
-    def __init__(self, logs: Logs, rules: Rules, seed: int = 0, recorded: dict[str, Recorded] | None = None) -> None:
+    That is so where clocks of machines differ, or much happens at one moment.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def simulate(logs: Logs, rules: Rules, seed: int, recorded: dict[str, Recorded]) -> Simulation:
+    """Run a simulation to its end. ``recorded``: what the code of the logs did, as far as it is known; it is added to.
+
+    Raises ReplayError.
+    """
+    early: list[str] = []
+    while True:
+        simulation = Simulation(logs, rules, seed, recorded, early)
+        try:
+            simulation.run()
+        except JoinedLateError as late:
+            simulation.close()
+            early.append(late.name)
+        except BaseException:
+            simulation.close()
+            raise
+        else:
+            return simulation
+
+
+class Simulation:
+    """One run. ``early``: services that are in the cone from the beginning.
+
+    ``seed`` 0: a new message takes as long as the last one of its stream then; other seeds draw one of its delays.
+    """
+
+    def __init__(
+        self, logs: Logs, rules: Rules, seed: int, recorded: dict[str, Recorded], early: Sequence[str] = ()
+    ) -> None:
         self.services: dict[str, Service] = {}
         self.differences: list[Difference] = []
         self.effects: list[AskedEffect] = []
@@ -202,7 +245,8 @@ class Simulation:
         self._logs = logs
         self._rules = rules
         self._seed = seed
-        self._recorded = {} if recorded is None else recorded
+        self._recorded = recorded
+        self._early = early
         self._streams: dict[tuple[str, str], _Stream] = defaultdict(_Stream)
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = itertools.count()
@@ -218,7 +262,7 @@ class Simulation:
     def run(self) -> None:
         """Run to the end of the logs, and of what follows from them. Raises ReplayError."""
         everything = self._rules.check is not None
-        for name in self._logs.sources if everything else self._logs.changes:
+        for name in self._logs.sources if everything else [*self._logs.changes, *self._early]:
             self._join(name, None)
         while self._step():
             if self._other_count > OTHER_MESSAGES_MAX:
@@ -317,7 +361,9 @@ class Simulation:
 
     def _handle(self, service: Service, record: LoggedRecord) -> None:
         """Handle the next record of its log, with what is now in the places of its messages."""
-        slots, causes, absent, was_there = record.slots(), {}, set(), service.is_there
+        slots, was_there = record.slots(), service.is_there
+        causes: dict[int, int | None] = {}
+        absent: set[int] = set()
         begun, is_other = 0, False
         for index, slot in enumerate(slots):
             place = (record.sequence_id, index)
@@ -338,7 +384,8 @@ class Simulation:
             if sent is None:
                 absent.add(index)
                 service.open[place] = why = self._why_absent(sender, service.name, slot.position)
-                for destination in service.recorded.made.get(place, {}):
+                for destination, outputs in service.recorded.made.get(place, {}).items():
+                    self._require_not_taken(service, destination, outputs[0].position)
                     if self._name(service, destination) in self._logs.sources:
                         self._join(self._name(service, destination), why)
             else:
@@ -371,9 +418,7 @@ class Simulation:
         """The messages of ``part``; all others keep their index."""
         self._tell(service, record.sequence_id, [index for index in part if index not in absent])
         given = [
-            slot
-            if index in part and index not in absent
-            else Slot(slot.batch, slot.source, slot.position, NOTHING)
+            slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
             for index, slot in enumerate(slots[: part.stop])
         ]
         turn = service.player.give(record.sequence_id, record.time_ns, given, is_logs=is_last)
@@ -436,9 +481,7 @@ class Simulation:
         padding = [Slot(batch, name, 0, NOTHING)] * place[1]
         self._give_other(service, place, [*padding, Slot(batch, name, 0, sent.message)], time_ns, sent.difference)
 
-    def _give_other(
-        self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None
-    ) -> None:
+    def _give_other(self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None) -> None:
         time_ns = max(time_ns, service.time_ns)
         turn = service.player.give(place[0], time_ns, slots, is_logs=False)
         service.player.dispatcher.expect(service.reached + 1)
@@ -505,6 +548,8 @@ class Simulation:
         for place in places:
             if (cause := causes.get(place[1])) is not None:
                 service.state_cause = cause
+                if service.why is None and service.name not in self._logs.changes:
+                    service.why = cause
         made: dict[tuple[str, Place], list[bytes]] = {}
         for output in turn.outputs:
             made.setdefault((output.destination, output.place), []).append(output.message)
@@ -570,7 +615,14 @@ class Simulation:
             if is_now is not None:
                 self._send(service, destination, is_now, position, number, time_ns, in_time=not is_other)
             elif self._name(service, destination) in self._logs.sources:
+                self._require_not_taken(service, destination, position or 0)
                 self._join(self._name(service, destination), number)
+
+    def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
+        """Raise JoinedLateError if the receiver has had that message of ``service``, as it was recorded."""
+        receiver = self.services.get(self._name(service, destination))
+        if receiver is not None and position <= receiver.taken.get(service.name, 0):
+            raise JoinedLateError(service.name)
 
     def _pair(self, service: Service, destination: str, old: bytes | None, new: bytes | None) -> int | None:
         """An added call has moved where one like it is missing elsewhere, and is changed where its handler made another
@@ -600,9 +652,7 @@ class Simulation:
         same = list(map(bytes, was_rest)) == list(map(bytes, rest))
         return same and once is not None and once == decoding.decode(was_number, type=int)
 
-    def _leave(
-        self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int
-    ) -> None:
+    def _leave(self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int) -> None:
         """It may have its counterpart elsewhere."""
         message = old or new or b""
         for key in ((destination, message), self._execution(service, destination, message, old is None)):
@@ -657,9 +707,7 @@ class Simulation:
         number = self._by_place[service.name, destination, place] = len(self.differences) - 1
         return number
 
-    def _miss(
-        self, service: Service, place: Place, made: Mapping[str, Sequence[Output]], cause: int | None
-    ) -> None:
+    def _miss(self, service: Service, place: Place, made: Mapping[str, Sequence[Output]], cause: int | None) -> None:
         for destination, outputs in made.items():
             for output in outputs:
                 if self._pair(service, destination, output.message, None) is None:
@@ -695,6 +743,8 @@ class Simulation:
                 return
             receiver = self._join(name, number)
         if position is not None and position <= receiver.taken.get(service.name, 0):
+            if number is not None or not in_time:
+                raise JoinedLateError(service.name)
             return  # it had this one as it was recorded
         slot = None
         if position is not None:
