@@ -142,8 +142,8 @@ def _in_child(ctx: click.Context) -> int:
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *ctx.meta["arguments"]]
     done = subprocess.run(command, env={**os.environ, _HASH_SEED: "0"}, capture_output=True, check=False)
     for output, is_error in ((done.stdout, False), (done.stderr, True)):
-        if text := output.decode("utf-8", "replace").rstrip("\n"):
-            echo(text, err=is_error)
+        for line in output.decode("utf-8", "replace").splitlines():
+            echo(line, err=is_error)
     if done.returncode < 0 or done.returncode not in (0, 1, 2, DIFFERENT):
         raise FailedError(
             f"the code ended the process of the what-if (status {done.returncode}): what it did so far is lost; try"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -15,9 +14,8 @@ from immortal.appsdk.state.tree import canonical, differences
 from immortal.coordinator.core.formatting import Methods, format_call, method_name, time_text
 from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.command_line import counted, table_lines
+from immortal.protocol.command_line import table_lines
 from immortal.protocol.messages import RpcKind
-from immortal.protocol.verdicts import Verdict
 from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.player import Place, Recorded
 from immortal.replay.fleet.simulation import (
@@ -31,7 +29,7 @@ from immortal.replay.fleet.simulation import (
     rpc_of,
     simulate,
 )
-from immortal.replay.result import MessageOutcome, changed_outcomes, format_failure
+from immortal.replay.result import format_failure
 
 _NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and above
 DEPTH_MAX = 30  # of the tree of consequences
@@ -242,10 +240,6 @@ def _outcome(logs: Logs, simulation: Simulation, states: Mapping[str, _States | 
                 service.stopped,
             )
         )
-    if simulation.late_timers:
-        simulation.notes.append(
-            f"{counted(simulation.late_timers, 'timer')} of the new run would go off behind the end of the logs"
-        )
     effects = [
         {"service": one.service, "effect": one.words, "outcome": one.outcome, "time": time_text(one.time_ns)}
         for one in simulation.effects
@@ -292,31 +286,27 @@ def _place(place: Place) -> tuple[int | None, int | None]:
 
 
 def _fates(service: Service) -> list[Fate]:
-    behind = service.log.checkpoint.sequence_id
-    end = (service.reached + 1, 0)
-    was = [one for one in service.recorded.verdicts.values() if not service.player.is_told(one)]
-    found = [
-        Fate(one.method or "a message", _FATE_WORDS[one.fate], one.count, _example(one.first))
-        for one in changed_outcomes(was, service.verdicts.values(), behind, end)
-        if one.first.sequence_id < FIRST_OTHER_SEQUENCE_ID
-    ]
-    others = [one for one in service.verdicts.values() if one.key[0] >= FIRST_OTHER_SEQUENCE_ID]
-    counts = Counter(one.method for one in others)
-    for verdict in {one.method: one for one in reversed(others)}.values():
-        example = f"a call that the log does not have: {format_failure(verdict)}"
-        found.append(Fate(verdict.method, "would fail", counts[verdict.method], example))
-    return found
-
-
-_FATE_WORDS = {
-    MessageOutcome.WORKS: "would not fail",
-    MessageOutcome.FAILS: "would fail",
-    MessageOutcome.DIFFERS: "would fail in another way",
-}
-
-
-def _example(verdict: Verdict) -> str:
-    return f"record {verdict.sequence_id}, message {verdict.message_index}: {format_failure(verdict)}"
+    """Calls that fail in one of the runs, or in both in two ways; an execution is the same wherever it fails."""
+    was, now = (
+        {("task", one.task) if one.task else one.key: one for one in verdicts if not service.player.is_told(one)}
+        for verdicts in (service.recorded.verdicts.values(), service.verdicts.values())
+    )
+    groups: dict[tuple[str, str], Fate] = {}
+    for key in {**was, **now}:
+        old, new = was.get(key), now.get(key)
+        if new is None or old is None:
+            fate = "would fail" if old is None else "would not fail"
+        elif (old.kind, old.type_name, old.text) != (new.kind, new.type_name, new.text):
+            fate = "would fail in another way"
+        else:
+            continue
+        one = new or old
+        assert one is not None
+        record, message = _place(one.key[:2])
+        where = "a call that the log does not have" if record is None else f"record {record}, message {message}"
+        group = (one.method or "a message", fate)
+        groups.setdefault(group, Fate(*group, 0, f"{where}: {format_failure(one)}")).count += 1
+    return list(groups.values())
 
 
 class _Words:

@@ -240,7 +240,6 @@ class Simulation:
         self.effects: list[AskedEffect] = []
         self.unanswered: list[UnansweredCall] = []
         self.broken: Broken | None = None
-        self.late_timers = 0
         self.notes: list[str] = []
         self._logs = logs
         self._rules = rules
@@ -272,6 +271,11 @@ class Simulation:
                 )
                 break
         for service in self.services.values():
+            due_ns = service.player.next_due_ns
+            if due_ns is not None and due_ns > self._end_ns and service.recorded.due.get(service.reached) != due_ns:
+                self.notes.append(
+                    f"{service.name}: a timer would go off at {time_text(due_ns)}, behind the end of the logs"
+                )
             for place, cause in sorted(service.open.items()):
                 self._miss(service, place, service.recorded.made.get(place, {}), cause)
 
@@ -832,7 +836,6 @@ class Simulation:
             return
         service.timer_ns = due_ns
         if due_ns > self._end_ns:
-            self.late_timers += 1
             return
 
         def go_off(now_ns: int) -> None:

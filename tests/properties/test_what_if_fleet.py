@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -94,30 +94,37 @@ def programs(count: int) -> st.SearchStrategy[list[Op]]:
 Call = tuple[int, int, int]
 """After how many 100 ms, to which service, with which number."""
 
+Fleet = tuple[list[list[Op]], dict[int, list[Op]], list[Call], dict[int, int]]
+"""Programs, those that are changed, calls, and which service is killed behind which call."""
+
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[list[list[Op]], dict[int, list[Op]], list[Call]]:
+def fleets(draw: st.DrawFn) -> Fleet:
     count = draw(st.integers(2, 4))
     made = [draw(programs(count)) for _ in range(count)]
     changed = draw(st.dictionaries(st.integers(0, count - 1), programs(count), min_size=1, max_size=2))
     call = st.tuples(st.integers(0, 30), st.integers(0, count - 1), st.integers(0, 30))
-    return made, changed, draw(st.lists(call, min_size=1, max_size=6))
+    kills = draw(st.dictionaries(st.integers(0, 5), st.integers(0, count - 1), max_size=1))
+    return made, changed, draw(st.lists(call, min_size=1, max_size=6)), kills
 
 
 class Run:
     """A fleet of such classes, at the end of these calls."""
 
-    def __init__(self, classes: Sequence[type[Node]], calls: Sequence[Call]) -> None:
+    def __init__(self, classes: Sequence[type[Node]], calls: Sequence[Call], kills: Mapping[int, int]) -> None:
         self.env = Environment(fail_alone=True)
         self.services: list[Instance[Node]] = [
             self.env.start(cls, name, effects={measure: lambda number: number * 3})
             for name, cls in zip(NAMES, classes, strict=False)
         ]
         pending = []
-        for after, index, number in calls:
+        for at, (after, index, number) in enumerate(calls):
             self.env.advance(milliseconds=100 * after)
             pending.append(self.services[index].begin(Node.work, number, 2))
             self.env.run()
+            if at in kills:
+                self.services[kills[at]].crash()
+                self.services[kills[at]].recover()
         self.env.advance(hours=1)
         for service in self.services:
             service.send(Node.note, 0)  # so that all logs end late
@@ -148,15 +155,15 @@ def said(outcome: FleetOutcome) -> dict[str, dict[str, tuple[Any, Any]]]:
     }
 
 
-def compare(made: list[list[Op]], changed: dict[int, list[Op]], calls: list[Call]) -> None:
+def compare(made: list[list[Op]], changed: dict[int, list[Op]], calls: list[Call], kills: dict[int, int]) -> None:
     old = [variant(program) for program in made]
     new = [variant(changed.get(index, program)) for index, program in enumerate(made)]
-    then = Run(old, calls)
+    then = Run(old, calls, kills)
     same = then.env.what_if({NAMES[index]: old[index] for index in range(len(old))})
     assert not same.is_different, "\n".join(outcome_lines(same))
     changes = {NAMES[index]: new[index] for index in changed}
     outcome = then.env.what_if(changes, effects=lambda call: call.arguments[0] * 3)
-    now = Run(new, calls)
+    now = Run(new, calls, {})
     shown = "\n".join(outcome_lines(outcome))
     found = said(outcome)
     for name, state in then.states.items():
@@ -170,7 +177,5 @@ def compare(made: list[list[Op]], changed: dict[int, list[Op]], calls: list[Call
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fleets())
-def test_it_says_what_the_fleet_does_under_the_new_code(
-    fleet: tuple[list[list[Op]], dict[int, list[Op]], list[Call]],
-) -> None:
+def test_it_says_what_the_fleet_does_under_the_new_code(fleet: Fleet) -> None:
     compare(*fleet)

@@ -117,7 +117,6 @@ def test_a_shop_that_orders_twice_as_much_is_worked_out_to_the_till(folder: Path
     text = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", status=3)
     assert "sold['tea']: was 15; would be 20" in text
     assert "waits" not in text
-    print(text)
     assert text.endswith("\ndifferent\n")
 
 
@@ -178,14 +177,18 @@ def test_nothing_leaves(folder: Path) -> None:
 )
 def test_what_can_not_be_tried_is_said(folder: Path, change: str, said: str) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
-    shutil.copy(folder / f"{(Registry(folder / 'home').load('shop').app or '').partition(':')[0]}.py", folder / "shop.py")
+    shutil.copy(
+        folder / f"{(Registry(folder / 'home').load('shop').app or '').partition(':')[0]}.py", folder / "shop.py"
+    )
     assert said in what_if(folder, "--change", change, status=1)
 
 
 def test_code_that_ends_its_process_is_said(folder: Path) -> None:
     before = "if await self.stock.take(item, count):"
     app = variant(folder, before, f"import os; os._exit(7)\n        {before}")
-    assert "the code ended the process of the what-if (status 7)" in what_if(folder, "--change", f"shop={app}", status=1)
+    assert "the code ended the process of the what-if (status 7)" in what_if(
+        folder, "--change", f"shop={app}", status=1
+    )
 
 
 def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
@@ -198,5 +201,3 @@ def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
 def test_wrong_options_are_said(folder: Path) -> None:
     assert "such as shop=shop_v2:Shop" in what_if(folder, "--change", "shop", status=2)
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
-
-
