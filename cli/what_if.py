@@ -39,7 +39,23 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
         return OWN_VERSION if value is OWN_VERSION else int(click.IntRange(min=1).convert(value, param, ctx))
 
 
-@click.command("what-if")
+class _WhatIf(click.Command):
+    """With --fleet it is another command, with options of its own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if "--fleet" not in args:
+            return super().make_context(info_name, args, parent, **extra)
+        from immortal.cli.what_if_fleet import fleet
+
+        own = [arg for arg in args if arg != "--fleet"]
+        context = fleet.make_context(f"{info_name} --fleet", list(own), parent, **extra)
+        context.meta["arguments"] = own
+        return context
+
+
+@click.command("what-if", cls=_WhatIf)
 @name_argument
 @click.option(
     "--app",
@@ -75,6 +91,7 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
 )
 @at_least_option(1)
 @click.option("--cone", "with_cone", is_flag=True, help="Follow what differs into other services, by replays of these.")
+@click.option("--fleet", is_flag=True, help="Let changed calls travel through all services: what-if --fleet --help.")
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -92,6 +109,7 @@ def what_if(
     limit: int,
     at_least: int,
     with_cone: bool,
+    fleet: bool,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:

@@ -173,7 +173,7 @@ class Comparison:
             return False
         old_count = new_count = 0
         positions = list(old.loose_positions)
-        for kind, old_message, new_message in _aligned(old_window, new_window, whole=old_whole and new_whole):
+        for kind, old_message, new_message in aligned(old_window, new_window, whole=old_whole and new_whole):
             position = 0 if old_message is None else positions[old_count]
             old_count += old_message is not None
             new_count += new_message is not None
@@ -295,7 +295,7 @@ class _Pair(NamedTuple):
     new: bytes | None
 
 
-def _aligned(old: list[bytes], new: list[bytes], *, whole: bool) -> Iterator[_Pair]:
+def aligned(old: list[bytes], new: list[bytes], *, whole: bool) -> Iterator[_Pair]:
     """The messages that the two sides made for one input, side by side.
 
     If these are not the ``whole`` of them, it ends at a place from which the rest can be aligned.

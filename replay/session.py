@@ -39,7 +39,7 @@ from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, RPC_FRONT_SIZE_
 from immortal.protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
 from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader
 from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
-from immortal.protocol.trailer import Trailer
+from immortal.protocol.trailer import BatchSource, Trailer
 from immortal.protocol.verdicts import MessageKey, Verdict, decode_unsaved, decode_verdict, encode_verdicts
 from immortal.replay.errors import ReplayError, StateUnsavedError, UpgradeFailedError
 from immortal.replay.plan import OWN_VERSION, Route
@@ -271,6 +271,12 @@ class ReplaySession:
         self.fed_sequence_id = header.sequence_id
         self._go_on()
         return True
+
+    def give_other_record(self, value: bytes, batches: Sequence[BatchSource]) -> None:
+        """Give the app a record that the log does not have, beside those of the log."""
+        if (sources := self._app.sources_record(batches)) is not None:
+            self._output.append(sources)
+        self._output.append(value)
 
     def end_here(self) -> None:
         """End the replay after the record given last."""

@@ -12,6 +12,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
@@ -160,6 +161,10 @@ class TracingDispatcher(Dispatcher):
         for start in range(0, len(drawn), DRAWS_MAX):
             self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
 
+    def expect(self, sequence_id: int) -> None:
+        """The next record has that number, in a run that is given others than those of one log."""
+        self._life.next_sequence_id = sequence_id
+
     def data_to_send(self) -> list[Chunk]:
         self._tell_progress()
         return super().data_to_send()
@@ -189,7 +194,8 @@ def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport
 # effects come back with it, and random numbers follow from it. So code that leaves out a single call would shift all
 # numbers behind it. In a what-if the old code therefore tells what it draws, and what for, and the new code is told it
 # before each record. What it does alike takes the same number: the same handler instance, callee, method and arguments,
-# the first with the first, the second with the second. What has no counterpart has a number below 0, which no log has.
+# the first with the first, the second with the second. What has no counterpart has a number that no log has: below 0,
+# or very large.
 #
 # The two need not do it at the same record. What comes for something that the new code has not asked for yet is kept
 # for it, as long as the handler runs; and where the new code was first, it is given the number once that is known.
@@ -331,7 +337,7 @@ class RunMatcher:
         self._tasks = tasks
         self._starts: dict[int, int] = {}  # of the handlers that start in this record: by the index of their message
         self._handlers: dict[int, _Handler] = {}
-        self._last_own = 0
+        self._own_numbers = count(-1, -1)
 
     # --- the other run ----------------------------------------------------------------------------------------------
 
@@ -389,9 +395,12 @@ class RunMatcher:
         self._unregister(counterpart)
         return _Drawn(counterpart.number, counterpart.outcome)
 
+    def number_own_from(self, first: int) -> None:
+        """What has no counterpart gets numbers from there on: calls that others answer need one of 0 or more."""
+        self._own_numbers = count(first)
+
     def _own(self) -> _Drawn:
-        self._last_own -= 1
-        return _Drawn(self._last_own)
+        return _Drawn(next(self._own_numbers))
 
     def _handler(self, number: int) -> _Handler | None:
         """Return a handler by number; None for one that does not run here, or not there."""

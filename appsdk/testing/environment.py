@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.errors import HandlerError, UsageError
-from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.debugger import pass_over_in_replays
 from immortal.appsdk.testing import outside
@@ -21,6 +21,8 @@ from immortal.appsdk.testing.world import World
 from immortal.coordinator.core import events as ev
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable
+from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
+from immortal.replay.fleet.simulation import Answer, Check, Logs, Rules
 
 T = TypeVar("T", bound=Immortal)
 
@@ -191,6 +193,33 @@ class Environment:
                 "a replay does not do again what was done: after a crash this app would not come back\n"
                 + "\n".join(problems)
             )
+
+    def what_if(
+        self,
+        changes: Mapping[str, type[Immortal]],
+        *,
+        effects: str | Answer = "fail",
+        answer: Answer | None = None,
+        check: Check | None = None,
+        seeds: int = 1,
+    ) -> FleetOutcome:
+        """Run other classes over what was recorded so far, and all that their changed calls reach.
+
+        ``changes``: by the name of an instance. For the rest see docs/how-to/what-if.md. Raises UsageError for a name
+        that is no instance's, ReplayError for what can't be run, and as :meth:`run`.
+        """
+        __tracebackhide__ = True
+        self.run()
+        nodes = {name: node for name, node in self._world.nodes.items() if node.definition is not None}
+        if unknown := sorted(changes.keys() - nodes.keys()):
+            raise UsageError(f"env.what_if({{{unknown[0]!r}: ...}}): there is no such instance: {sorted(nodes)}")
+        logs = Logs(
+            {name: MemorySource(name, node.store) for name, node in nodes.items()},
+            lambda name: cast("Definition", nodes[name].definition),
+            {name: definition_of(cls) for name, cls in changes.items()},
+            outsiders=outside.OUTSIDERS,
+        )
+        return what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
 
     # --- for crash_everywhere ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.outbox import make_writer
+from immortal.appsdk.calls.outbox import encode_call, make_writer
 from immortal.appsdk.calls.user_code import handed_to
 from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner, encodable
 from immortal.appsdk.errors import UsageError
@@ -283,6 +283,22 @@ class Effect(Operation):
         return self.function.decode_error(value, self.options.raises)
 
 
+def words_of(effect: Effect) -> str:
+    """Return which effect it is, of which handler, for people."""
+    return encodable(f"{effect.function.describe(effect.encoded)} of {effect.task.described_call}")[
+        :WORDS_CHARACTERS_MAX
+    ]
+
+
+def _told(effect: Effect, words: str, raised: bool, value: bytes) -> tuple[Any, ...]:
+    return effect.number, effect.what, effect.detail, raised, msgspec.Raw(value), words
+
+
+def encode_result(effect: Effect, raised: bool, value: bytes) -> bytes:
+    """Encode the impulse with the result of an effect. Raises UsageError for one that is too large."""
+    return encode_call(_write_result, _told(effect, words_of(effect), raised, value))
+
+
 class WaitingEffects:
     """Effects of one instance without a result yet. After :meth:`start` with a runner they run."""
 
@@ -379,24 +395,33 @@ class WaitingEffects:
         request.is_cancelled = True
         runner.cancel(request)
 
+    @property
+    def waiting(self) -> Mapping[int, Effect]:
+        """Those without a result yet, by number."""
+        return self._waiting
+
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
+        def send(raised: bool, value: bytes) -> None:  # any thread; raises UsageError for what is too large
+            self._context.outbox.impulses.append_own(_write_result, _told(effect, words, raised, value))
+
+        words = words_of(effect)
+        request = self._requests[effect.number] = self.make_request(effect, send)
+        runner.start(request)
+
+    def make_request(self, effect: Effect, send: Callable[[bool, bytes], None]) -> EffectRequest:
+        """Make a request for a runner, which gives the result to ``send``: (whether it raised, value)."""
         task = effect.task  # which may have gone on by the time at which the key is asked for
-        make_key = partial(self._key, effect.options.key, task.number, task.generation, effect.step)
-        words = encodable(f"{effect.function.describe(effect.encoded)} of {task.described_call}")[:WORDS_CHARACTERS_MAX]
-        send = partial(self._send, effect.number, effect.what, effect.detail, words)
-        request = EffectRequest(
+        return EffectRequest(
             effect.number,
             effect.function,
             effect.encoded,
             effect.options,
-            make_key,
+            partial(self._key, effect.options.key, task.number, task.generation, effect.step),
             send,
             effect.variables,
             effect.since_ns,
             partial(self._report, effect),
         )
-        self._requests[effect.number] = request
-        runner.start(request)
 
     def _key(self, given: str | None, task_number: int, generation: int, step: int) -> str:
         """The one that was given, or the same for the same step of the same handler of the same instance's life, and
@@ -411,11 +436,6 @@ class WaitingEffects:
         """Any thread."""
         if self._context.reporter is not None:
             self._context.reporter.effect_failed(self._context.instance_name, effect, error, attempts)
-
-    def _send(self, number: int, what: str, detail: int, words: str, raised: bool, value: bytes) -> None:
-        """Any thread. Raises UsageError for what is too large."""
-        told = number, what, detail, raised, msgspec.Raw(value), words
-        self._context.outbox.impulses.append_own(_write_result, told)
 
     def take(self, result: EffectResult) -> Effect | None:
         """The effect that ``result`` is of, if it is still waited for."""

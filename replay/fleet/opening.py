@@ -1,0 +1,152 @@
+"""The logs of a home and the classes that made them, for a what-if; and a process from which nothing leaves."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from immortal.appsdk.calls.user_code import is_user_failure
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.running.runner import load
+from immortal.appsdk.running.user_modules import add_to_path, is_users
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import LogReader, log_exists
+from immortal.protocol.errors import ImmortalError
+from immortal.replay.app_process import code_environment, own_code_at_end
+from immortal.replay.errors import ReplayError
+from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
+from immortal.replay.fleet.player import first_checkpoint
+from immortal.replay.fleet.simulation import Answer, Check, Logs, Rules
+
+
+def what_if(
+    home: Path | str,
+    changes: Mapping[str, type[Immortal] | str],
+    *,
+    code: Path | None = None,
+    begin_ns: int | None = None,
+    to_ns: int | None = None,
+    effects: str | Answer = "fail",
+    answer: Answer | None = None,
+    check: Check | None = None,
+    seeds: int = 1,
+    trust_pickle: bool = False,
+) -> FleetOutcome:
+    """Say what would be different if other code had handled the logs of a fleet, with all that follows in its services.
+
+    ``home``: the registry folder. ``changes``: by the name of a service the class to try, or "module:Class"; ``code``:
+    a folder or a wheel that it is taken from. ``begin_ns``, ``to_ns``: times in ns since the Unix epoch; it begins at
+    the newest checkpoint before. ``effects``: of those that no log has: "fail", "by-key" (the recorded result of the
+    same function with the same key), or a function of the :class:`Call` that returns or raises. ``answer``: such a
+    function for calls to services without a log. ``check``: is called with the services' objects by name, behind each
+    message; False or an AssertionError says that it does not hold. ``seeds``: in how many orders.
+
+    Raises ReplayError for what can't be run, LogError.
+    """
+    registry = Registry(Path(home))
+    with ExitStack() as stack:
+        readers: dict[str, LogReader] = {}
+        for name in registry.names():
+            settings = registry.load(name)
+            if log_exists(settings.log):
+                readers[name] = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
+
+        @cache
+        def code_of(name: str) -> Definition:
+            settings, route = registry.load(name), first_checkpoint(readers[name], None)
+            return _recorded_class(settings, readers[name], route)
+
+        logs = Logs(
+            readers,
+            code_of,
+            {
+                name: load_definition(app, code) if isinstance(app, str) else definition_of(app)
+                for name, app in changes.items()
+            },
+            begin_ns,
+            to_ns,
+        )
+        return what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
+
+
+def _recorded_class(settings: InstanceSettings, reader: LogReader, route: Any) -> Definition:
+    own = own_code_at_end(settings, reader.summary(), route)
+    return load_definition(own.app, own.archive)
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """Load "module:function". Raises ReplayError."""
+    add_to_path(os.getcwd())
+    module_name, _, name = text.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # the user's module
+        raise ReplayError(f"{text!r} can't be loaded: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise ReplayError(f"{text!r} is no function: one was expected, such as module:function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def load_definition(app: str, code: Path | None = None) -> Definition:
+    """Load the class "module:Class"; ``code``: a folder or a wheel that it is taken from, beside what is loaded.
+
+    Raises ReplayError.
+    """
+    add_to_path(os.getcwd())
+    try:
+        if code is None:
+            return definition_of(load(app))
+        code_environment(code)  # says what is wrong with it
+        with _modules_of(app, code):
+            definition = definition_of(load(app))
+            definition.state()  # its types are found by the names of their modules, now
+            for handler in definition.handlers.values():
+                definition.codec(handler)
+            module = sys.modules[definition.cls.__module__]
+            if not os.path.realpath(str(module.__file__)).startswith(os.path.realpath(code)):
+                raise ReplayError(f"{app!r}: nothing of it is in {code}: give the folder or the wheel that has it")
+            return definition
+    except ReplayError:
+        raise
+    except ImmortalError as error:
+        raise ReplayError(str(error)) from None
+    except BaseException as error:  # the user's module
+        if not is_user_failure(error):
+            raise
+        raise ReplayError(f"{app!r} can't be imported: {type(error).__name__}: {error}") from None
+
+
+@contextmanager
+def _modules_of(app: str, code: Path) -> Iterator[None]:
+    """Modules are those of ``code`` meanwhile; afterwards those that were loaded are there again."""
+    top = app.partition(":")[0].partition(".")[0]
+    hidden = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name != "__main__" and is_users(top, name, os.path.abspath(getattr(module, "__file__", None) or ""))
+    }
+    kept = {name: module for name, module in hidden.items() if getattr(module, "__file__", None) or name == top}
+    for name in kept:
+        del sys.modules[name]
+    sys.path.insert(0, str(code.absolute()))
+    importlib.invalidate_caches()
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        sys.path.remove(str(code.absolute()))
+        for name in [name for name in sys.modules if name not in before]:
+            origin = getattr(sys.modules[name], "__file__", None) or ""
+            if os.path.realpath(origin).startswith(os.path.realpath(code)) or name in kept:
+                del sys.modules[name]
+        sys.modules.update(kept)

@@ -1,0 +1,483 @@
+"""One run of a service in this process: it is given records, those of its log or others, and says what they make."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from msgspec import Struct, field
+
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES
+from immortal.appsdk.calls.outbox import encode_call, make_writer
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.proxy import all_method_names
+from immortal.appsdk.running.local_app import LocalApp
+from immortal.appsdk.running.tracing import TracingDispatcher
+from immortal.appsdk.waiting.impulses import Effect, EffectResult, encode_result
+from immortal.coordinator.core.formatting import Methods
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.instances.own_logs import refuse_pickle
+from immortal.coordinator.log.reader import RecordSource
+from immortal.coordinator.log.record_contents import batches, record_of, rpcs
+from immortal.protocol import decoding
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.extensions import Origin, RandomDraw, decode_numbers, encode_record_time
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.record import decode_header, encode_record
+from immortal.protocol.system_methods import EFFECT_METHOD_ID
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
+from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
+from immortal.replay.errors import ReplayError, never_was
+from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
+from immortal.replay.positions import KeptImpulses, Outputs
+from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, VerdictGiven
+from immortal.replay.verify import ProvingSink
+
+Place = tuple[int, int]
+"""(record, index of a message in it)"""
+
+NOTHING = encode_incoming_rpc(0, RpcType.ASYNC, b"\x91\x00", RpcKind.RETURNED_NOTHING)
+"""An answer to call 0, which nobody makes: it keeps the place of a message that is not there, and does nothing."""
+
+FIRST_OTHER_NUMBER = 10**12  # of calls, effects and executions that the log's code did not have
+
+_write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
+
+
+class Slot(Struct, frozen=True):
+    """One message of a logged record. ``source``: the instance that sent it, "" oneself; None: it came from outside."""
+
+    batch: BatchSource
+    source: str | None
+    position: int
+    message: bytes
+
+
+class LoggedRecord(Struct, frozen=True):
+    sequence_id: int
+    value: bytes
+    trailer: Trailer
+
+    @property
+    def time_ns(self) -> int:
+        return self.trailer.time_ns
+
+    def slots(self) -> list[Slot]:
+        """Its messages, in order; an initial message is never other than it was."""
+        found = []
+        contents = batches(record_of(self.value).content)
+        for batch, content in zip(self.trailer.batches, contents, strict=True):
+            source = batch.name if batch.kind == BatchKind.STREAM else None
+            is_initial = content.message_type == MessageType.INITIAL_MESSAGE
+            messages = [content.payload] if is_initial else [message for message, _ in rpcs(content.payload)]
+            found += [Slot(batch, source, batch.first_position + at, one) for at, one in enumerate(messages)]
+        return found
+
+
+class Log:
+    """The records of a log behind ``checkpoint`` up to ``to_ns``, and where it has which message of which stream."""
+
+    def __init__(self, source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> None:
+        self.source = source
+        self.checkpoint = checkpoint
+        self.records: list[LoggedRecord] = []
+        self._runs: dict[str, list[tuple[int, int, Place]]] = defaultdict(list)
+        for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
+            header = decode_header(value)
+            record = LoggedRecord(header.sequence_id, value, decode_trailer(value[header.size_bytes :], header.check))
+            if to_ns is not None and record.time_ns > to_ns:
+                break
+            self.records.append(record)
+            index = 0
+            for batch in record.trailer.batches:
+                if batch.kind == BatchKind.STREAM:
+                    run = batch.first_position, batch.last_position, (record.sequence_id, index)
+                    self._runs[batch.name].append(run)
+                index += batch.count
+
+    @property
+    def begin_ns(self) -> int:
+        return self.checkpoint.time_ns
+
+    @property
+    def end_ns(self) -> int:
+        return self.records[-1].time_ns if self.records else self.begin_ns
+
+    def time_of(self, sequence_id: int) -> int:
+        return self.records[sequence_id - self.checkpoint.sequence_id - 1].time_ns
+
+    def place_of(self, sender: str, position: int) -> Place | None:
+        """Return where the message of that position in the stream of ``sender`` ("": itself) was handled; None: not
+        here."""
+        runs = self._runs.get(sender, [])
+        at = bisect_right(runs, position, key=lambda run: run[0]) - 1
+        if at < 0 or position > runs[at][1]:
+            return None
+        first, _, (sequence_id, index) = runs[at]
+        return sequence_id, index + position - first
+
+    def had_before(self, sender: str, position: int) -> bool:
+        """Tell whether it had the message before its first record here."""
+        runs = self._runs.get(sender, [])
+        return bool(runs) and position < runs[0][0]
+
+
+class Output(Struct, frozen=True):
+    """A message that the run has made, in incoming form. ``place``: of the message that made it."""
+
+    destination: str
+    position: int
+    place: Place
+    message: bytes
+
+
+class Turn(Struct):
+    """What one record has made. ``stopped``: why the app handles nothing more; "": it does."""
+
+    outputs: list[Output] = field(default_factory=list)
+    streams: list[Outputs | KeptImpulses] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    draws: list[RandomDraw] = field(default_factory=list)
+    stopped: str = ""
+
+
+def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
+    """Plan a run from the oldest sound checkpoint, or the newest that is not younger. Raises ReplayError."""
+    summary = source.summary()
+    name = source.identity.instance_name
+    if summary.extensions is None:
+        raise ReplayError(f"{name}: the log is empty: the instance has never completed its first start")
+    if not summary.extensions:
+        raise ReplayError(f"{name}: its app speaks the base protocol, and can't be run here")
+    headers = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
+    if not_after_ns is not None:
+        early = [one for one in headers if one.time_ns <= not_after_ns]
+        headers = [*reversed(early), *headers[len(early) :]]
+    problems = []
+    for header in headers:
+        try:
+            return plan_route(ReplayPlan(header.checkpoint_id, follow=True), source, summary)
+        except ReplayError as error:
+            problems.append(str(error))
+    raise ReplayError(f"{name}: {problems[0] if problems else 'the log has no sound checkpoint to begin at'}")
+
+
+_running = False
+_FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
+
+
+def seal_process() -> None:
+    """From here on code that a player runs opens no connection and starts no process, as long as this process lives."""
+
+    def look(event: str, arguments: object) -> None:
+        if _running and event.startswith(_FORBIDDEN):
+            raise PermissionError(f"a what-if lets nothing out: {event} is refused; give it to immortal.effect")
+
+    sys.addaudithook(look)
+
+
+class Player:
+    """One run, from a checkpoint on. ``takes_over``: the class brings the state to its own version first.
+
+    ``is_new``: of code that is tried: it handles what has failed once more. ``outsiders``: as :class:`LocalApp` has it.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        route: Route,
+        definition: Definition,
+        *,
+        is_new: bool = False,
+        outsiders: frozenset[str] = frozenset(),
+    ) -> None:
+        self.definition = definition
+        self.state = b""
+        self._turn = Turn()
+        self._has_ended = False
+        header = route.checkpoint
+        if is_new and definition.version not in (header.version, *(one.version for one in route.versions)):
+            route = Route(header, None, upgrade_to=OWN_VERSION)
+        refuse_pickle(source, [header.checkpoint_id])
+        self.app = LocalApp(definition, bytes(SEED_SIZE_BYTES), header.time_ns, trace=True, outsiders=outsiders)
+        assert isinstance(self.app.dispatcher, TracingDispatcher)
+        self.dispatcher = self.app.dispatcher
+        self.tasks = self.app.dispatcher.tasks
+        name = source.identity.instance_name
+        self._session = ReplaySession(name, source.summary(), route, _not_of_code if is_new else lambda verdict: True)
+        self.committer_id = source.identity.committer_id
+        self._take(self._session.begin())
+        self._listen()
+        for chunk in source.checkpoint_chunks(header.checkpoint_id):
+            self._session.give_blob(chunk)
+            self._pass_on()
+        if not self._session.wants_blob:
+            raise ReplayError(f"{name}: {definition.name} does not take the state: {self.app.error or 'it has ended'}")
+        self._session.blob_is_complete()
+        self._pass_on()
+        if self._turn.stopped:
+            raise ReplayError(f"{name}: {definition.name} does not take the state: {self._turn.stopped}")
+        self.begun = self._turn
+        if is_new:
+            self.tasks.told(())
+            if self.tasks.others is not None:
+                self.tasks.others.number_own_from(FIRST_OTHER_NUMBER)
+
+    @cached_property
+    def methods(self) -> Methods:
+        return all_method_names(self.definition)
+
+    @property
+    def instance(self) -> Any:
+        return self.app.instance
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """Time of the next timer of its handlers; None: there is none."""
+        clock = self.tasks.clock
+        return clock.next_due_ns() if clock.is_needed else None
+
+    def give_logged(self, record: LoggedRecord) -> Turn:
+        """A record as the log has it."""
+        return self._give(partial(self._session.give_record, record.value, record.trailer))
+
+    def give(self, sequence_id: int, time_ns: int, slots: Sequence[Slot], *, is_logs: bool) -> Turn:
+        """A record of these messages. ``is_logs``: it stands for the log's of that number, and is the last that
+        does."""
+        content, sources = [encode_record_time(time_ns)], []
+        at = 0
+        while at < len(slots):
+            end = at
+            while end < len(slots) and slots[end].batch is slots[at].batch:
+                end += 1
+            payload = b"".join(slot.message for slot in slots[at:end])
+            content += (encode_batch(payload, end - at), payload)
+            batch = slots[at].batch
+            sources.append(BatchSource(batch.kind, batch.name, batch.first_position, end - at, batch.send_time_ns))
+            at = end
+        value = encode_record(self.committer_id, sequence_id, b"".join(content))
+        self.dispatcher.expect(sequence_id)
+        if is_logs:
+            return self._give(partial(self._session.give_record, value, Trailer(time_ns, sources)))
+        return self._give(partial(self._session.give_other_record, value, sources))
+
+    def _give(self, action: Callable[[], object]) -> Turn:
+        self._turn = turn = Turn()
+        action()
+        self._pass_on()
+        return turn
+
+    def time_message(self, time_ns: int) -> bytes:
+        """The message by which the log tells the time."""
+        decided = self.tasks.clock.decide(time_ns)
+        return encode_call(_write_time, (time_ns, decided) if decided else (time_ns,))
+
+    def waiting_effects(self) -> dict[int, Effect]:
+        """What its handlers have asked for, by number, without a result so far."""
+        effects = self.tasks.effects
+        return {number: effect for number, effect in effects.waiting.items() if isinstance(effect, Effect)}
+
+    def effect_message(self, effect: Effect, run: Callable[[Any], Any]) -> tuple[bytes, str]:
+        """Return the message with the result of ``run(request)``, and that in words."""
+        found: list[bytes] = []
+        request = self.tasks.effects.make_request(
+            effect, lambda raised, value: found.append(encode_result(effect, raised, value))
+        )
+        try:
+            value = run(request)
+            request.returned(value)
+            return found[0], f"returned {value!r}"
+        except Exception as error:  # of the user's function
+            request.raised(error)
+            return found[0], f"raised {type(error).__name__}: {error}"
+
+    def is_told(self, verdict: Verdict) -> bool:
+        """Tell whether the run was told the verdict, and so did not handle that message."""
+        return _not_of_code(verdict)
+
+    def finish(self, last_sequence_id: int) -> bytes:
+        """End the run, and return the state. Raises ReplayError for one that can't be saved."""
+        if not self._has_ended:
+            self.dispatcher.expect(last_sequence_id + 1)
+            self._turn = turn = Turn()
+            self._session.end_here()
+            self._pass_on()
+            if turn.stopped:
+                raise ReplayError(f"{self.definition.name}: the state at the end: {turn.stopped}")
+        return self.state
+
+    def close(self) -> None:
+        self.app.close()
+
+    def _pass_on(self) -> None:
+        global _running  # what an audit hook sees is the whole process
+        _running = True
+        try:
+            while not self._has_ended and (data := b"".join(self._session.data_to_send())):
+                self.app.receive(data)
+                self._listen()
+        except ImmortalError as error:
+            self._stop(str(error))
+        finally:
+            _running = False
+
+    def _stop(self, why: str) -> None:
+        self._has_ended = True
+        self._turn.stopped = why
+
+    def _listen(self) -> None:
+        app = self.app
+        self.dispatcher.outbox.close_batches()
+        app.take_output()
+        data = bytes(app.output)
+        app.output.clear()
+        self._take(self._session.receive(data))
+        if app.error is not None and not self._has_ended:
+            self._stop(str(app.error))
+
+    def _take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Outputs | KeptImpulses):
+                self._turn.streams.append(event)
+            if isinstance(event, Outputs):
+                self._turn.outputs += _outputs(event)
+            elif isinstance(event, VerdictGiven):
+                self._turn.verdicts.append(event.verdict)
+            elif isinstance(event, NumbersDrawn):
+                self._turn.draws += decode_numbers(event.data).draws if event.data else ()
+            elif isinstance(event, BlobPiece):
+                self.state += event.data
+            elif isinstance(event, Ended):
+                self._has_ended = True
+                if event.failure is not None:
+                    place = f"record {event.failure.sequence_id}, message {event.failure.message_index}"
+                    self._turn.stopped = f"{place}: {event.failure.text}"
+
+
+def _not_of_code(verdict: Verdict) -> bool:
+    """Tell whether other code changes nothing about it, or is not to be tried in this process."""
+    return verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
+
+
+def _outputs(event: Outputs) -> Iterator[Output]:
+    origins = event.origins or [Origin(-1, 0, event.count)]
+    places = (place for one in origins for place in [(one.sequence_id, one.message_index)] * one.count)
+    for at, ((message, _), place) in enumerate(zip(rpcs(event.payload), places, strict=True)):
+        yield Output(event.destination, event.first_position + at, place, message)
+
+
+# What the log's own code did, message by message: what another run is compared with.
+
+
+class EffectDone(Struct):
+    """An effect that the log has the result of."""
+
+    name: str
+    encoded: bytes
+    key: str | None
+    number: int
+    begun_ns: int
+    done: Place | None = None
+    done_ns: int = 0
+    message: bytes = b""
+
+
+class Recorded:
+    """The run of the log's own code over ``log``, whole. Raises ReplayError where that makes other calls than the log
+    has."""
+
+    def __init__(self, log: Log, route: Route, definition: Definition, outsiders: frozenset[str]) -> None:
+        source = log.source
+        name = source.identity.instance_name
+        self.log = log
+        self.starts = {destination: mark.position for destination, mark in route.checkpoint.outputs.items()}
+        self.made: dict[Place, dict[str, list[Output]]] = {}
+        self.order: dict[str, list[int]] = defaultdict(list)  # by destination: positions that the app made
+        self.places: dict[str, list[Place]] = defaultdict(list)  # ... and the messages that made them
+        self.due: dict[int, int | None] = {route.checkpoint.sequence_id: None}
+        # By the message that starts an execution: the numbers that this drew; None: one that waited at the checkpoint.
+        self.draws: dict[Place | None, list[RandomDraw]] = defaultdict(list)
+        self._started: dict[int, Place] = {}
+        self.tasks: dict[int, int] = {}  # by the number of a call: the execution that made it
+        self.effects: dict[int, EffectDone] = {}
+        self.verdicts: dict[MessageKey, Verdict] = {}
+        player = Player(source, route, definition, outsiders=outsiders)
+        proving = ProvingSink(source, route)
+        _prove(proving, player.begun)
+        self.due[route.checkpoint.sequence_id] = player.next_due_ns
+        self._note_effects(player, route.checkpoint.time_ns)
+        for record in log.records:
+            proving.record(record.sequence_id, record.value, record.trailer)
+            for place, message, number in _effect_results(record):
+                if (effect := self.effects.get(number)) is not None:
+                    effect.done, effect.done_ns, effect.message = place, record.time_ns, message
+            turn = player.give_logged(record)
+            if turn.stopped:
+                raise ReplayError(f"{name}: {definition.name}, the code of the log, stops at {turn.stopped}")
+            _prove(proving, turn)
+            for output in turn.outputs:
+                self.made.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
+                self.order[output.destination].append(output.position)
+                self.places[output.destination].append(output.place)
+            for draw in turn.draws:
+                if draw.task:
+                    self.tasks[draw.number] = draw.task
+                    self.draws[self._started.get(draw.task)].append(draw)
+                else:
+                    self._started[draw.number] = place = (record.sequence_id, draw.detail)
+                    self.draws[place].append(draw)
+            self.due[record.sequence_id] = player.next_due_ns
+            self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
+            self._note_effects(player, record.time_ns)
+        if problem := proving.difference(name, player.methods):
+            raise ReplayError(never_was(name, problem))
+        last = log.records[-1].sequence_id if log.records else route.checkpoint.sequence_id
+        told = {one.key: one for one in source.summary().verdicts if one.sequence_id <= last}
+        self.verdicts |= {key: one for key, one in told.items() if key[0] > route.checkpoint.sequence_id}
+        self.state = player.finish(last)
+        self.methods = player.methods
+        player.close()
+
+    def _note_effects(self, player: Player, time_ns: int) -> None:
+        for number, effect in player.waiting_effects().items():
+            if number not in self.effects:
+                key = effect.options.key
+                self.effects[number] = EffectDone(effect.function.name, effect.encoded, key, number, time_ns)
+
+    def place_up_to(self, destination: str, position: int) -> Place | None:
+        """Return what made the last message of a stream up to that position; None: there is none."""
+        at = bisect_right(self.order.get(destination, []), position) - 1
+        return self.places[destination][at] if at >= 0 else None
+
+    def place_that_made(self, destination: str, position: int) -> Place | None:
+        """Return what made that message of a stream; None for an impulse, and before the run."""
+        order = self.order.get(destination, [])
+        at = bisect_right(order, position) - 1
+        return self.places[destination][at] if at >= 0 and order[at] == position else None
+
+
+def _prove(proving: ProvingSink, turn: Turn) -> None:
+    for event in turn.streams:
+        if isinstance(event, Outputs):
+            proving.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
+        else:
+            proving.impulses(event.destination, event.first_position, event.count, event.payload)
+
+
+def _effect_results(record: LoggedRecord) -> Iterator[tuple[Place, bytes, int]]:
+    if not any(batch.kind == BatchKind.IMPULSES for batch in record.trailer.batches):
+        return
+    index = 0
+    for content in batches(record_of(record.value).content):
+        if content.message_type != MessageType.INITIAL_MESSAGE:
+            for at, (message, rpc) in enumerate(rpcs(content.payload)):
+                if rpc.kind == RpcKind.CALL and rpc.method_id == EFFECT_METHOD_ID:
+                    number = decoding.decode(rpc.arguments, type=EffectResult).number
+                    yield (record.sequence_id, index + at), message, number
+        index += content.count

@@ -1,0 +1,935 @@
+"""The services of the cone beside each other, in the order and at the times of their logs, with changed calls between
+them.
+
+Each runs the records of its own log (:mod:`immortal.replay.fleet.player`), with what the others of the cone now send in
+the places of what they once sent. docs/decisions/0092 has the model of order and time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.failures import encode_failed
+from immortal.appsdk.handlers.definition import Definition
+from immortal.coordinator.core.formatting import time_text
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.coordinator.log.reader import RecordSource
+from immortal.protocol import decoding
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.messages import (
+    IncomingRpc,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    encode_incoming_rpc,
+)
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
+from immortal.protocol.verdicts import MessageKey, Verdict
+from immortal.replay.comparison import aligned
+from immortal.replay.errors import ReplayError
+from immortal.replay.fleet.player import (
+    FIRST_OTHER_NUMBER,
+    NOTHING,
+    EffectDone,
+    Log,
+    LoggedRecord,
+    Output,
+    Place,
+    Player,
+    Recorded,
+    Slot,
+    Turn,
+    first_checkpoint,
+)
+
+DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that nobody ran
+OTHER_MESSAGES_MAX = 100_000  # that no log has: services that call each other for ever are stopped there
+FIRST_OTHER_SEQUENCE_ID = 1 << 40  # of records that no log has
+
+
+class Call(Struct, frozen=True):
+    """A call, or an effect, that the logs have no answer to. ``method``: as ``Till.sold``, or an effect's name."""
+
+    service: str
+    to: str
+    method: str
+    arguments: Sequence[Any]
+    named: Mapping[str, Any] = {}
+
+
+Answer = Callable[[Call], Any]
+Check = Callable[[Mapping[str, Any]], object]
+
+
+class Logs(Struct):
+    """What a what-if is about. ``code``: the class that made each log; ``changes``: what is tried in its place."""
+
+    sources: Mapping[str, RecordSource]
+    code: Callable[[str], Definition]
+    changes: Mapping[str, Definition]
+    begin_ns: int | None = None
+    to_ns: int | None = None
+    outsiders: frozenset[str] = frozenset()
+
+
+class Rules(Struct):
+    """``effects``: "fail", "by-key" or a function; ``answer``: None fails calls that no log answers."""
+
+    effects: str | Answer = "fail"
+    answer: Answer | None = None
+    check: Check | None = None
+
+
+class Difference(Struct):
+    """A call that differs. ``kind``: "changed", "added", "missing" or "moved". ``place``: of the message that made it.
+
+    ``cause``: the difference that it follows from, by its number; None: the changed code itself.
+    """
+
+    service: str
+    kind: str
+    destination: str
+    place: Place
+    old: bytes | None
+    new: bytes | None
+    cause: int | None
+    time_ns: int
+
+
+class AskedEffect(Struct):
+    service: str
+    words: str
+    outcome: str
+    time_ns: int
+
+
+class UnansweredCall(Struct):
+    call: Call
+    outcome: str
+    time_ns: int
+
+
+class Broken(Struct):
+    """A check that does not hold behind a record."""
+
+    service: str
+    place: Place
+    time_ns: int
+    text: str
+
+
+class _Sent(Struct, eq=False):
+    """A message on its way. ``slot``: its place in the receiver's log; ``time_ns``: when it comes without one."""
+
+    message: bytes
+    slot: Place | None
+    difference: int | None
+    time_ns: int | None = None
+    is_due: bool = False
+
+
+class _Stream(Struct, eq=False):
+    """``settled``: how many of the recorded messages were made again alike, before the receiver was in the cone."""
+
+    settled: int = 0
+    queue: deque[_Sent] = field(default_factory=deque)
+    last_ns: int = 0
+    drawn: random.Random | None = None
+    delays: list[tuple[int, int]] | None = None
+
+
+class Service(Struct, eq=False):
+    """A service of the cone. ``why``: the difference by which it joined; None: its code is changed."""
+
+    name: str
+    recorded: Recorded
+    player: Player
+    why: int | None
+    cursor: int = 0
+    joined_ns: int = -1
+    time_ns: int = 0
+    timer_ns: int = 0
+    state_cause: int | None = None
+    taken: dict[str, int] = field(default_factory=dict)
+    done: set[Place] = field(default_factory=set)  # messages that came before their place
+    open: dict[Place, int | None] = field(default_factory=dict)  # messages that have not come: by which difference
+    effects: dict[int, str] = field(default_factory=dict)
+    verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
+    unmatched: dict[object, list[int]] = field(default_factory=dict)
+    first: tuple[Place, int] | None = None
+    equal: dict[str, int] = field(default_factory=dict)
+    stopped: str = ""
+    messages: int = 0
+
+    @property
+    def log(self) -> Log:
+        return self.recorded.log
+
+    @property
+    def next_record(self) -> LoggedRecord | None:
+        if self.stopped or self.cursor >= len(self.log.records):
+            return None
+        return self.log.records[self.cursor]
+
+    @property
+    def is_there(self) -> bool:
+        """It has come to where the others are, behind its initial message: before that comes nothing new."""
+        record = self.next_record
+        return self.reached >= 0 and (record is None or record.time_ns > self.joined_ns)
+
+    @property
+    def reached(self) -> int:
+        """The last record of its log that was handled."""
+        return self.log.checkpoint.sequence_id + self.cursor
+
+
+class JoinedLateError(Exception):
+    """Others have had a message of ``name`` that now is another one: it was to be in the cone from the beginning.
+
+    That is so where clocks of machines differ, or much happens at one moment.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def simulate(logs: Logs, rules: Rules, seed: int, recorded: dict[str, Recorded]) -> Simulation:
+    """Run a simulation to its end. ``recorded``: what the code of the logs did, as far as it is known; it is added to.
+
+    Raises ReplayError.
+    """
+    early: list[str] = []
+    while True:
+        simulation = Simulation(logs, rules, seed, recorded, early)
+        try:
+            simulation.run()
+        except JoinedLateError as late:
+            simulation.close()
+            early.append(late.name)
+        except BaseException:
+            simulation.close()
+            raise
+        else:
+            return simulation
+
+
+class Simulation:
+    """One run. ``early``: services that are in the cone from the beginning.
+
+    ``seed`` 0: a new message takes as long as the last one of its stream then; other seeds draw one of its delays.
+    """
+
+    def __init__(
+        self, logs: Logs, rules: Rules, seed: int, recorded: dict[str, Recorded], early: Sequence[str] = ()
+    ) -> None:
+        self.services: dict[str, Service] = {}
+        self.differences: list[Difference] = []
+        self.effects: list[AskedEffect] = []
+        self.unanswered: list[UnansweredCall] = []
+        self.broken: Broken | None = None
+        self.notes: list[str] = []
+        self._logs = logs
+        self._rules = rules
+        self._seed = seed
+        self._recorded = recorded
+        self._early = early
+        self._streams: dict[tuple[str, str], _Stream] = defaultdict(_Stream)
+        self._events: list[tuple[int, int, Callable[[int], None]]] = []
+        self._numbers = itertools.count()
+        self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
+        self._other_count = 0
+        self._once: dict[tuple[str, int], int] = {}  # numbers of changed calls then, by caller and number now
+        self._by_place: dict[tuple[str, str, Place], int] = {}
+        self._end_ns = max((_end_ns(source, logs.to_ns) for source in logs.sources.values()), default=0)
+        self._now_ns = 0
+
+    # --- the order --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run to the end of the logs, and of what follows from them. Raises ReplayError."""
+        everything = self._rules.check is not None
+        for name in self._logs.sources if everything else [*self._logs.changes, *self._early]:
+            self._join(name, None)
+        while self._step():
+            if self._other_count > OTHER_MESSAGES_MAX:
+                self.notes.append(
+                    f"stopped behind {OTHER_MESSAGES_MAX:,} messages that no log has: services call each other without"
+                    " an end; what is said here is a part"
+                )
+                break
+        for service in self.services.values():
+            due_ns = service.player.next_due_ns
+            if due_ns is not None and due_ns > self._end_ns and service.recorded.due.get(service.reached) != due_ns:
+                self.notes.append(
+                    f"{service.name}: a timer would go off at {time_text(due_ns)}, behind the end of the logs"
+                )
+            for place, cause in sorted(service.open.items()):
+                self._miss(service, place, service.recorded.made.get(place, {}), cause)
+
+    def code(self, name: str) -> Definition:
+        """Return the class that made that log."""
+        return self._logs.code(name)
+
+    def has_log(self, name: str) -> bool:
+        return name in self._logs.sources
+
+    def close(self) -> None:
+        for service in self.services.values():
+            service.player.close()
+
+    def _step(self) -> bool:
+        records = [
+            (record.time_ns, number, service, record)
+            for number, service in enumerate(self.services.values())
+            if (record := service.next_record) is not None
+        ]
+        records.sort(key=lambda one: one[:2])
+        if self._events and (not records or self._events[0][0] <= records[0][0]):
+            time_ns, _, action = heapq.heappop(self._events)
+            self._now_ns = max(self._now_ns, time_ns)
+            action(time_ns)
+            return True
+        for time_ns, _, service, record in records:
+            if self._is_ready(service, record):
+                self._now_ns = max(self._now_ns, time_ns)
+                self._handle(service, record)
+                return True
+        if records:
+            raise ReplayError(
+                f"the logs of {', '.join(repr(one[2].name) for one in records)} do not fit together: each has a message"
+                " that another one makes later"
+            )
+        return False
+
+    def _is_ready(self, service: Service, record: LoggedRecord) -> bool:
+        """Whoever made the messages of ``record`` has come as far."""
+        for batch in record.trailer.batches:
+            sender = self.services.get(batch.name)
+            if batch.kind != BatchKind.STREAM or sender is None or sender.stopped:
+                continue
+            place = sender.recorded.place_up_to(service.name, batch.last_position)
+            if place is not None and place[0] > sender.reached:
+                return False
+        return True
+
+    def _at(self, time_ns: int, action: Callable[[int], None]) -> None:
+        heapq.heappush(self._events, (time_ns, next(self._numbers), action))
+
+    # --- the cone ---------------------------------------------------------------------------------------------------
+
+    def _join(self, name: str, why: int | None) -> Service:
+        if (service := self.services.get(name)) is not None:
+            return service
+        source = self._logs.sources[name]
+        changed = self._logs.changes.get(name)
+        route = first_checkpoint(source, self._logs.begin_ns if changed is not None else None)
+        if (recorded := self._recorded.get(name)) is None:
+            log = Log(source, route.checkpoint, self._logs.to_ns)
+            recorded = Recorded(log, route, self._logs.code(name), self._logs.outsiders)
+            self._recorded[name] = recorded
+        definition = changed or self._logs.code(name)
+        player = Player(source, route, definition, is_new=True, outsiders=self._logs.outsiders)
+        service = Service(name, recorded, player, why, time_ns=recorded.log.begin_ns)
+        service.state_cause = why
+        service.joined_ns = -1 if why is None else self._now_ns
+        self.services[name] = service
+        if why is not None and recorded.log.begin_ns > self._now_ns and recorded.log.checkpoint.sequence_id >= 0:
+            self._refuse_early(service)
+        for other in self.services.values():  # what it has had of this one was recorded
+            position = 0
+            for record in other.log.records[: other.cursor]:
+                for batch in record.trailer.batches:
+                    if batch.kind == BatchKind.STREAM and batch.name == name:
+                        position = batch.last_position
+            if other is not service:
+                other.taken[name] = position
+        player.tasks.told(recorded.draws[None])
+        self._look_at_timers(service)
+        self._look_at_effects(service)
+        return service
+
+    # --- the records of a log -----------------------------------------------------------------------------------------
+
+    def _handle(self, service: Service, record: LoggedRecord) -> None:
+        """Handle the next record of its log, with what is now in the places of its messages."""
+        slots, was_there = record.slots(), service.is_there
+        causes: dict[int, int | None] = {}
+        absent: set[int] = set()
+        begun, is_other = 0, False
+        for index, slot in enumerate(slots):
+            place = (record.sequence_id, index)
+            sender = self._sender(service, slot)
+            if place in service.done:
+                service.done.remove(place)
+                absent.add(index)
+                continue
+            if sender is None:
+                continue
+            sent, ahead = self._taken(sender, service, place)
+            if ahead:
+                if index > begun:
+                    self._give_part(service, record, slots, range(begun, index), causes, absent, is_last=False)
+                    begun, is_other = index, True
+                for one in ahead:
+                    self._deliver(sender.name, service, one, record.time_ns)
+            if sent is None:
+                absent.add(index)
+                service.open[place] = why = self._why_absent(sender, service.name, slot.position)
+                for destination, outputs in service.recorded.made.get(place, {}).items():
+                    self._require_not_taken(service, destination, outputs[0].position)
+                    if self._name(service, destination) in self._logs.sources:
+                        self._join(self._name(service, destination), why)
+            else:
+                causes[index] = sent.difference
+                if sent.message != slot.message:
+                    slots[index] = Slot(slot.batch, slot.source, slot.position, sent.message)
+                    is_other = True
+        service.cursor += 1
+        if absent or is_other:
+            self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
+        else:
+            self._tell(service, record.sequence_id, range(len(slots)))
+            turn = service.player.give_logged(record)
+            self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
+        senders = {slot.source or service.name for slot in slots if slot.source is not None}
+        for name in [name for name in self.services if name in senders or (service.is_there and not was_there)]:
+            self._deliver_due(name, service, record.time_ns)
+
+    def _give_part(
+        self,
+        service: Service,
+        record: LoggedRecord,
+        slots: Sequence[Slot],
+        part: range,
+        causes: Mapping[int, int | None],
+        absent: set[int],
+        *,
+        is_last: bool,
+    ) -> None:
+        """The messages of ``part``; all others keep their index."""
+        self._tell(service, record.sequence_id, [index for index in part if index not in absent])
+        given = [
+            slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
+            for index, slot in enumerate(slots[: part.stop])
+        ]
+        turn = service.player.give(record.sequence_id, record.time_ns, given, is_logs=is_last)
+        places = [(record.sequence_id, index) for index in part if index not in absent]
+        self._take(service, turn, record.time_ns, places, causes)
+
+    @staticmethod
+    def _tell(service: Service, sequence_id: int, indices: Iterable[int]) -> None:
+        """Tell which numbers the executions drew then that these messages are about to start."""
+        told = [draw for index in indices for draw in service.recorded.draws.get((sequence_id, index), ())]
+        service.player.tasks.told(told)
+
+    def _sender(self, service: Service, slot: Slot) -> Service | None:
+        """The service of the cone that sends what is in this place; None: the record says what it is."""
+        if slot.source is None:
+            return None
+        sender = self.services.get(slot.source or service.name)
+        if sender is None or slot.position <= service.taken.get(sender.name, 0):
+            return None
+        destination = ONESELF if sender is service else service.name
+        if sender.recorded.place_that_made(destination, slot.position) is None:
+            return None  # an impulse, or made before the run
+        order, stream = sender.recorded.order[destination], self._streams[sender.name, service.name]
+        return sender if bisect_right(order, slot.position) > stream.settled else None
+
+    def _taken(self, sender: Service, service: Service, place: Place) -> tuple[_Sent | None, list[_Sent]]:
+        """What is in the place, and what of the same stream goes before it."""
+        queue = self._streams[sender.name, service.name].queue
+        if not any(one.slot == place for one in queue):
+            return None, []
+        ahead = []
+        while (first := queue.popleft()).slot != place:
+            ahead.append(first)
+        return first, ahead
+
+    def _why_absent(self, sender: Service, receiver: str, position: int) -> int | None:
+        destination = ONESELF if sender.name == receiver else receiver
+        made_at = sender.recorded.place_that_made(destination, position)
+        if made_at is not None and (number := self._by_place.get((sender.name, destination, made_at))) is not None:
+            return number
+        return sender.state_cause if made_at is None else sender.open.get(made_at, sender.state_cause)
+
+    # --- messages without a place -------------------------------------------------------------------------------------
+
+    def _deliver(self, sender: str, service: Service, sent: _Sent, time_ns: int) -> None:
+        """Now, whatever place it had."""
+        self._other_count += 1
+        if service.stopped:
+            return
+        name = ONESELF if sender == service.name else sender
+        batch = BatchSource(BatchKind.STREAM, name, 0, 1, 0)
+        place = sent.slot
+        if place is None or place in service.done:
+            place = (next(self._others), 0)
+        else:  # it is the same message, only at another time: it draws what it drew
+            if place[0] > service.reached:
+                service.done.add(place)
+            service.open.pop(place, None)
+        self._tell(service, place[0], [place[1]])
+        padding = [Slot(batch, name, 0, NOTHING)] * place[1]
+        self._give_other(service, place, [*padding, Slot(batch, name, 0, sent.message)], time_ns, sent.difference)
+
+    def _give_other(self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None) -> None:
+        time_ns = max(time_ns, service.time_ns)
+        turn = service.player.give(place[0], time_ns, slots, is_logs=False)
+        service.player.dispatcher.expect(service.reached + 1)
+        self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
+
+    def _give_own(self, service: Service, message: bytes, time_ns: int) -> None:
+        """Give it an impulse to itself that its log does not have."""
+        if not service.stopped:
+            self._other_count += 1
+            batch = BatchSource(BatchKind.IMPULSES, ONESELF, 0, 1, 0)
+            slots = [Slot(batch, None, 0, message)]
+            self._give_other(service, (next(self._others), 0), slots, time_ns, service.state_cause)
+
+    def _deliver_due(self, sender: str, service: Service, time_ns: int) -> None:
+        """What is at the front of the stream and whose time has come."""
+        stream = self._streams[sender, service.name]
+        if not service.is_there:
+            return
+        while stream.queue and stream.queue[0].is_due and self._is_past_settled(sender, service, stream):
+            self._deliver(sender, service, stream.queue.popleft(), time_ns)
+
+    def _is_past_settled(self, sender: str, service: Service, stream: _Stream) -> bool:
+        """What was sent before the receiver joined has come, as it once did."""
+        if not stream.settled:
+            return True
+        order = self.services[sender].recorded.order[service.name]
+        place = service.log.place_of(sender, order[stream.settled - 1])
+        return place is None or place[0] <= service.reached
+
+    def _delay_ns(self, sender: Service, service: Service, stream: _Stream, time_ns: int) -> int:
+        """How long a message took in this stream then."""
+        if stream.delays is None:
+            stream.delays = []
+            destination = ONESELF if sender is service else service.name
+            made = zip(sender.recorded.order[destination], sender.recorded.places[destination], strict=True)
+            for position, place in made:
+                to = service.log.place_of(ONESELF if sender is service else sender.name, position)
+                if to is not None:
+                    made_ns = sender.log.time_of(place[0])
+                    stream.delays.append((made_ns, max(0, service.log.time_of(to[0]) - made_ns)))
+        if not stream.delays:
+            return DELAY_NS
+        if self._seed:
+            if stream.drawn is None:
+                stream.drawn = random.Random(f"{self._seed} {sender.name} {service.name}")  # noqa: S311 (from a seed)
+            return stream.drawn.choice(stream.delays)[1]
+        at = bisect_right(stream.delays, time_ns, key=lambda one: one[0]) - 1
+        return stream.delays[max(0, at)][1]
+
+    # --- what a record has made ---------------------------------------------------------------------------------------
+
+    def _take(
+        self,
+        service: Service,
+        turn: Turn,
+        time_ns: int,
+        places: Sequence[Place],
+        causes: Mapping[int, int | None],
+        *,
+        is_other: bool = False,
+    ) -> None:
+        service.time_ns = max(service.time_ns, time_ns)
+        service.messages += len(places)
+        for place in places:
+            if (cause := causes.get(place[1])) is not None:
+                service.state_cause = cause
+                if service.why is None and service.name not in self._logs.changes:
+                    service.why = cause
+        made: dict[tuple[str, Place], list[bytes]] = {}
+        for output in turn.outputs:
+            made.setdefault((output.destination, output.place), []).append(output.message)
+        self._note_verdicts(service, turn.verdicts)
+        if turn.stopped:
+            service.stopped = turn.stopped
+            self.notes.append(f"{service.name} stops at {turn.stopped}; what is said of it here ends there")
+        was = {
+            (destination, place): outputs
+            for place in places
+            for destination, outputs in service.recorded.made.get(place, {}).items()
+        }
+        for destination, place in {**made, **was}:
+            cause = causes.get(place[1])
+            if cause is None and service.name not in self._logs.changes:
+                cause = service.state_cause
+            old, new = was.get((destination, place), []), made.get((destination, place), [])
+            self._compare(service, destination, place, old, new, cause, time_ns, is_other=is_other)
+        self._look_at_timers(service)
+        self._look_at_effects(service)
+        self._check(service, places[-1] if places else (service.reached, 0), time_ns)
+
+    def _compare(
+        self,
+        service: Service,
+        destination: str,
+        place: Place,
+        old: Sequence[Output],
+        new: Sequence[bytes],
+        cause: int | None,
+        time_ns: int,
+        *,
+        is_other: bool,
+    ) -> None:
+        if not is_other and [one.message for one in old] == new:
+            service.equal[destination] = service.equal.get(destination, 0) + len(new)
+            for output in old:
+                self._send(service, destination, output.message, output.position, None, time_ns, in_time=True)
+            return
+        at = 0
+        before = [one.message for one in old]
+        pairs = [(None, one, one) for one in new] if before == new else aligned(before, list(new), whole=True)
+        for kind, was, is_now in pairs:
+            position = None
+            if was is not None:
+                position = old[at].position
+                at += 1
+            number: int | None = None
+            if was is not None and is_now is not None and self._is_same_answer(service, destination, was, is_now):
+                service.equal[destination] = service.equal.get(destination, 0) + 1
+                number = cause  # what it answers has another number
+            elif kind is not None or is_other:
+                name = "moved" if kind is None else kind.value
+                if name in ("added", "missing"):
+                    number = self._pair(service, destination, was, is_now)
+                if number is None:
+                    number = self._note(service, name, destination, place, was, is_now, cause, time_ns)
+                    if was is None or is_now is None:
+                        self._leave(service, destination, was, is_now, number)
+                    self._note_changed_call(service, self.differences[number])
+            else:
+                service.equal[destination] = service.equal.get(destination, 0) + 1
+            if is_now is not None:
+                self._send(service, destination, is_now, position, number, time_ns, in_time=not is_other)
+            elif self._name(service, destination) in self._logs.sources:
+                self._require_not_taken(service, destination, position or 0)
+                self._join(self._name(service, destination), number)
+
+    def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
+        """Raise JoinedLateError if the receiver has had that message of ``service``, as it was recorded."""
+        receiver = self.services.get(self._name(service, destination))
+        if receiver is not None and position <= receiver.taken.get(service.name, 0):
+            raise JoinedLateError(service.name)
+
+    def _pair(self, service: Service, destination: str, old: bytes | None, new: bytes | None) -> int | None:
+        """An added call has moved where one like it is missing elsewhere, and is changed where its handler made another
+        one then, or its answer goes to the same call: the number of that difference."""
+        message = old or new or b""
+        wanted = "missing" if old is None else "added"
+        for key in filter(None, ((destination, message), self._execution(service, destination, message, old is None))):
+            for index, number in enumerate(waiting := service.unmatched.get(key, [])):
+                one = self.differences[number]
+                if one.kind == wanted:
+                    one.old, one.new = old or one.old, new or one.new
+                    one.kind = "moved" if one.old == one.new else "changed"
+                    self._note_changed_call(service, one)
+                    del waiting[index]
+                    return number
+        return None
+
+    def _is_same_answer(self, service: Service, destination: str, old: bytes, new: bytes) -> bool:
+        """Tell whether two answers differ only in the number of the call that they are for, which is the same call."""
+        was, is_now = rpc_of(old), rpc_of(new)
+        if old == new or RpcKind.CALL in (was.kind, is_now.kind) or was.kind != is_now.kind or destination == CLIENTS:
+            return False
+        (was_number, *was_rest), (number, *rest) = (
+            decoding.decode(one.arguments, type=list[msgspec.Raw]) for one in (was, is_now)
+        )
+        once = self._once.get((self._name(service, destination), decoding.decode(number, type=int)))
+        same = list(map(bytes, was_rest)) == list(map(bytes, rest))
+        return same and once is not None and once == decoding.decode(was_number, type=int)
+
+    def _leave(self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int) -> None:
+        """It may have its counterpart elsewhere."""
+        message = old or new or b""
+        for key in ((destination, message), self._execution(service, destination, message, old is None)):
+            if key is not None:
+                service.unmatched.setdefault(key, []).append(number)
+
+    def _execution(self, service: Service, destination: str, message: bytes, is_new: bool) -> object | None:
+        """Key of a call by the execution that makes it, and of an answer by the call that it is for; None: it has
+        none."""
+        rpc = rpc_of(message)
+        is_call = rpc.kind == RpcKind.CALL
+        if is_call and rpc.rpc_type != RpcType.ASYNC:
+            return None
+        front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]
+        if not is_call and destination == CLIENTS:
+            return destination, rpc.method_id, tuple(map(bytes, front))
+        number = decoding.decode(front[int(is_call)], type=int)
+        if not is_call:
+            return destination, rpc.method_id, self._once.get((self._name(service, destination), number), number)
+        if is_new:
+            call = service.player.tasks.calls.get(number)
+            task = None if call is None else call.task.number
+        else:
+            task = service.recorded.tasks.get(number)
+        return None if task is None else (destination, rpc.method_id, "of", task)
+
+    def _note_changed_call(self, service: Service, one: Difference) -> None:
+        """Note which number a changed call had then: answers have it."""
+        if one.kind != "changed" or one.old is None or one.new is None:
+            return
+        numbers = []
+        for rpc in (rpc_of(one.old), rpc_of(one.new)):
+            if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
+                return
+            numbers.append(decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int))
+        self._once[service.name, numbers[1]] = numbers[0]
+
+    def _note(
+        self,
+        service: Service,
+        kind: str,
+        destination: str,
+        place: Place,
+        old: bytes | None,
+        new: bytes | None,
+        cause: int | None,
+        time_ns: int,
+    ) -> int:
+        if service.first is None:
+            service.first = place, time_ns
+        self.differences.append(Difference(service.name, kind, destination, place, old, new, cause, time_ns))
+        number = self._by_place[service.name, destination, place] = len(self.differences) - 1
+        return number
+
+    def _miss(self, service: Service, place: Place, made: Mapping[str, Sequence[Output]], cause: int | None) -> None:
+        for destination, outputs in made.items():
+            for output in outputs:
+                if self._pair(service, destination, output.message, None) is None:
+                    time_ns = service.log.time_of(place[0])
+                    self._note(service, "missing", destination, place, output.message, None, cause, time_ns)
+
+    @staticmethod
+    def _name(service: Service, destination: str) -> str:
+        return destination or service.name
+
+    def _send(
+        self,
+        service: Service,
+        destination: str,
+        message: bytes,
+        position: int | None,
+        number: int | None,
+        time_ns: int,
+        *,
+        in_time: bool,
+    ) -> None:
+        name = self._name(service, destination)
+        if name not in self._logs.sources:
+            if number is not None:
+                self._answer(service, destination, message, time_ns)
+            return
+        receiver = self.services.get(name)
+        stream = self._streams[service.name, name]
+        if receiver is None:
+            order = service.recorded.order[destination]
+            if number is None and in_time and order[stream.settled : stream.settled + 1] == [position]:
+                stream.settled += 1
+                return
+            receiver = self._join(name, number)
+        if position is not None and position <= receiver.taken.get(service.name, 0):
+            if number is not None or not in_time:
+                raise JoinedLateError(service.name)
+            return  # it had this one as it was recorded
+        slot = None
+        if position is not None:
+            from_name = ONESELF if receiver is service else service.name
+            slot = receiver.log.place_of(from_name, position)
+            if slot is None and receiver.log.had_before(from_name, position):
+                if number is None:
+                    return
+                self._refuse_early(receiver)
+        sent = _Sent(message, slot, number)
+        stream.queue.append(sent)
+        if slot is None or slot[0] <= receiver.reached:
+            if slot is None and number is None:
+                return  # it was on its way at the end of the log, and still is
+            sent.time_ns = max(stream.last_ns, time_ns + self._delay_ns(service, receiver, stream, time_ns))
+            stream.last_ns = sent.time_ns
+            self._at(sent.time_ns, lambda now_ns: self._is_due(service.name, receiver, sent, now_ns))
+
+    @staticmethod
+    def _refuse_early(receiver: Service) -> None:
+        begin = time_text(receiver.log.begin_ns)
+        raise ReplayError(
+            f"{receiver.name!r} has no state of before {begin}: its log was trimmed, and what changes earlier can't be"
+            f" worked out; the earliest that can: --from {begin}"
+        )
+
+    def _is_due(self, sender: str, receiver: Service, sent: _Sent, now_ns: int) -> None:
+        sent.is_due = True
+        stream = self._streams[sender, receiver.name]
+        for one in stream.queue:  # what goes before it and has no place of its own any more
+            if one is sent:
+                break
+            if one.slot is None or one.slot[0] <= receiver.reached:
+                one.is_due = True
+        self._deliver_due(sender, receiver, now_ns)
+
+    # --- who has no log -----------------------------------------------------------------------------------------------
+
+    def _answer(self, service: Service, destination: str, message: bytes, time_ns: int) -> None:
+        """Answer a call to a service without a log, where its caller waits."""
+        rpc = rpc_of(message)
+        if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC or destination in self._logs.outsiders:
+            return
+        _, number, *rest = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
+        if (call_number := decoding.decode(number, type=int)) < FIRST_OTHER_NUMBER:
+            return  # as in the log, whose answer it gets
+        method = service.player.methods.get((destination, rpc.method_id), f"method {rpc.method_id}")
+        call = Call(service.name, destination, method, [decoding.decode(one) for one in rest])
+        if self._rules.answer is None:
+            text = f"{destination} has no log here, and nothing says what it would have answered: see --answer"
+            kind, value = RpcKind.RAISED, encode_failed("NoLog", text, "")
+            outcome = "failed: it has no log here"
+        else:
+            try:
+                result = self._rules.answer(call)
+                kind, value, outcome = RpcKind.RETURNED_VALUE, encoder.encode(result), f"answered {result!r}"
+            except Exception as error:  # of the user's function
+                kind, value = RpcKind.RAISED, encode_failed(type(error).__name__, str(error), "")
+                outcome = f"failed: {type(error).__name__}: {error}"
+        self.unanswered.append(UnansweredCall(call, outcome, time_ns))
+        if kind == RpcKind.RAISED:
+            arguments = encoder.encode([call_number, *decoding.decode(value, type=list[msgspec.Raw])])
+        else:
+            arguments = encoder.encode([call_number, msgspec.Raw(value)])
+        answer = encode_incoming_rpc(rpc.method_id, RpcType.ASYNC, arguments, kind)
+        batch = BatchSource(BatchKind.STREAM, destination, 0, 1, 0)
+
+        def give(now_ns: int) -> None:
+            if not service.stopped:
+                self._other_count += 1
+                slots = [Slot(batch, destination, 0, answer)]
+                self._give_other(service, (next(self._others), 0), slots, now_ns, None)
+
+        self._at(time_ns + DELAY_NS, give)
+
+    # --- time and effects ---------------------------------------------------------------------------------------------
+
+    def _look_at_timers(self, service: Service) -> None:
+        """A timer that the log's code did not set goes off at its time; others when the log says what time it is."""
+        due_ns = service.player.next_due_ns
+        was_ns = service.recorded.due.get(service.reached)
+        if due_ns is None or service.stopped or (was_ns is not None and due_ns >= was_ns):
+            return
+        if due_ns == service.timer_ns:
+            return
+        service.timer_ns = due_ns
+        if due_ns > self._end_ns:
+            return
+
+        def go_off(now_ns: int) -> None:
+            if not service.stopped and service.player.next_due_ns == due_ns:
+                now_ns = max(now_ns, service.time_ns)
+                self._give_own(service, service.player.time_message(now_ns), now_ns)
+
+        self._at(max(due_ns, service.time_ns), go_off)
+
+    def _look_at_effects(self, service: Service) -> None:
+        """An effect that the log has the result of gets that; of others the rules say what comes."""
+        if service.stopped:
+            return
+        for number, effect in service.player.waiting_effects().items():
+            if number in service.effects:
+                continue
+            service.effects[number] = effect.function.name
+            known = service.recorded.effects.get(number)
+            if number < FIRST_OTHER_NUMBER and (known is None or known.done is None or known.done[0] > service.reached):
+                continue
+            self._at(
+                service.time_ns + (DELAY_NS if known is None else known.done_ns - known.begun_ns),
+                lambda now_ns, number=number: self._give_result(service, number, now_ns),  # type: ignore[misc]
+            )
+
+    def _give_result(self, service: Service, number: int, now_ns: int) -> None:
+        effect = service.player.waiting_effects().get(number)
+        if effect is None or service.stopped:
+            return
+        words = effect.function.describe(effect.encoded)
+        name, encoded, key = effect.function.name, effect.encoded, effect.options.key
+
+        def is_like(one: EffectDone) -> bool:
+            return one.done is not None and one.name == name and one.encoded == encoded
+
+        def has_key(one: EffectDone) -> bool:
+            return one.done is not None and one.name == name and key is not None and one.key == key
+
+        found = service.recorded.effects.get(number)
+        if found is None or found.done is None:
+            done = service.recorded.effects.values()
+            found = next(filter(is_like, done), None)
+            if found is None and self._rules.effects == "by-key":
+                found = next(filter(has_key, done), None)
+        if found is not None:
+            arguments = decoding.decode(rpc_of(found.message).arguments, type=list[msgspec.Raw])
+            front = [number, effect.what, effect.detail]
+            rpc = rpc_of(found.message)
+            message = encode_incoming_rpc(rpc.method_id, rpc.rpc_type, encoder.encode([*front, *arguments[3:]]))
+            outcome = "the result that the log has"
+        else:
+            message, outcome = service.player.effect_message(effect, lambda request: self._run(service, request))
+        self.effects.append(AskedEffect(service.name, words, outcome, now_ns))
+        self._give_own(service, message, now_ns)
+
+    def _run(self, service: Service, request: Any) -> Any:
+        if isinstance(self._rules.effects, str):
+            raise LookupError(
+                f"a what-if runs no effect, and the log has no result of this one (--effects {self._rules.effects})"
+            )
+        positional, named = request.arguments
+        return self._rules.effects(Call(service.name, "", request.name, positional, named))
+
+    # --- failures and checks ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _note_verdicts(service: Service, verdicts: Iterable[Verdict]) -> None:
+        service.verdicts |= {verdict.key: verdict for verdict in verdicts}
+
+    def _check(self, service: Service, place: Place, time_ns: int) -> None:
+        if self._rules.check is None or self.broken is not None:
+            return
+        states = {name: one.player.instance for name, one in self.services.items()}
+        if len(states) < len(self._logs.sources) or any(one is None for one in states.values()):
+            return
+        try:
+            if self._rules.check(states) is not False:
+                return
+            text = "it returned False"
+        except AssertionError as error:
+            text = str(error) or "AssertionError"
+        self.broken = Broken(service.name, place, time_ns, text)
+
+
+def rpc_of(message: bytes) -> IncomingRpc:
+    _, start, end = decode_message(message)
+    return decode_incoming_rpc(message, start, end)
+
+
+def _end_ns(source: RecordSource, to_ns: int | None) -> int:
+    last = source.summary().last_sequence_id
+    value = next(source.values(last, last), None)
+    if value is None:
+        return 0
+    header = decode_header(value)
+    end_ns = decode_trailer(value[header.size_bytes :], header.check).time_ns
+    return end_ns if to_ns is None else min(end_ns, to_ns)

@@ -1,0 +1,203 @@
+"""`immortal what-if --fleet`: changed code over the logs of a home, and what can't be done, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from immortal.cli import main
+from immortal.coordinator.instances.registry import Registry
+from tests.helpers.recorded import Instances, load_module, write_module
+
+SHOP = """
+import socket
+from immortal import Immortal, impulse, peer, rpc
+
+
+class Till(Immortal):
+    sold: dict[str, int]
+
+    def __init__(self) -> None:
+        self.sold = {}
+
+    @rpc
+    def sell(self, item: str, count: int) -> int:
+        self.sold[item] = self.sold.get(item, 0) + count
+        return self.sold[item]
+
+
+class Stock(Immortal):
+    left: dict[str, int]
+
+    def __init__(self) -> None:
+        self.left = {"tea": 20}
+
+    @rpc
+    def take(self, item: str, count: int) -> bool:
+        if self.left.get(item, 0) < count:
+            return False
+        self.left[item] -= count
+        return True
+
+
+class Shop(Immortal):
+    stock = peer(Stock, "stock")
+    till = peer(Till, "till")
+    totals: list[int]
+
+    def __init__(self) -> None:
+        self.totals = []
+
+    @rpc
+    def note(self, total: int) -> None:
+        self.totals.append(total)
+
+    @impulse
+    async def order(self, item: str, count: int) -> None:
+        if await self.stock.take(item, count):
+            self.note.fork(await self.till.sell(item, count))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Six orders of 1 to 6, and the registry of the three services."""
+    name = write_module(tmp_path, SHOP)
+    module = load_module(tmp_path, name)
+    instances = Instances(tmp_path / "logs", fails_alone=True)
+    classes = {"till": module.Till, "stock": module.Stock, "shop": module.Shop}
+    made = {instance: instances.start(instance, cls) for instance, cls in classes.items()}
+    for count in range(1, 7):
+        made["shop"].impulse("order", "tea", count)
+    assert made["till"].app.sold == {"tea": 15}
+    instances.close()
+    registry = Registry(tmp_path / "home")
+    for instance, cls in classes.items():
+        registry.register(instance, "tcp://127.0.0.1:*", log=tmp_path / "logs" / instance / "log")
+        registry.remember_app(instance, f"{name}:{cls.__name__}")
+    return tmp_path
+
+
+def variant(folder: Path, before: str = "", after: str = "", cls: str = "Shop") -> str:
+    assert before in SHOP
+    return f"{write_module(folder, SHOP.replace(before, after))}:{cls}"
+
+
+def what_if(folder: Path, *arguments: str, status: int) -> str:
+    with contextlib.chdir(folder):
+        result = CliRunner().invoke(main, ["--home", "home", "what-if", "--fleet", *arguments])
+    assert result.exit_code == status, (result.output, result.stderr, result.exception)
+    return result.stdout if status in (0, 3) else result.stderr
+
+
+def values(folder: Path, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(what_if(folder, *arguments, "--json", status=3))
+    return found
+
+
+TWICE = "self.stock.take(item, count)", "self.stock.take(item, count := 2 * count)"
+
+
+def state_of(found: dict[str, Any], name: str) -> dict[str, tuple[Any, Any]]:
+    (one,) = [one for one in found["services"] if one["name"] == name]
+    return {each["path"]: (each.get("old"), each.get("new")) for each in one["state"]}
+
+
+def test_a_shop_that_orders_twice_as_much_is_worked_out_to_the_till(folder: Path) -> None:
+    found = values(folder, "--change", f"shop={variant(folder, *TWICE)}")
+    assert state_of(found, "stock") == {"left['tea']": (5, 0)}
+    assert state_of(found, "till") == {"sold['tea']": (15, 20)}
+    assert state_of(found, "shop")["totals[0]"] == (1, 2)
+    text = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", status=3)
+    assert "sold['tea']: was 15; would be 20" in text
+    assert "waits" not in text
+    assert text.endswith("\ndifferent\n")
+
+
+def test_a_change_without_consequences_runs_one_service(folder: Path) -> None:
+    text = what_if(folder, "--change", f"shop={variant(folder)}", status=0)
+    assert "proved equal, and not run: stock, till" in text
+    assert text.endswith("no difference\n")
+
+
+def test_code_of_another_folder_may_have_the_name_of_the_old(folder: Path) -> None:
+    name = Registry(folder / "home").load("shop").app or ""
+    (folder / "next").mkdir()
+    source = SHOP.replace(*TWICE).replace("self.sold.get(item, 0) + count", "0")  # which the old till does not have
+    (folder / "next" / f"{name.partition(':')[0]}.py").write_text(source)
+    found = values(folder, "--change", f"shop={name}", "--code", "next")
+    assert state_of(found, "till") == {"sold['tea']": (15, 20)}
+    assert "nothing of it is in home" in what_if(folder, "--change", f"shop={name}", "--code", "home", status=1)
+
+
+def test_a_new_call_to_a_service_without_a_log_is_listed_and_answered_or_fails(folder: Path) -> None:
+    shutil.rmtree(folder / "logs" / "till")
+    app = variant(folder, *TWICE)
+    found = values(folder, "--change", f"shop={app}")
+    assert [one["call"] for one in found["unanswered"]] == [f"Till.sell('tea', {count})" for count in (2, 4, 6, 8)]
+    (shop,) = [one for one in found["services"] if one["name"] == "shop"]
+    assert [(one["fate"], one["count"]) for one in shop["fates"]] == [("would fail", 4)]
+    assert "till has no log here" in shop["fates"][0]["example"]
+    (folder / "answers.py").write_text("def answer(call):\n    return call.arguments[1] * 100\n")
+    found = values(folder, "--change", f"shop={app}", "--answer", "answers:answer")
+    assert state_of(found, "shop")["totals[1]"] == (3, 400)
+
+
+def test_a_check_says_where_it_breaks_first(folder: Path) -> None:
+    (folder / "checks.py").write_text(
+        "def check(fleet):\n    assert fleet['till'].sold.get('tea', 0) <= 15, 'sold too much'\n"
+    )
+    found = values(folder, "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:check", "--seeds", "3")
+    assert found["broken_in_record"] is None
+    assert (found["broken"]["service"], found["broken"]["text"]) == ("till", "sold too much")
+    assert found["seeds"] == {"runs": 3, "different": 0, "broken": 3}
+
+
+def test_nothing_leaves(folder: Path) -> None:
+    before = "if await self.stock.take(item, count):"
+    after = f"socket.create_connection(('127.0.0.1', 9))\n        {before}"
+    found = values(folder, "--change", f"shop={variant(folder, before, after)}")
+    (shop,) = [one for one in found["services"] if one["name"] == "shop"]
+    assert "a what-if lets nothing out" in shop["fates"][0]["example"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("shop=nowhere:Shop", "there is no module 'nowhere'"),
+        ("shop=broken:Shop", "'broken:Shop' can't be imported: ZeroDivisionError: division by zero"),
+        ("desk=shop:Shop", "'desk' has no log here: shop, stock, till has one"),
+    ],
+)
+def test_what_can_not_be_tried_is_said(folder: Path, change: str, said: str) -> None:
+    (folder / "broken.py").write_text("1 / 0\n")
+    shutil.copy(
+        folder / f"{(Registry(folder / 'home').load('shop').app or '').partition(':')[0]}.py", folder / "shop.py"
+    )
+    assert said in what_if(folder, "--change", change, status=1)
+
+
+def test_code_that_ends_its_process_is_said(folder: Path) -> None:
+    before = "if await self.stock.take(item, count):"
+    app = variant(folder, before, f"import os; os._exit(7)\n        {before}")
+    assert "the code ended the process of the what-if (status 7)" in what_if(
+        folder, "--change", f"shop={app}", status=1
+    )
+
+
+def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
+    found = values(folder, "--change", f"stock={variant(folder, 'return False', 'raise KeyError(item)', 'Stock')}")
+    stock, shop = found["services"]
+    assert (stock["name"], stock["fates"][0]["fate"], stock["fates"][0]["count"]) == ("stock", "would fail", 1)
+    assert (shop["name"], shop["fates"][0]["fate"]) == ("shop", "would fail")
+
+
+def test_wrong_options_are_said(folder: Path) -> None:
+    assert "such as shop=shop_v2:Shop" in what_if(folder, "--change", "shop", status=2)
+    assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)

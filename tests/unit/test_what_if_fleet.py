@@ -1,0 +1,232 @@
+"""What-if for a fleet, in the environment of tests: effects, timers, failures, checks, orders, trimmed logs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from msgspec.structs import replace
+
+import immortal
+from immortal import Immortal, peer, rpc
+from immortal.appsdk.testing.instance import MemorySource
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.errors import UsageError
+from immortal.replay.errors import ReplayError
+from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+from immortal.replay.fleet.simulation import Call
+from immortal.testing import Environment, Instance, crash_everywhere
+from tests.helpers.recorded import load_module
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def pay(cents: int) -> str:
+    return f"paid {cents}"
+
+
+class Till(Immortal):
+    sold: dict[str, int]
+
+    def __init__(self) -> None:
+        self.sold = {}
+
+    @rpc
+    def sell(self, item: str, count: int) -> int:
+        if count == 7:
+            raise ValueError("no seven")
+        self.sold[item] = self.sold.get(item, 0) + count
+        return self.sold[item]
+
+
+class Shop(Immortal):
+    till = peer(Till, "till")
+    receipts: list[str]
+    factor: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        self.receipts = []
+
+    @rpc
+    def keep(self, receipt: str) -> None:
+        self.receipts.append(receipt)
+
+    @rpc
+    async def order(self, item: str, count: int) -> int:
+        count *= self.factor
+        await immortal.sleep(timedelta(seconds=1))
+        receipt = await immortal.effect.options(key=f"{item} at the till")(pay, count)
+        await immortal.step(self.keep, receipt)
+        return await self.till.sell(item, count)
+
+
+class Twice(Shop, formerly=("Shop",)):
+    factor = 2
+
+
+class Slow(Shop, formerly=("Shop",)):
+    @rpc
+    async def order(self, item: str, count: int) -> int:
+        await immortal.sleep(timedelta(hours=1))
+        return await self.till.sell(item, count)
+
+
+class Loud(Till, formerly=("Till",)):
+    @rpc
+    def sell(self, item: str, count: int) -> int:
+        raise KeyError(item)
+
+
+class Stopping(Till, formerly=("Till",)):
+    @rpc(on_error="stop")
+    def sell(self, item: str, count: int) -> int:
+        raise KeyError(item)
+
+
+class Fleet:
+    """Three orders, of 1, 2 and 7, two seconds apart; the last one fails."""
+
+    def __init__(self, shop: type[Shop] = Shop) -> None:
+        self.env = Environment(fail_alone=True)
+        self.till: Instance[Till] = self.env.start(Till, "till")
+        self.shop: Instance[Shop] = self.env.start(shop, "shop", effects={pay: pay})
+        for count in (1, 2, 7):
+            self.shop.begin(Shop.order, "tea", count)
+            self.env.advance(seconds=2)
+
+    def what_if(self, **given: Any) -> FleetOutcome:
+        return self.env.what_if(**given)
+
+
+def state_of(outcome: FleetOutcome, name: str) -> dict[str, tuple[Any, Any]]:
+    return {one["path"]: (one.get("old"), one.get("new")) for one in outcome.service(name).state}
+
+
+def test_the_same_code_makes_no_difference() -> None:
+    outcome = Fleet().what_if(changes={"shop": Shop, "till": Till})
+    assert not outcome.is_different
+    assert list(outcome_lines(outcome))[-1] == "no difference"
+
+
+def test_what_a_service_does_not_reach_is_not_run() -> None:
+    outcome = Fleet().what_if(changes={"till": Till})
+    assert (outcome.is_different, outcome.equal_services) == (False, ["shop"])
+
+
+def test_an_effect_with_an_equal_request_gets_its_recorded_result_and_others_fail() -> None:
+    outcome = Fleet().what_if(changes={"shop": Twice})
+    asked = {one["effect"]: one["outcome"] for one in outcome.effects}
+    assert asked["pay(cents=2)"] == "the result that the log has"
+    assert "a what-if runs no effect" in asked["pay(cents=4)"]
+    fates = {one.fate: one.count for one in outcome.service("shop").fates}
+    assert fates == {"would fail": 1, "would fail in another way": 1}
+    assert state_of(outcome, "till") == {"sold['tea']": (3, 2)}
+
+
+def test_by_key_an_effect_gets_the_recorded_result_of_its_key() -> None:
+    outcome = Fleet().what_if(changes={"shop": Twice}, effects="by-key")
+    assert {one["outcome"] for one in outcome.effects} == {"the result that the log has"}
+    assert state_of(outcome, "till") == {"sold['tea']": (3, 20)}
+
+
+def test_a_function_stands_for_effects() -> None:
+    called: list[Call] = []
+
+    def effect(call: Call) -> str:
+        called.append(call)
+        return f"would pay {call.arguments[0]}"
+
+    outcome = Fleet().what_if(changes={"shop": Twice}, effects=effect)
+    assert [(one.service, one.method, list(one.arguments)) for one in called] == [
+        ("shop", "pay", [4]),
+        ("shop", "pay", [14]),
+    ]
+    assert state_of(outcome, "shop")["receipts[1]"] == ("paid 2", "would pay 4")
+
+
+def test_it_is_what_the_new_code_does() -> None:
+    outcome = Fleet().what_if(changes={"shop": Twice}, effects=lambda call: f"paid {call.arguments[0]}")
+    now = Fleet(Twice)
+    assert state_of(outcome, "till") == {"sold['tea']": (3, now.till.state.sold["tea"])}
+    receipts = {f"receipts[{at}]": one for at, one in enumerate(now.shop.state.receipts)}
+    assert {path: new for path, (_, new) in state_of(outcome, "shop").items()} == receipts
+
+
+def test_a_timer_behind_the_end_of_the_logs_is_said() -> None:
+    outcome = Fleet().what_if(changes={"shop": Slow})
+    assert any("shop: a timer would go off at 2030-01-01T01:00:00" in note for note in outcome.notes)
+    assert outcome.client_answers.missing == 3
+
+
+def test_a_failure_travels_to_whoever_waits() -> None:
+    outcome = Fleet().what_if(changes={"till": Loud})
+    assert [(one.method, one.fate, one.count) for one in outcome.service("till").fates] == [
+        ("Loud.sell", "would fail in another way", 1),
+        ("Loud.sell", "would fail", 2),
+    ]
+    assert outcome.client_answers.changed == 3
+    tree = outcome.consequences[0]
+    assert (tree.service, tree.handler, tree.count) == ("till", "the answer of Loud.sell", 3)
+    assert [(one.to, one.handler) for one in tree.then] == [("test", "the answer of Shop.order")]
+
+
+def test_code_that_stops_its_app_gives_a_part_that_says_so() -> None:
+    outcome = Fleet().what_if(changes={"till": Stopping})
+    assert "KeyError" in outcome.service("till").stopped
+    assert any("what is said of it here ends there" in note for note in outcome.notes)
+    assert outcome.is_different
+
+
+def test_a_check_is_made_of_the_record_too() -> None:
+    def check(fleet: Any) -> None:
+        assert fleet["till"].sold.get("tea", 0) < 3, "too much tea"
+
+    outcome = Fleet().what_if(changes={"shop": Twice}, effects="by-key", check=check)
+    assert outcome.broken is not None
+    assert outcome.broken_in_record is not None
+    assert outcome.broken.text.startswith("too much tea")
+    assert "  nor in the record, behind till" in "\n".join(outcome_lines(outcome))
+
+
+def test_orders_are_tried_by_seeds() -> None:
+    outcome = Fleet().what_if(changes={"shop": Twice}, effects="by-key", seeds=4)
+    assert (outcome.seeds.runs, outcome.seeds.different) == (4, 0)
+
+
+def test_what_a_trimmed_log_can_not_tell_is_said_with_the_earliest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet()
+    fleet.till.checkpoint()
+    whole = MemorySource.summary
+
+    def trimmed(source: MemorySource) -> LogSummary:
+        summary = whole(source)
+        if source.identity.instance_name != "till":
+            return summary
+        return replace(summary, checkpoints=summary.checkpoints[-1:], first_sequence_id=summary.last_sequence_id + 1)
+
+    monkeypatch.setattr(MemorySource, "summary", trimmed)
+    with pytest.raises(ReplayError, match=r"'till' has no state of before 2030-.*the earliest that can: --from 2030-"):
+        fleet.what_if(changes={"shop": Twice}, effects="by-key")
+
+
+def test_a_name_of_no_instance_is_refused() -> None:
+    with pytest.raises(UsageError, match="there is no such instance"):
+        Fleet().what_if(changes={"desk": Shop})
+
+
+def test_the_bank_makes_no_difference_wherever_it_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank: Any = load_module(EXAMPLES / "bank", "bank")
+    monkeypatch.setattr(bank, "TRANSFERS", 12)
+    for env in crash_everywhere(runs_max=6):
+        with env:
+            for name in bank.BANKS:
+                env.start(bank.Bank, name)
+            teller = env.start(bank.Teller, "teller")
+            for number in range(1, 13):
+                teller.send(bank.Teller.take_order, bank.order(number))
+            env.run()
+            everything = {**dict.fromkeys(bank.BANKS, bank.Bank), "teller": bank.Teller}
+            assert not env.what_if(everything).is_different
+            assert not env.what_if({"teller": bank.Teller}).is_different
