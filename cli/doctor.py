@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
+from immortal.appsdk.calls.user_code import hide_secrets
 from immortal.cli.options import complete_instance, instance_name, pass_registry
-from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.config import ConfigError, InstanceSettings
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.project.output import Tail, merge_by_time
 from immortal.protocol.command_line import counted, echo, echo_json, json_option
 
 if TYPE_CHECKING:
     from immortal.coordinator.doctor import Finding
 
+BUNDLE_LINES_MAX = 1000
+
 
 @click.command()
 @click.argument("name", required=False, callback=instance_name, shell_complete=complete_instance)
 @json_option
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a zip archive for a bug report: findings, versions, status, settings, last lines; no payloads.",
+)
 @pass_registry
-def doctor(registry: Registry, name: str | None, as_json: bool) -> None:
+def doctor(registry: Registry, name: str | None, as_json: bool, bundle: Path | None) -> None:
     """Say what is wrong here: with the installation, the home, its disks, the clock, limits and memory.
 
     With NAME: what the crash of one machine would lose of it, by where its log is and how that is set up, and what is
@@ -33,6 +46,12 @@ def doctor(registry: Registry, name: str | None, as_json: bool) -> None:
     """
     from immortal.coordinator.doctor import Level, examine
 
+    if bundle is not None:
+        if as_json or bundle.exists():
+            given = "--json too" if as_json else f"{bundle}, which exists"
+            raise click.UsageError(f"--bundle was given {given}; it writes one new file")
+        write_bundle(registry, bundle, None if name is None else [registry.load(name).name])
+        return
     if name is not None:
         findings = _instance(registry, name, as_json=as_json)
     else:
@@ -61,6 +80,38 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
         echo(f"  {line}")
     _show(findings)
     return findings
+
+
+def write_bundle(registry: Registry, path: Path, names: list[str] | None = None) -> None:
+    """Write what a bug report needs of the home, or of some of its instances, and list what was written.
+
+    Left out: logs, checkpoints, keys, and what apps print, which may hold anybody's data.
+    """
+    from immortal.coordinator.doctor import examine
+    from immortal.presenters.status import instance_status
+
+    files: dict[str, bytes] = {"findings.json": _json(list(examine(registry)))}
+    found = registry.names() if names is None else names
+    for one in found:
+        files[f"{one}/status.json"] = _json(instance_status(registry, one))
+        with contextlib.suppress(ConfigError):  # the findings say so
+            files[f"{one}/settings.json"] = _json(registry.load(one))
+        lines = [line for _, line in merge_by_time([Tail(registry.home, one)], BUNDLE_LINES_MAX)]
+        if lines:
+            own = [hide_secrets(line) for line in lines if line.split(" ", 2)[1:2] != ["-"]]
+            left_out = f"# {counted(len(lines) - len(own), 'line')} of the app left out"
+            files[f"{one}/output.txt"] = "\n".join([*own, left_out, ""]).encode()
+    mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with open(os.open(path, mode, 0o600), "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file_name, content in files.items():
+            archive.writestr(f"{path.stem}/{file_name}", content)
+    for file_name, content in files.items():
+        echo(f"{len(content):>9,} bytes  {file_name}")
+    echo(f"{path}: look it through before you send it")
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n"
 
 
 def _state(settings: InstanceSettings) -> Iterator[Finding]:

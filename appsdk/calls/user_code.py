@@ -252,6 +252,11 @@ def _hide(found: re.Match[str]) -> str:
     return f"{found['name']}{found['sign']}{HIDDEN}" if SECRET.search(found["name"]) else found[0]
 
 
+def hide_secrets(text: str) -> str:
+    """Return ``text`` without the values that stand behind names of secrets, as ``password='...'``."""
+    return _named_value.sub(_hide, text)
+
+
 class _Text(str):
     """Text that is its own ``repr``."""
 
@@ -264,7 +269,7 @@ class _Shortener(reprlib.Repr):
 
     def repr_instance(self, value: Any, level: int) -> str:
         try:
-            value = _Text(_named_value.sub(_hide, repr(value)[:_SEARCHED_CHARACTERS_MAX]))
+            value = _Text(hide_secrets(repr(value)[:_SEARCHED_CHARACTERS_MAX]))
         except Exception:  # a __repr__ of the user's, which is called once more and told of
             return super().repr_instance(value, level)
         return super().repr_instance(value, level)

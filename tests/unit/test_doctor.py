@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import time
+import zipfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from immortal.coordinator.doctor import Finding, Level, disk, home, installation
 from immortal.coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
+from immortal.coordinator.project.output import LogFiles
 from immortal.log import create_log
 from immortal.protocol import compiled, distribution
 
@@ -407,3 +409,35 @@ def test_one_instance(registry: Registry) -> None:
     assert [one["what"] for one in answer["findings"] if one["level"] == "problem"] == [
         f"{registry.home / 'counter'} has mode 0777: others can write in it"
     ]
+
+
+def test_a_bundle_for_a_bug_report(registry: Registry, tmp_path: Path) -> None:
+    start_once(registry, "counter")
+    output = LogFiles(registry.home, lambda: None)
+    output.line("counter", "a handler failed token='planted'", "info")
+    output.line("counter", "what the app prints: planted")
+    output.close()
+    bundle = tmp_path / "report.zip"
+
+    def run(*options: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, ["--home", str(registry.home), "doctor", "--bundle", str(bundle), *options])
+        return result.exit_code, result.output
+
+    status, said = run()
+    assert status == 0, said
+    with zipfile.ZipFile(bundle) as archive:
+        files = {name: archive.read(name).decode() for name in archive.namelist()}
+    parts = ["findings.json", *(f"counter/{name}" for name in ("status.json", "settings.json", "output.txt"))]
+    assert list(files) == [f"report/{name}" for name in parts]
+    assert all(name in said for name in parts)
+    assert not any("planted" in text for text in files.values())
+    assert "a handler failed token=***" in files["report/counter/output.txt"]
+    assert "1 line of the app left out" in files["report/counter/output.txt"]
+    assert json.loads(files["report/counter/settings.json"])["name"] == "counter"
+    assert json.loads(files["report/findings.json"])
+    assert bundle.stat().st_mode & 0o077 == 0
+
+    for options, error in ((), "which exists"), (("--json",), "--json too"):
+        status, said = run(*options)
+        assert status == 2
+        assert error in said
