@@ -9,11 +9,15 @@ from click.testing import CliRunner
 
 from immortal.cli.registration import settings
 from immortal.coordinator.notices.__main__ import metrics_table, notices_table
+from tests.faults import matrix
+from tests.soak import outcomes
 
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
+    "faults": lambda: matrix.document().splitlines(),
     "metrics": metrics_table,
     "notices": notices_table,
     "settings": lambda: CliRunner().invoke(settings).output.splitlines(),
+    "takeovers": lambda: outcomes.document().splitlines(),
 }
 _MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
