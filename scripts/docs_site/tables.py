@@ -1,9 +1,10 @@
-"""Tables that are made from the code. A page has a marker, ``<!-- table: NAME -->``; the site has the table there."""
+"""Tables that programs make. A page has a marker, ``<!-- table: NAME -->``; the site has the table there."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from click.testing import CliRunner
 
@@ -12,7 +13,9 @@ from immortal.coordinator.notices.__main__ import metrics_table, notices_table
 from tests.faults import matrix
 from tests.soak import outcomes
 
+FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "figures.txt"
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
+    "benchmarks": lambda: FIGURES.read_text().splitlines(),
     "faults": lambda: matrix.document().splitlines(),
     "metrics": metrics_table,
     "notices": notices_table,
