@@ -10,17 +10,39 @@ from click.testing import CliRunner
 
 from immortal.cli.registration import settings
 from immortal.coordinator.notices.__main__ import metrics_table, notices_table
+from immortal.protocol.call_permissions import ROWS
 from tests.faults import matrix
 from tests.soak import outcomes
 
-FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "figures.txt"
+_ROOT = Path(__file__).parents[2]
+FIGURES = _ROOT / "docs" / "benchmarks" / "figures.txt"
+VECTORS = _ROOT / "tests" / "vectors" / "wire.txt"
+
+
+def bytes_tables() -> dict[str, list[str]]:
+    """Return the examples of bytes in WIRE.md by the names of their markers."""
+    parts = re.findall(r"^= (\w+)\n((?:(?!= ).*\n)+)", VECTORS.read_text(), re.MULTILINE)
+    return {f"bytes_{name}": ["```bytes", *lines.splitlines(), "```"] for name, lines in parts}
+
+
+def senders_table() -> Iterable[str]:
+    """Yield the table of what each sender may send."""
+    yield "| from | to | in | kinds | RPC types | method IDs | caller |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for row in ROWS:
+        kinds, types = (", ".join(map(str, numbers)) for numbers in (row.kinds, row.rpc_types))
+        yield f"| {row.sender} | {row.receiver} | {row.carried} | {kinds} | {types} | {row.method_ids} | {row.caller} |"
+
+
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "benchmarks": lambda: FIGURES.read_text().splitlines(),
     "faults": lambda: matrix.document().splitlines(),
     "metrics": metrics_table,
     "notices": notices_table,
+    "senders": senders_table,
     "settings": lambda: CliRunner().invoke(settings).output.splitlines(),
     "takeovers": lambda: outcomes.document().splitlines(),
+    **{name: lines.copy for name, lines in bytes_tables().items()},
 }
 _MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 

@@ -86,8 +86,9 @@ from immortal.protocol.verdicts import (
     encode_verdict,
     encode_verdicts,
 )
+from scripts.docs_site.tables import with_tables
 
-PAGE = (Path(__file__).parents[2] / "docs" / "WIRE.md").read_text(encoding="utf-8")
+PAGE = with_tables((Path(__file__).parents[2] / "docs" / "WIRE.md").read_text(encoding="utf-8"))
 
 COMMITTER = 0x01020304
 TIME_NS = 1_700_000_000_000_000_000
