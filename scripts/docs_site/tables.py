@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,18 @@ def bytes_tables() -> dict[str, list[str]]:
     return {f"bytes_{name}": ["```bytes", *lines.splitlines(), "```"] for name, lines in parts}
 
 
+def folders_table() -> Iterable[str]:
+    """Yield the folders of coordinator and SDK, with the first paragraphs of their docstrings."""
+    yield "| folder | content |"
+    yield "| --- | --- |"
+    for room in ("coordinator", "appsdk"):
+        for path in sorted((_ROOT / room).glob("**/__init__.py")):
+            docstring = ast.get_docstring(ast.parse(path.read_text()))
+            if docstring and path.parent.parent != _ROOT:
+                content = re.sub(r":\w+:(?=`)", "", " ".join(docstring.partition("\n\n")[0].split()))
+                yield f"| `{path.parent.relative_to(_ROOT)}/` | {content} |"
+
+
 def senders_table() -> Iterable[str]:
     """Yield the table of what each sender may send."""
     yield "| from | to | in | kinds | RPC types | method IDs | caller |"
@@ -37,6 +50,7 @@ def senders_table() -> Iterable[str]:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "benchmarks": lambda: FIGURES.read_text().splitlines(),
     "faults": lambda: matrix.document().splitlines(),
+    "folders": folders_table,
     "metrics": metrics_table,
     "notices": notices_table,
     "senders": senders_table,
