@@ -199,8 +199,8 @@ ACTIONS = {
     ),
     "retry-effect": Action(
         "retry-effect",
-        "Try an effect now",
-        "Try it now",
+        "Retry an effect",
+        "Retry now",
         "The effects that this handler waits for, and that wait between two attempts, are tried at once. It counts as "
         "the attempt that would have come later.",
         lambda fields: {"task": number_in(fields, "task")},
@@ -209,7 +209,7 @@ ACTIONS = {
     ),
     "reset-peer": Action(
         "reset-peer",
-        "Begin anew with a peer whose log was wiped or replaced",
+        "Reset the stream of a peer whose log was wiped or replaced",
         "Reset it",
         "Which log the peer has is forgotten.",
         lambda fields: {"peer": fields.get("peer", "")},
@@ -218,8 +218,8 @@ ACTIONS = {
     ),
     "letters-retry": Action(
         "letters-retry",
-        "Try all dead letters again",
-        "Try them",
+        "Retry all dead letters",
+        "Retry them",
         "Each becomes a new input in the log, and is a dead letter no more.",
         _all,
         _retried,
@@ -234,8 +234,8 @@ ACTIONS = {
     ),
     "letter-retry": Action(
         "letters-retry",
-        "Try a dead letter again",
-        "Try it",
+        "Retry a dead letter",
+        "Retry it",
         "It becomes a new input in the log, and is a dead letter no more.",
         _letter,
         _one_retried,

@@ -58,7 +58,7 @@ def _peers(context: click.Context, parameter: click.Parameter, value: str | None
     "reports",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Run nothing: write docs/benchmarks.md from this file of figures; may be given again.",
+    help="Run nothing: write docs/benchmarks/figures.txt from this file of figures; may be given again.",
 )
 @click.option(
     "--docs",

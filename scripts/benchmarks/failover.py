@@ -15,7 +15,7 @@ follows next has to replay. Two hundred are done fifty at a time, each time with
     python -m scripts.benchmarks.failover --how migrate --runs 200 --state-mib 1024 --address own --json migrate.json
     python -m scripts.benchmarks.failover --report kill.json migrate.json
 
-The last one writes the section of docs/benchmarks.md.
+The last one writes the section of docs/benchmarks/figures.txt.
 """
 
 from __future__ import annotations
@@ -272,14 +272,17 @@ def main() -> None:
     parser.add_argument("--state-mib", type=int, default=0)
     parser.add_argument("--lease-s", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there, behind those it has")
-    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="write docs/benchmarks.md from these")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="write the section from these")
     options = parser.parse_args()
     about = {name: getattr(options, name) for name in ("how", "address", "state_mib", "lease_s")}
     before = json.loads(options.json.read_text()) if options.json is not None and options.json.exists() else None
     if before is not None and any(before[name] != value for name, value in about.items()):
         raise SystemExit(f"{options.json} has times of {before['how']}, {before['state_mib']} MiB: name another file")
     if options.report is not None:
-        put(ROOT / "docs" / "benchmarks.md", section([json.loads(path.read_text()) for path in options.report]))
+        put(
+            ROOT / "docs" / "benchmarks" / "figures.txt",
+            section([json.loads(path.read_text()) for path in options.report]),
+        )
         return
     prepare_environment()
     waits: dict[str, list[float]] = {"peer": [], "client": []}

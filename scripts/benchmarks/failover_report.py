@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on takeovers and moves; histograms for the terminal."""
+"""The section of docs/benchmarks/figures.txt on takeovers and moves; histograms for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its charts, out of the figures of one or more runs: `report.md` with what they hold."""
+"""Writes the figures of one or more runs, which the site shows in docs/benchmarks.md, and their charts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = dict[str, Any]
 
 
 def write_report(runs: Sequence[Run], docs: Path) -> Path:
-    """Write ``docs``/benchmarks.md, with charts in ``docs``/benchmarks; where it is. Several runs become one table."""
+    """Write figures.txt and its charts to ``docs``/benchmarks; where it is. Several runs become one table."""
     merged = {name: _merge([run["parts"][name] for run in runs if name in run["parts"]]) for name in PARTS}
     figures = [figure for some in merged.values() for figure in some]
     groups: dict[str, list[Figure]] = {}
@@ -55,7 +55,7 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
             if len(values) > 1 and min(values) > 0
         ],
     )
-    path = docs / "benchmarks.md"
+    path = docs / "benchmarks" / "figures.txt"
     failover = section_of(path.read_text()) if path.exists() else ""  # of runs of their own
     path.write_text(f"{text.strip()}\n")
     if failover:

@@ -1,4 +1,4 @@
-"""The guide of the messenger: its programs are the examples, and run; its numbers are those of the code."""
+"""The guide of the messenger: the examples that it names run; its numbers are those of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from immortal.coordinator.messenger.outbox import RetryPolicy
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "patterns" / "messenger.md").read_text(encoding="utf-8")
 DESIGN = (ROOT / "tests" / "requirements" / "messenger.md").read_text(encoding="utf-8")
-PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = {
     "conversation": "3 seats for 90, 2 left; as you like; 1 seats for 30, 1 left\n",
     "two_loops": "the replica has 1000 records, the last is x=1000 y=3000\nthe model expects 6000 at 2000\n",
@@ -25,19 +24,15 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_the_programs_of_the_guide_are_the_examples_and_run(name: str) -> None:
+def test_the_guide_names_the_examples_and_they_run(name: str) -> None:
     program = ROOT / "examples" / "messenger" / f"{name}.py"
-    if name in PROGRAMS:
-        assert PROGRAMS[name] == program.read_text(encoding="utf-8")
-    else:
-        assert f"(../../examples/messenger/{name}.py)" in GUIDE
+    assert f"(../../examples/messenger/{name}.py)" in GUIDE
     ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, OUTPUTS[name], "")
 
 
 def test_the_guide_has_all_programs() -> None:
-    assert sorted(PROGRAMS) == ["two_loops"]
-    assert OUTPUTS["two_loops"] in GUIDE
+    assert set(re.findall(r"examples/messenger/(\w+)\.py", GUIDE)) == set(OUTPUTS)
 
 
 def test_the_numbers_of_the_guide() -> None:

@@ -1,6 +1,6 @@
 """What each failure of a disk, process or clock does to each kind of thing on the disk; docs/guarantees.md shows it.
 
-python -m tests.faults.matrix       prints the table and the list as they stand there
+python -m tests.faults.matrix       prints the table and the list that the site shows there
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _told(says: str, way_out: str) -> str:
 
 
 def document() -> str:
-    """What stands in docs/guarantees.md between its two marks."""
+    """Return the table and the list that the site shows in docs/guarantees.md."""
     return f"{table()}\n\n{details()}\n"
 
 

@@ -86,7 +86,7 @@ def test_a_log_in_postgresql_is_beside_one_in_a_folder(tmp_path: Path) -> None:
 def test_report(run: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
     file, _, _ = run
     bench("--report", f"{file}", "--report", f"{file}", "--docs", f"{tmp_path}")
-    text = (tmp_path / "benchmarks.md").read_text()
+    text = (tmp_path / "benchmarks" / "figures.txt").read_text()
     assert "| figure | target | measured (in each run) |" in text
     assert "## Awaited calls" in text
     assert "## What the rivals do that Immortal does not" in text

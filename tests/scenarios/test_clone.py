@@ -304,5 +304,5 @@ def test_each_test_that_the_requirements_name_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 12
     assert not {name for name in named if f"def {name}(" not in sources}
-    assert f"| rows | {limits.ROWS_MAX:,}, {limits.SIZE_BYTES_MAX >> 20} MiB" in GUIDE
+    assert f"- rows: {limits.ROWS_MAX:,}, {limits.SIZE_BYTES_MAX >> 20} MiB" in GUIDE
     assert f"away for more than the last {limits.GONE_MAX:,} keys" in GUIDE

@@ -177,10 +177,10 @@ def test_the_guide_names_what_there_is() -> None:
     assert len(named) > 10
     assert not {name for name in named if f"def {name}(" not in sources}
     for said in (
-        f"| {harmony_limits.RUN_TASKS_MAX} and {harmony_limits.RUN_SIZE_BYTES_MAX >> 10} KiB; a larger task",
-        f"| {harmony_limits.WAITING_TASKS_MAX:,} and {harmony_limits.WAITING_SIZE_BYTES_MAX >> 20} MiB;",
-        f"| {harmony_limits.BATCHES_OPEN_MAX} |",
-        f"| {harmony_limits.BATCHES_ENDED_MAX:,}, the last ones |",
+        f": {harmony_limits.RUN_TASKS_MAX} and {harmony_limits.RUN_SIZE_BYTES_MAX >> 10} KiB; a larger task",
+        f": {harmony_limits.WAITING_TASKS_MAX:,} and {harmony_limits.WAITING_SIZE_BYTES_MAX >> 20} MiB;",
+        f"cluster: {harmony_limits.BATCHES_OPEN_MAX}",
+        f": {harmony_limits.BATCHES_ENDED_MAX:,}, the last ones",
         f"lost after {harmony_limits.SILENCE_S:g} s without a word",
         f"which {harmony_limits.DEATHS_MAX} workers were lost alone",
     ):

@@ -143,5 +143,5 @@ def test_each_test_that_the_requirements_name_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 8
     assert not {name for name in named if f"def {name}(" not in sources}
-    assert f"| {limits.OPEN_TASKS_MAX:,}, with" in GUIDE
-    assert f"| {limits.WORKERS_MAX:,}, each with up to {limits.NAMES_MAX} functions |" in GUIDE
+    assert f"- open tasks: {limits.OPEN_TASKS_MAX:,}, with" in GUIDE
+    assert f"- workers: {limits.WORKERS_MAX:,}, each with up to {limits.NAMES_MAX} functions" in GUIDE

@@ -133,7 +133,7 @@ def test_a_bank_through_time_and_with_a_fee(bank: Browser) -> None:
     looks_right(bank, "bank-travel")
     page = bank.go("/i/north/what-if")
     page.get_by_label("The new class").fill("fees:Bank")
-    page.get_by_role("button", name="Try it").click()
+    page.get_by_role("button", name="Run").click()
     page.wait_for_url("**/what-if/*")
     page.locator(".note strong", has_text="different: ").wait_for()
     looks_right(bank, "bank-what-if")

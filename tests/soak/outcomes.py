@@ -2,7 +2,7 @@
 
 scripts/soak --ha brings about each of them and looks for what is said here.
 
-python -m tests.soak.outcomes       prints the table as it stands there
+python -m tests.soak.outcomes       prints the table that the site shows there
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The section on takeovers in docs/benchmarks.md, and histograms for the terminal."""
+"""The section on takeovers in docs/benchmarks/figures.txt, and histograms for the terminal."""
 
 from __future__ import annotations
 

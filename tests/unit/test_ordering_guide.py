@@ -1,4 +1,4 @@
-"""The programs of the guide to ordered multicasts run, and the table of its explanation names tests that there are."""
+"""The programs of the guide to ordered multicasts run, and the table of its requirements names tests that there are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from immortal.testing import Environment
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "how-to" / "ordering.md").read_text()
-EXPLANATION = (ROOT / "docs" / "explanation" / "ordering.md").read_text()
+REQUIREMENTS = (ROOT / "tests" / "requirements" / "ordering.md").read_text()
 
 
 def program(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -53,7 +53,7 @@ def test_two_books_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_statement_names_a_test_that_there_is() -> None:
-    table = EXPLANATION.partition("| statement |")[2].partition("\n\n")[0]
+    table = REQUIREMENTS.partition("| statement |")[2].partition("\n\n")[0]
     source = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     named = set(re.findall(r"`(test_\w+)`", table))
     assert len(named) > 7

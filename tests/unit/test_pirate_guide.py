@@ -25,10 +25,10 @@ def test_each_test_that_the_requirements_name_is_there() -> None:
 
 def test_its_limits() -> None:
     for said in (
-        f"| replies of one client | {limits.REPLIES_OF_CLIENT_MAX}, and "
+        f"- replies of one client: {limits.REPLIES_OF_CLIENT_MAX}, and "
         f"{limits.REPLIES_OF_CLIENT_SIZE_BYTES_MAX >> 20} MiB, each with {limits.REPLY_OVERHEAD_BYTES} bytes more",
-        f"| replies of all its clients | {limits.REPLIES_SIZE_BYTES_MAX >> 20} MiB |",
-        f"| clients | {limits.CLIENTS_MAX:,}, the last used ones |",
+        f"- replies of all its clients: {limits.REPLIES_SIZE_BYTES_MAX >> 20} MiB",
+        f"- clients: {limits.CLIENTS_MAX:,}, the last used ones",
         f"The folder can take {limits.MAP_SIZE_BYTES >> 30} GiB",
         f"bytes, up to {limits.BODY_SIZE_BYTES_MAX >> 20} MiB",
         f"({limits.WAITING_MAX} requests or {limits.WAITING_SIZE_BYTES_MAX >> 20} MiB of one name wait there)",
