@@ -211,7 +211,12 @@ def chosen(settings: InstanceSettings, verb: str, query: Query, ids: Sequence[st
         )
     with open_index(settings.folder, settings.name) as index:
         if ids:
-            return [_get(index, settings.name, key_of_id(one)) for one in ids]
+            named = [_get(index, settings.name, key_of_id(one)) for one in ids]
+            if calls := [one.id for one in named if one.key < 0]:
+                raise ExecutionsError(
+                    f"{', '.join(calls)}: a call of a 'def' handler is done at once: no {verb} for it"
+                )
+            return named
         state = query.state if verb == "restart" else "waiting"
         found = index.find(msgspec.structs.replace(query, state=state, limit=AT_ONCE_MAX + 1))
     if len(found) > AT_ONCE_MAX:

@@ -113,6 +113,8 @@ class MomentExplorer:
         index = max(0, self._count(record) - 1) if index is None else index
         since = since[0], since[1]
         self._visit(since)
+        if _before(since) not in self._states:  # that one has failed alone
+            self._visit(_before(since))
         before = self._states[_before(since)]
         self._visit((record, index))
         after = self._states[record, index]

@@ -229,7 +229,7 @@ def test_what_cannot_be_done_is_one_line(home: Home, arguments: list[str], said:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--to", "soon"], "a record's number was expected, or one with a message's number: 12 or 12:3"),
+        (["--to", "soon"], "'soon': a record's number, or a time such as"),
         (["--to", "3:"], "12 or 12:3"),
         (["--break"], "--break needs --to SEQ[:MESSAGE]"),
         (["--break", "--to", "3", "--app", "-"], "--app - can't be given with it"),
