@@ -357,6 +357,11 @@ class Simulation:
             if other is not service:
                 other.taken[name] = position
         player.tasks.told(recorded.draws[None])
+        if changed is not None and any(start.version == changed.version for start in route.versions):
+            self.notes.append(
+                f"{name}: up to record {route.versions[-1].sequence_id} the log was handled by versions before"
+                f" {route.versions[-1].version}, and is by their code here: what differs is looked for behind that"
+            )
         self._look_at_timers(service)
         self._look_at_effects(service)
         return service
