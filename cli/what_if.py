@@ -22,7 +22,7 @@ from immortal.cli.options import (
 from immortal.coordinator.core.output.output_check import Divergence, OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.presenters.what_if import Report, cone_of
+from immortal.presenters.what_if import Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
@@ -90,7 +90,6 @@ class _WhatIf(click.Command):
     "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="At most so many differences in full."
 )
 @at_least_option(1)
-@click.option("--cone", "with_cone", is_flag=True, help="Follow what differs into other services, by replays of these.")
 @click.option("--fleet", is_flag=True, help="Let changed calls travel through all services: what-if --fleet --help.")
 @trust_pickle_option
 @json_option
@@ -108,7 +107,6 @@ def what_if(
     upgrade_to: int | None,
     limit: int,
     at_least: int,
-    with_cone: bool,
     fleet: bool,
     trust_pickle: bool,
     as_json: bool,
@@ -149,8 +147,7 @@ def what_if(
             raise FailedError(_divergence_text(error.divergence, name, old.app)) from None
         if upgrade_to is not None and checkpoint_id is None and not outcome.upgrade_error:
             outcome.upgrade_now_error = try_upgrade(reader, route, apps[Side.NEW], upgrade_to)
-        cone = cone_of(registry, name, outcome, reader) if with_cone else None
-        report = Report(name, apps, outcome, reader, limit, blob_paths, cone, at_least=at_least)
+        report = Report(name, apps, outcome, reader, limit, blob_paths, at_least=at_least)
         for warning in report.warnings:
             echo(warning, err=True)
         if as_json:

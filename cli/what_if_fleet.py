@@ -77,6 +77,14 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--check", callback=_function, metavar="MODULE:FUNCTION", help="What is to hold for the services' states."
 )
+@click.option(
+    "--handler-limit",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the messages of a record may take; then a handler fails.",
+)
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
 @trust_pickle_option
 @json_option
@@ -92,6 +100,7 @@ def fleet(
     effects: str,
     answer: str | None,
     check: str | None,
+    handler_limit: float,
     seeds: int,
     trust_pickle: bool,
     as_json: bool,
@@ -116,7 +125,7 @@ def fleet(
     functions = {
         name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
     }
-    seal_process()
+    seal_process(handler_limit)
     outcome = what_if(
         registry.home,
         dict(changes),

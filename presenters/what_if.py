@@ -12,15 +12,13 @@ from msgspec.structs import asdict
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.formatting import CallText, Methods, format_call, format_counted_method, method_name
-from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import LogReader
 from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.command_line import counted, table_lines
 from immortal.protocol.safe_output import printable_lines
 from immortal.replay import AppCommand, RecordSource, ReplayError, ReplayResult
 from immortal.replay.app_process import Code, code_values, diff_states, unanswered
 from immortal.replay.comparison import Key, Kind, Side
-from immortal.replay.findings import POSITIONS_MAX, Finding
+from immortal.replay.findings import Finding
 from immortal.replay.result import (
     MessageOutcome,
     OutcomeChanges,
@@ -53,8 +51,7 @@ _WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 class Report:
     """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown.
-    ``cone``: as :func:`immortal.replay.trace.cone.values` has it, if it was asked for. ``at_least``: so many messages
-    must have been compared for "no difference".
+    ``at_least``: so many messages must have been compared for "no difference".
     """
 
     def __init__(
@@ -65,12 +62,10 @@ class Report:
         reader: RecordSource,
         limit: int,
         blob_paths: Mapping[Side, Path],
-        cone: Values | None = None,
         *,
         at_least: int = 0,
     ) -> None:
         self._at_least = at_least
-        self._cone = cone
         self._name = name
         self._apps = apps
         self._outcome = outcome
@@ -248,7 +243,6 @@ class Report:
             "notes": outcome.notes,
             "upgrade_now_error": outcome.upgrade_now_error,
             "app_ended_at": {side.value: error.sequence_id for side, error in outcome.ends.items()},
-            "cone": self._cone,
         }
 
     def _most(self, count: str) -> int:
@@ -334,11 +328,6 @@ class Report:
         if self.state or self.state_problem:
             yield ""
             yield from self._state_lines()
-        if self._cone is not None:
-            from immortal.replay.trace.cone import lines as cone_lines
-
-            yield ""
-            yield from cone_lines(self._cone)
         yield ""
         yield self._verdict()
 
@@ -502,16 +491,3 @@ def call_text(task: Values) -> str:
 
 def _clipped(text: str) -> str:
     return text if len(text) <= VALUE_SIZE_MAX else f"{text[: VALUE_SIZE_MAX - 3]}..."
-
-
-def cone_of(registry: Registry, name: str, outcome: WhatIf, reader: LogReader) -> dict[str, Any]:
-    """Follow the consequences of calls that differ, as :func:`immortal.replay.trace.cone.values`."""
-    from immortal.replay.trace.cone import follow, values
-
-    findings = outcome.findings
-    found = follow(registry, name, findings.positions, reader)
-    if not findings.has_all_positions:
-        found.notes.append(f"of the calls that differ the first {POSITIONS_MAX:,} that were found are followed")
-    if added := findings.count(Kind.ADDED):
-        found.notes.append(f"{counted(added, 'call')} would come in addition: no log says what would follow from that")
-    return values(found)

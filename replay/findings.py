@@ -17,8 +17,6 @@ from immortal.protocol.safe_output import safe_repr
 from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.replay.comparison import Difference, Key, Kind
 
-POSITIONS_MAX = 1_000_000
-
 
 class Finding(Struct, frozen=True):
     """``key``: the input that made the calls, (record, message); for apps that do not tell, (place in the stream, 0).
@@ -44,16 +42,13 @@ class Findings:
 
     ``counts``: (destination, method ID, RpcKind) to how often each kind was found. A changed call counts for the method
     that it was. Of calls, only the beginning of their arguments is kept. ``is_msgpack``: whether arguments are
-    MessagePack, as the SDK's are. ``positions``: by destination, of the old code's calls that differ, POSITIONS_MAX at
-    most.
+    MessagePack, as the SDK's are.
     """
 
     def __init__(self, limit: int) -> None:
         self.counts: dict[tuple[str, int, int], Counter[Kind]] = {}
         self.first: list[Finding] = []
         self.is_msgpack = True
-        self.positions: dict[str, list[int]] = {}
-        self._positions_left = POSITIONS_MAX
         self._limit = limit
         self._numbers: Counter[str] = Counter()
 
@@ -65,9 +60,6 @@ class Findings:
         if counted is not None:
             counts = self.counts.setdefault((destination, counted.method_id, counted.kind), Counter())
             counts[difference.kind] += 1
-        if difference.old is not None and self._positions_left:
-            self._positions_left -= 1
-            self.positions.setdefault(destination, []).append(difference.position)
         self._numbers[destination] += 1
         order = (difference.key, destination, self._numbers[destination])
         if len(self.first) < self._limit or (self.first and order < self.first[-1].order):
@@ -81,10 +73,6 @@ class Findings:
 
     def count(self, kind: Kind) -> int:
         return sum(counts[kind] for counts in self.counts.values())
-
-    @property
-    def has_all_positions(self) -> bool:
-        return self._positions_left > 0
 
     @property
     def total(self) -> int:

@@ -60,7 +60,6 @@ async def start(request: Request) -> Response:
             _number(form.get("to", ""), "to"),
             "upgrade" in form,
             form.get("code", "").strip(),
-            cone="cone" in form,
         )
     )
     return RedirectResponse(f"/i/{quote(settings.name)}/what-if/{job.id}", 303)

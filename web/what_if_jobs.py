@@ -19,7 +19,7 @@ from immortal.coordinator.config import write_atomically
 from immortal.coordinator.core.output.output_check import OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.presenters.what_if import Report, cone_of
+from immortal.presenters.what_if import Report
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import make_folder
@@ -188,7 +188,6 @@ class Order(msgspec.Struct, frozen=True):
     upgrade: bool = False
     code: str = ""
     limit: int = 100
-    cone: bool = False
 
 
 def run(order: Order, progress: Any) -> dict[str, Any]:
@@ -214,8 +213,7 @@ def run(order: Order, progress: Any) -> dict[str, Any]:
         )
         if order.upgrade and order.checkpoint_id is None and not outcome.upgrade_error:
             outcome.upgrade_now_error = try_upgrade(reader, route, apps[Side.NEW], OWN_VERSION)
-        cone = cone_of(registry, order.name, outcome, reader) if order.cone else None
-        report = Report(order.name, apps, outcome, reader, order.limit, blob_paths, cone)
+        report = Report(order.name, apps, outcome, reader, order.limit, blob_paths)
         lines = list(report.lines())
         return {**report.values(), "verdict": lines[-1], "lines": lines, "warnings": report.warnings}
 

@@ -248,13 +248,17 @@ def is_secret(name: str) -> bool:
     return SECRET.search(name) is not None
 
 
-def _hide(found: re.Match[str]) -> str:
-    return f"{found['name']}{found['sign']}{HIDDEN}" if SECRET.search(found["name"]) else found[0]
-
-
 def hide_secrets(text: str) -> str:
     """Return ``text`` without the values that stand behind names of secrets, as ``password='...'``."""
-    return _named_value.sub(_hide, text)
+    shown, at = [], 0
+    while found := _named_value.search(text, at):
+        begin = found.start("value")
+        shown.append(text[at:begin])
+        at = begin  # in the value of another name a secret may stand
+        if SECRET.search(found["name"]):
+            shown.append(HIDDEN)
+            at = found.end()
+    return "".join(shown) + text[at:]
 
 
 class _Text(str):

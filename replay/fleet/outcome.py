@@ -346,12 +346,18 @@ class _Words:
         return _NEW_CALL.sub(r"\1 a new call", f"{one.service}, {where}{made} -> {self.to(one)}: {text}")
 
     def _input(self, one: Difference) -> str:
+        """The message that made it, and what its execution began with, if that is another one."""
         service = self._simulation.services[one.service]
-        at = one.place[0] - service.log.checkpoint.sequence_id - 1
-        if not 0 <= at < len(service.log.records):
-            return ""
-        message = message_at(record_of(service.log.records[at].value).content, one.place[1])
-        return "" if message is None else f": {format_call(message, '', self._methods(one.service))}"
+        made = self._message(service, one.place)
+        began = None if one.began in (None, one.place) else self._message(service, one.began)
+        return "".join((f": {made}" if made else "", f", in {began}" if began else ""))
+
+    def _message(self, service: Service, place: Place | None) -> str | None:
+        at = -1 if place is None else place[0] - service.log.checkpoint.sequence_id - 1
+        if place is None or not 0 <= at < len(service.log.records):
+            return None
+        message = message_at(record_of(service.log.records[at].value).content, place[1])
+        return None if message is None else format_call(message, "", self._methods(service.name))
 
     def first(self, service: Service) -> First | None:
         for number, one in enumerate(self._simulation.differences):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from bisect import bisect_right
 from collections import defaultdict
@@ -169,17 +170,26 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
 
 
 _running = False
+_limit_s = 0.0  # no limit
 _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
 
 
-def seal_process() -> None:
-    """From here on code that a player runs opens no connection and starts no process, as long as this process lives."""
+def seal_process(limit_s: float) -> None:
+    """From here on code that a player runs opens no connection, starts no process, and has ``limit_s`` for a record, as
+    long as this process lives. For its main thread.
+    """
+    global _limit_s
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"a what-if gives the messages of a record {limit_s:g} s")
 
     def look(event: str, arguments: object) -> None:
         if _running and event.startswith(_FORBIDDEN):
             raise PermissionError(f"a what-if lets nothing out: {event} is refused; give it to immortal.effect")
 
     sys.addaudithook(look)
+    signal.signal(signal.SIGALRM, stop)
+    _limit_s = limit_s
 
 
 class Player:
@@ -318,6 +328,8 @@ class Player:
     def _pass_on(self) -> None:
         global _running  # what an audit hook sees is the whole process
         _running = True
+        if _limit_s:
+            signal.setitimer(signal.ITIMER_REAL, _limit_s)
         try:
             while not self._has_ended and (data := b"".join(self._session.data_to_send())):
                 self.app.receive(data)
@@ -326,6 +338,8 @@ class Player:
             self._stop(str(error))
         finally:
             _running = False
+            if _limit_s:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _stop(self, why: str) -> None:
         self._has_ended = True
@@ -403,7 +417,7 @@ class Recorded:
         self.due: dict[int, int | None] = {route.checkpoint.sequence_id: None}
         # By the message that starts an execution: the numbers that this drew; None: one that waited at the checkpoint.
         self.draws: dict[Place | None, list[RandomDraw]] = defaultdict(list)
-        self._started: dict[int, Place] = {}
+        self.started: dict[int, Place] = {}
         self.tasks: dict[int, int] = {}  # by the number of a call: the execution that made it
         self.effects: dict[int, EffectDone] = {}
         self.verdicts: dict[MessageKey, Verdict] = {}
@@ -428,9 +442,9 @@ class Recorded:
             for draw in turn.draws:
                 if draw.task:
                     self.tasks[draw.number] = draw.task
-                    self.draws[self._started.get(draw.task)].append(draw)
+                    self.draws[self.started.get(draw.task)].append(draw)
                 else:
-                    self._started[draw.number] = place = (record.sequence_id, draw.detail)
+                    self.started[draw.number] = place = (record.sequence_id, draw.detail)
                     self.draws[place].append(draw)
             self.due[record.sequence_id] = player.next_due_ns
             self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}

@@ -95,7 +95,8 @@ class Rules(Struct):
 class Difference(Struct):
     """A call that differs. ``kind``: "changed", "added", "missing" or "moved". ``place``: of the message that made it.
 
-    ``cause``: the difference that it follows from, by its number; None: the changed code itself.
+    ``cause``: the difference that it follows from, by its number; None: the changed code itself. ``began``: the message
+    that began the execution which makes it; None: not known.
     """
 
     service: str
@@ -106,6 +107,7 @@ class Difference(Struct):
     new: bytes | None
     cause: int | None
     time_ns: int
+    began: Place | None = None
 
 
 class AskedEffect(Struct):
@@ -357,6 +359,11 @@ class Simulation:
             if other is not service:
                 other.taken[name] = position
         player.tasks.told(recorded.draws[None])
+        if changed is not None and any(start.version == changed.version for start in route.versions):
+            self.notes.append(
+                f"{name}: up to record {route.versions[-1].sequence_id} the log was handled by versions before"
+                f" {route.versions[-1].version}, and is by their code here: what differs is looked for behind that"
+            )
         self._look_at_timers(service)
         self._look_at_effects(service)
         return service
@@ -683,6 +690,19 @@ class Simulation:
             task = service.recorded.tasks.get(number)
         return None if task is None else (destination, rpc.method_id, "of", task)
 
+    @staticmethod
+    def _began(service: Service, message: bytes, *, is_new: bool) -> Place | None:
+        """Return what began the execution that makes an awaited call; None: it is none, or has begun before the run."""
+        rpc = rpc_of(message)
+        if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
+            return None
+        number = decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)
+        if not is_new:
+            return service.recorded.started.get(service.recorded.tasks.get(number, 0))
+        call = service.player.tasks.calls.get(number)
+        task = None if call is None else service.player.tasks.waiting(call.task.number)
+        return None if task is None else task.began_at
+
     def _note_changed_call(self, service: Service, one: Difference) -> None:
         """Note which number a changed call had then: answers have it."""
         if one.kind != "changed" or one.old is None or one.new is None:
@@ -707,7 +727,11 @@ class Simulation:
     ) -> int:
         if service.first is None:
             service.first = place, time_ns
-        self.differences.append(Difference(service.name, kind, destination, place, old, new, cause, time_ns))
+        began = None if new is None else self._began(service, new, is_new=True)
+        if began is None and old is not None:
+            began = self._began(service, old, is_new=False)
+        one = Difference(service.name, kind, destination, place, old, new, cause, time_ns, began)
+        self.differences.append(one)
         number = self._by_place[service.name, destination, place] = len(self.differences) - 1
         return number
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -83,19 +83,6 @@ class ReplayedCauses:
             return None
         _, record, message = _ROW.unpack_from(rows, row * _ROW.size)
         return None if record == _UNKNOWN else (self._committers[caller], record, message)
-
-    def made_by(self, caller: str, places: Container[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
-        """Return what these messages (record, message) made, by receiver: the first and last of positions."""
-        found: dict[str, list[tuple[int, int]]] = {}
-        for (sender, receiver), rows in self._streams.items():
-            if sender == caller:
-                made = found[receiver] = []
-                before: tuple[int, int, int] | None = None
-                for row in _ROW.iter_unpack(rows):
-                    if before is not None and before[1:] in places and row[0] > before[0]:
-                        made.append((before[0], row[0] - 1))
-                    before = row
-        return found
 
     def waits(self, instance: str) -> Waits | None:
         return self._waits.get(instance)

@@ -191,6 +191,16 @@ def test_code_that_ends_its_process_is_said(folder: Path) -> None:
     )
 
 
+def test_code_that_does_not_return_is_stopped(folder: Path) -> None:
+    before = "if await self.stock.take(item, count):"
+    app = variant(folder, before, f"while count == 3: pass\n        {before}")
+    found = values(folder, "--change", f"shop={app}", "--handler-limit", "0.5")
+    (fate,) = next(one for one in found["services"] if one["name"] == "shop")["fates"]
+    assert (fate["fate"], fate["count"]) == ("would fail", 1)
+    assert "TimeoutError: a what-if gives the messages of a record 0.5 s" in fate["example"]
+    assert state_of(found, "till") == {"sold['tea']": (15, 18)}  # so that there is tea for six
+
+
 def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
     found = values(folder, "--change", f"stock={variant(folder, 'return False', 'raise KeyError(item)', 'Stock')}")
     stock, shop = found["services"]

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 import immortal
-from immortal import Immortal, peer, rpc
+from immortal import Immortal, peer, rpc, upgrades
 from immortal.appsdk.testing.instance import MemorySource
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.errors import UsageError
@@ -83,6 +83,39 @@ class Stopping(Till, formerly=("Till",)):
     @rpc(on_error="stop")
     def sell(self, item: str, count: int) -> int:
         raise KeyError(item)
+
+
+class Shard(Immortal):
+    lines: list[str]
+
+    def __init__(self) -> None:
+        self.lines = []
+
+    @rpc
+    def put(self, line: str) -> int:
+        self.lines.append(line)
+        return len(self.lines)
+
+
+class Front(Immortal):
+    a = peer(Shard, "a")
+    b = peer(Shard, "b")
+    mark: ClassVar[str] = ""
+
+    @rpc
+    async def say(self, line: str) -> None:
+        await immortal.multicast([self.a, self.b]).put.all(line + self.mark)
+
+
+class Marking(Front, formerly=("Front",)):
+    mark = "!"
+
+
+@upgrades(Till)
+class NewTill(Till):
+    @rpc
+    def sell(self, item: str, count: int) -> int:
+        return super().sell(item, -count)
 
 
 class Fleet:
@@ -209,6 +242,32 @@ def test_what_a_trimmed_log_can_not_tell_is_said_with_the_earliest_moment(monkey
     monkeypatch.setattr(MemorySource, "summary", trimmed)
     with pytest.raises(ReplayError, match=r"'till' has no state of before 2030-.*the earliest that can: --from 2030-"):
         fleet.what_if(changes={"shop": Twice}, effects="by-key")
+
+
+def test_members_of_an_ordered_multicast_have_one_order_under_the_change() -> None:
+    with Environment() as env:
+        shards = [env.start(Shard, name) for name in "ab"]
+        fronts = [env.start(Front, name) for name in "fg"]
+        for at in range(3):
+            for front in fronts:
+                front.send(Front.say, f"{front.name}{at}")
+            env.advance(seconds=1)
+        assert not env.what_if({"a": Shard, "b": Shard, "f": Front, "g": Front}).is_different
+        outcome = env.what_if({"f": Marking})
+        assert outcome.equal_services == ["g"]
+        lines = shards[0].state.lines
+        expected = {f"lines[{at}]": (line, f"{line}!") for at, line in enumerate(lines) if line.startswith("f")}
+        assert state_of(outcome, "a") == state_of(outcome, "b") == expected
+
+
+def test_a_new_version_takes_over_the_state_at_the_beginning() -> None:
+    fleet = Fleet()
+    assert state_of(fleet.what_if(changes={"till": NewTill}), "till") == {"sold['tea']": (3, -10)}
+    till = fleet.till.upgrade(NewTill)
+    till.call(NewTill.sell, "tea", 1)
+    same = fleet.what_if(changes={"till": NewTill})
+    assert not same.is_different
+    assert same.notes[0].startswith("till: up to record 3 the log was handled by versions before 2")
 
 
 def test_a_name_of_no_instance_is_refused() -> None:
