@@ -25,6 +25,7 @@ from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Ts = TypeVarTuple("Ts")
 
 
@@ -462,11 +463,11 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Winner(Generic[T]):
+class Winner(Generic[T_co]):
     """Result of a race: ``index`` (from 0) of the awaitable that was first, and its ``value``."""
 
     index: int
-    value: T
+    value: T_co
 
 
 class Together(LazyFuture[list[Any]]):

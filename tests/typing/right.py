@@ -132,6 +132,8 @@ class Teller(Immortal):
         if first.index == 1:
             assert_type(first.value, float)
         timed = await immortal.race(self.bank.debit(account), immortal.sleep(timedelta(hours=1)))
+        either: Winner[int | None] = timed
+        assert_type(either.value, int | None)
         if timed.index == 1:
             assert_type(timed.value, None)
         else:
