@@ -379,6 +379,9 @@ def test_who_only_calls_may_read_and_nothing_else(
         assert found.endpoints == ("tcp://127.0.0.1:7002",), "whoever's role the log's URL names"
         with pytest.raises(SharedHomeError, match="to change it immortal_writer"):
             reader.remember_app("shop", "shop:Shop")
+        for table in ("records", "rows", "heads"):
+            with psycopg.connect(url) as role, pytest.raises(psycopg.errors.InsufficientPrivilege):
+                role.execute(f"SELECT FROM immortal.{table}")
     finally:
         postgres.execute("DROP ROLE till")
 
