@@ -362,6 +362,18 @@ def test_what_a_row_says_leaves_the_folder_never(shared: Fleet, postgres: Postgr
     assert not (shared.folder / "out.toml").exists()
 
 
+def test_a_client_finds_the_lease_though_the_log_names_the_database_by_another_address(
+    shared: Fleet, postgres: Postgres
+) -> None:
+    log = shared.url.replace("?host=", "?application_name=other&host=")
+    shared.machine("a").register("shop", PEER, log=log)
+    shared.machine("a").register("elsewhere", "tcp://127.0.0.1:7003", log=log.replace(DATABASE, "postgres"))
+    lease(postgres, "tcp://127.0.0.1:7002")
+    keys.make(shared.machine("till").home / "till", Role.CLIENT)
+    assert Finder("shop", shared.url, identity="till").find().endpoints == ("tcp://127.0.0.1:7002",)
+    assert Finder("elsewhere", shared.url, identity="till").find().endpoints == ("tcp://127.0.0.1:7003",)
+
+
 def test_who_only_calls_may_read_and_nothing_else(
     shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
