@@ -115,7 +115,8 @@ def what_if(
 
     The recorded inputs go through both, side by side; nothing is sent, and the log is only read. What failed is called
     again. The exit status is 0 if nothing would be different, 3 if something would (a call that fails, or does not any
-    more, is), 1 if it could not be tried, or on fewer messages than --at-least.
+    more, and a record that makes the new code end are), 1 if it could not be tried, or on fewer messages than
+    --at-least.
     """
     settings = settings_with_log(registry, name)
     with (

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from immortal.protocol import distribution
 from immortal.protocol.errors import ImmortalError
@@ -180,8 +180,12 @@ class Copy:
         return database_of(log) == database_of(self.log_of(name))
 
     def endpoint(self, name: str, log: str) -> str | None:
-        """Endpoint of ``name`` by the lease of ``log``; None where there is none, or it is in another database."""
-        if not self.has_log(name, log):
+        """Endpoint of ``name`` by the lease of ``log``; None where there is none, or it is in another database.
+
+        A log may name the database by another address: one of the same name counts, if it has a lease of ``name``.
+        """
+        ours, theirs = urlsplit(self.url), urlsplit(log)
+        if (ours.scheme, ours.path, name) != (theirs.scheme, theirs.path, theirs.fragment or name):
             return None
         return next(iter(_lease(self.path(name, ENDPOINT))), None)
 

@@ -116,8 +116,8 @@ class Guard:
 
     def _visitor(self, headers: Headers) -> Visitor | None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._token.is_right(given.strip()):
-            return Visitor(has_token=True)
+        if scheme.lower() == "bearer" and self._token.lets_look(given.strip()):
+            return Visitor(has_token=self._token.is_right(given.strip()))
         host, now_s = headers.get("host", ""), time.time()
         wanted = cookie_name(self._scheme, host)
         for cookie in headers.get("cookie", "").split(";"):  # there may be others of this name, of other ports
@@ -194,14 +194,23 @@ def new_token() -> str:
 
 
 class Token:
-    """Values derived from one token: a browser's cookie, and the secret of its forms."""
+    """Values derived from one token: a browser's cookie, and the secret of its forms. ``reader``: one that lets look.
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    Raises WebError where both are one.
+    """
+
+    def __init__(self, token: str, reader: str | None = None) -> None:
+        if token == reader:
+            raise WebError("the reader's token is the token itself: whoever looks could act; put another one there")
+        self._token, self._reader = token, reader
         self.csrf = self._derived("form", os.urandom(16))  # lives as long as this process does
 
     def is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+
+    def lets_look(self, given: str) -> bool:
+        reader = self._reader or self._token
+        return self.is_right(given) or hmac.compare_digest(given.encode(errors="replace"), reader.encode())
 
     def cookie(self, origin: str, now_s: float) -> str:
         """For a browser that has asked at ``origin`` (scheme, host and port): it lets look there for 12 hours."""

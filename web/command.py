@@ -26,6 +26,11 @@ LOOPBACK = "127.0.0.1"
     help="A file of mode 0600 with the token that opens the page.  [default: a new one at each start]",
 )
 @click.option(
+    "--reader-token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A file of mode 0600 with another token, which lets look and do nothing.",
+)
+@click.option(
     "--allow-actions", is_flag=True, help="Let who has the token also change things; each is in the audit log."
 )
 @pass_registry
@@ -36,6 +41,7 @@ def web(
     tls_cert: Path | None,
     tls_key: Path | None,
     token_file: Path | None,
+    reader_token_file: Path | None,
     allow_actions: bool,
 ) -> None:
     """Serve a page of all instances: what runs, what waits, the log of each, and any moment of it.
@@ -61,6 +67,7 @@ def web(
     from immortal.web.server import serve
 
     token = new_token() if token_file is None else read_token(token_file)
+    reader = None if reader_token_file is None else read_token(reader_token_file)
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
     shown = token if token_file is None else None
 
@@ -68,7 +75,7 @@ def web(
         echo(f"{url}/login?token={shown}" if shown else f"{url}/")
 
     with registry.kept():
-        serve(registry, host, port, tls, token, allow_actions=allow_actions, ready=ready)
+        serve(registry, host, port, tls, token, reader, allow_actions=allow_actions, ready=ready)
 
 
 def is_loopback(host: str) -> bool:

@@ -120,6 +120,7 @@ def serve(
     port: int,
     tls: tuple[Path, Path] | None,
     token: str,
+    reader: str | None = None,
     *,
     allow_actions: bool,
     ready: Callable[[str], None],
@@ -131,7 +132,7 @@ def serve(
     address, taken = listener.getsockname()[:2]
     any_host = address in ("0.0.0.0", "::")  # noqa: S104 (asked, not bound)
     hosts = () if any_host else (*LOOPBACK_NAMES, host.lower(), address)
-    site = Site(registry, Token(token), allow_actions=allow_actions)
+    site = Site(registry, Token(token, reader), allow_actions=allow_actions)
     config = uvicorn.Config(
         make_app(site, hosts, scheme),
         http=partial(Connection, listener),  # type: ignore[arg-type]  # whatever makes one

@@ -332,6 +332,23 @@ def test_keys_rotate_while_calls_flow(house: House) -> None:
     assert not [secret for secret in secrets if secret in lines], "a secret key is in the log"
 
 
+def test_two_that_were_killed_and_start_at_once_do_not_warn_of_each_others_keys(house: House) -> None:
+    register(house, "alice", "bob")
+    peers = {"alice": "bob", "bob": "alice"}
+    started = {name: house.both(name, peer=peer) for name, peer in peers.items()}
+    for number in (1, 2):
+        for name, (_, app) in started.items():
+            forward(app, number)
+            started[peers[name]][1].until(lambda told=started[peers[name]][1], n=number: n in told.state["told"])
+        for process, app in started.values():
+            process.kill()
+            app.until_closed()
+        started = {name: (house.start(name), app) for name, (_, app) in started.items()}
+        started = {name: (process, house.app(name, peer=peers[name]).ready()) for name, (process, _) in started.items()}
+    for process, _ in started.values():
+        assert not [line for line in process.lines if "refused" in line or "does not let" in line], process.lines
+
+
 def test_a_key_with_another_name_is_refused(house: House, parties: Parties) -> None:
     register(house, "alice", "bob", "mallory")
     process, bob = house.both("bob")

@@ -362,6 +362,42 @@ def test_what_a_row_says_leaves_the_folder_never(shared: Fleet, postgres: Postgr
     assert not (shared.folder / "out.toml").exists()
 
 
+def test_a_role_for_a_log_in_a_database_where_the_registry_is_a_folder(
+    database: str, tmp_path: Path, postgres: Postgres
+) -> None:
+    registry = Registry(tmp_path / "home")
+    registry.register("shop", PEER, log=database)
+    registry.register("local", "tcp://127.0.0.1:7002")
+
+    def typed(*words: str, status: int) -> str:
+        result = CliRunner().invoke(main, ["--home", str(registry.home), "registry", "role", *words])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    try:
+        for _ in range(2):  # the second time the log's URL has the role, which may make none
+            typed("till", "shop", "--at", database, status=0)
+            log = Registry(registry.home).load("shop").log
+            assert log == f"{database}#shop".replace("owner@", "till@")
+        assert "has no roles" in typed("till", "local", status=1)
+        create_log(log, "shop", committer_id=7).close()
+        open_log(log, "shop").close()
+    finally:
+        postgres.execute("DROP ROLE IF EXISTS till")
+
+
+def test_a_client_finds_the_lease_though_the_log_names_the_database_by_another_address(
+    shared: Fleet, postgres: Postgres
+) -> None:
+    log = shared.url.replace("?host=", "?application_name=other&host=")
+    shared.machine("a").register("shop", PEER, log=log)
+    shared.machine("a").register("elsewhere", "tcp://127.0.0.1:7003", log=log.replace(DATABASE, "postgres"))
+    lease(postgres, "tcp://127.0.0.1:7002")
+    keys.make(shared.machine("till").home / "till", Role.CLIENT)
+    assert Finder("shop", shared.url, identity="till").find().endpoints == ("tcp://127.0.0.1:7002",)
+    assert Finder("elsewhere", shared.url, identity="till").find().endpoints == ("tcp://127.0.0.1:7003",)
+
+
 def test_who_only_calls_may_read_and_nothing_else(
     shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +415,9 @@ def test_who_only_calls_may_read_and_nothing_else(
         assert found.endpoints == ("tcp://127.0.0.1:7002",), "whoever's role the log's URL names"
         with pytest.raises(SharedHomeError, match="to change it immortal_writer"):
             reader.remember_app("shop", "shop:Shop")
+        for table in ("records", "rows", "heads"):
+            with psycopg.connect(url) as role, pytest.raises(psycopg.errors.InsufficientPrivilege):
+                role.execute(f"SELECT FROM immortal.{table}")
     finally:
         postgres.execute("DROP ROLE till")
 

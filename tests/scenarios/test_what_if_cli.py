@@ -369,8 +369,10 @@ def test_old_code_that_is_not_what_made_the_log(log: Log) -> None:
 
 def test_code_that_dies(log: Log) -> None:
     dying = log.variant(("        for word in", "        __import__('os')._exit(9)\n        for word in"))
-    _, error = log.what_if("--app", f"{dying}:Counter", status=1)
-    assert error.startswith(f"error: the app {dying}:Counter ended with status 9")
+    said, _ = log.what_if("--app", f"{dying}:Counter", status=3)
+    assert re.search(
+        rf"\nthe app {dying}:Counter ended with status 9 .* \(at record \d+; --to \d+ ends before it\)", said
+    )
 
 
 def test_what_the_new_code_would_not_repeat_is_warned_of(log: Log) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.browser import WebServer, csrf_of
 from tests.helpers.cli import DEADLINE_S, immortal
 
 WITHOUT_END_MIB = 48
+READER = "only-looks-0123456789"
 FORMS = sorted(route.path for route in ROUTES if "POST" in (route.methods or ()))
 
 
@@ -29,7 +30,9 @@ FORMS = sorted(route.path for route in ROUTES if "POST" in (route.methods or ())
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
     folder = tmp_path_factory.mktemp("web")
     immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
-    made = WebServer(folder, "--allow-actions")
+    (folder / "reader").write_text(READER)
+    (folder / "reader").chmod(0o600)
+    made = WebServer(folder, "--allow-actions", "--reader-token-file", "reader")
     yield made
     assert made.stop() == 0
     assert "".join(made.said) == ""
@@ -80,6 +83,20 @@ def test_a_cookie_lets_look_and_a_form_needs_the_token(server: WebServer, path: 
     assert server.ask(filled, "POST", f"{form}&token={server.token}", cookie)[0] != 403
     assert server.ask(filled, "POST", form)[0] != 403  # the token is in the header
     assert server.ask(filled, "POST", f"at=0:0&token={server.token}", cookie)[0] == 403  # no page of ours
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_a_readers_token_lets_look_and_no_more(server: WebServer, path: str) -> None:
+    header = {"Authorization": f"Bearer {READER}"}
+    assert "counter" in server.ask("/", headers=header)[1]
+    status, _, headers = server.ask(f"/login?token={READER}", headers={})
+    assert (status, headers["location"]) == (303, "/")
+    cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
+    csrf = csrf_of(server.ask("/sql", headers=header)[1])
+    filled = path.replace("{name}", "counter").replace("{id}", "000000000000").replace("{action}", "checkpoint")
+    form = f"csrf={csrf}&at=0:0&query=select+1&expression=1&text=x&new_app=a:B&token={READER}"
+    for shown in (header, cookie, header | cookie):
+        assert server.ask(filled, "POST", form, shown)[0] == 403
 
 
 def cookie_of(server: WebServer) -> str:
