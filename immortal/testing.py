@@ -1,4 +1,7 @@
 """A test environment for services: real coordinators in memory, crashes and replays. `docs/how-to/testing.md`."""
 
 from immortal.appsdk.testing import *  # noqa: F403
-from immortal.appsdk.testing import __all__ as __all__
+from immortal.appsdk.testing import __all__ as _names
+from immortal.replay.fleet.opening import what_if as what_if
+
+__all__ = [*_names, "what_if"]

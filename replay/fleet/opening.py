@@ -55,10 +55,16 @@ def what_if(
     registry = Registry(Path(home))
     with ExitStack() as stack:
         readers: dict[str, LogReader] = {}
+        notes: list[str] = []
         for name in registry.names():
             settings = registry.load(name)
-            if log_exists(settings.log):
-                readers[name] = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
+            if not log_exists(settings.log):
+                continue
+            reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
+            if reader.summary().extensions:
+                readers[name] = reader
+            else:  # what it once sent stands
+                notes.append(f"{name} counts as a service without a log: its app is none of this SDK, or never started")
 
         @cache
         def code_of(name: str) -> Definition:
@@ -75,7 +81,9 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        return what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
+        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
+        outcome.notes += notes
+        return outcome
 
 
 def _recorded_class(settings: InstanceSettings, reader: LogReader, route: Any) -> Definition:

@@ -103,7 +103,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
     count = draw(st.integers(2, 4))
     made = [draw(programs(count)) for _ in range(count)]
     changed = draw(st.dictionaries(st.integers(0, count - 1), programs(count), min_size=1, max_size=2))
-    call = st.tuples(st.integers(0, 30), st.integers(0, count - 1), st.integers(0, 30))
+    call = st.tuples(st.integers(0, 30) | st.just(0), st.integers(0, count - 1), st.integers(0, 30))
     kills = draw(st.dictionaries(st.integers(0, 5), st.integers(0, count - 1), max_size=1))
     return made, changed, draw(st.lists(call, min_size=1, max_size=6)), kills
 
@@ -121,6 +121,8 @@ class Run:
         for at, (after, index, number) in enumerate(calls):
             self.env.advance(milliseconds=100 * after)
             pending.append(self.services[index].begin(Node.work, number, 2))
+            if calls[at + 1 : at + 2] and not calls[at + 1][0]:
+                continue  # it comes together with the next one
             self.env.run()
             if at in kills:
                 self.services[kills[at]].crash()

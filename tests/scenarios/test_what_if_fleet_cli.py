@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
+from immortal import testing
 from immortal.cli import main
+from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.instances.registry import Registry
+from immortal.log import LogReader
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SHOP = """
@@ -147,6 +151,20 @@ def test_a_new_call_to_a_service_without_a_log_is_listed_and_answered_or_fails(f
     (folder / "answers.py").write_text("def answer(call):\n    return call.arguments[1] * 100\n")
     found = values(folder, "--change", f"shop={app}", "--answer", "answers:answer")
     assert state_of(found, "shop")["totals[1]"] == (3, 400)
+
+
+def test_an_app_of_another_kind_counts_as_one_without_a_log(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LogReader.summary
+
+    def summary(reader: LogReader) -> LogSummary:
+        found = whole(reader)
+        return replace(found, extensions=frozenset()) if reader.identity.instance_name == "till" else found
+
+    monkeypatch.setattr(LogReader, "summary", summary)
+    monkeypatch.syspath_prepend(folder)
+    outcome = testing.what_if(folder / "home", {"shop": variant(folder, *TWICE)})
+    assert outcome.notes == ["till counts as a service without a log: its app is none of this SDK, or never started"]
+    assert len(outcome.unanswered) == 4
 
 
 def test_a_check_says_where_it_breaks_first(folder: Path) -> None:

@@ -15,6 +15,7 @@ from immortal.appsdk.testing.instance import MemorySource
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.errors import UsageError
 from immortal.replay.errors import ReplayError
+from immortal.replay.fleet import simulation
 from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
 from immortal.replay.fleet.simulation import Call
 from immortal.testing import Environment, Instance, crash_everywhere
@@ -268,6 +269,33 @@ def test_a_new_version_takes_over_the_state_at_the_beginning() -> None:
     same = fleet.what_if(changes={"till": NewTill})
     assert not same.is_different
     assert same.notes[0].startswith("till: up to record 3 the log was handled by versions before 2")
+
+
+class Ping(Immortal):
+    count: int
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @rpc
+    def hit(self, number: int) -> None:
+        self.count += 1
+
+
+class Endless(Ping, formerly=("Ping",)):
+    @rpc
+    def hit(self, number: int) -> None:
+        self.count += 1
+        self.hit.fork(number)
+
+
+def test_services_that_call_each_other_for_ever_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "OTHER_MESSAGES_MAX", 50)
+    with Environment() as env:
+        env.start(Ping, "ping").send(Ping.hit, 1)
+        outcome = env.what_if({"ping": Endless})
+    assert "stopped behind 50 messages that no log has" in outcome.notes[0]
+    assert state_of(outcome, "ping") == {"count": (1, 52)}
 
 
 def test_a_name_of_no_instance_is_refused() -> None:
