@@ -111,7 +111,7 @@ def what_if(
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
-    """What would be different if other code had handled the log of NAME?
+    """Compare what other code would have done with the log of NAME.
 
     The recorded inputs go through both, side by side; nothing is sent, and the log is only read. What failed is called
     again. The exit status is 0 if nothing would be different, 3 if something would (a call that fails, or does not any

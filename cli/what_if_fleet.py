@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def fleet(
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
-    """What would be different in the whole fleet if other code had handled the logs of some services?
+    """Compare what the whole fleet did with what it would have done with other code of some services.
 
     Changed calls travel: the other services' own code handles them, and answers. Inputs from outside are the recorded
     ones; nothing is sent, and logs are only read. The exit status is 0 if nothing would be different, 3 if something
@@ -125,19 +126,21 @@ def fleet(
     functions = {
         name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
     }
-    seal_process(handler_limit)
-    outcome = what_if(
-        registry.home,
-        dict(changes),
-        code=code,
-        begin_ns=times[0],
-        to_ns=times[1],
-        effects=effects if effects in ("fail", "by-key") else load_function(effects),
-        answer=functions["answer"],
-        check=functions["check"],
-        seeds=seeds,
-        trust_pickle=trust_pickle,
-    )
+    # What handlers print, they print for each run.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        seal_process(handler_limit)
+        outcome = what_if(
+            registry.home,
+            dict(changes),
+            code=code,
+            begin_ns=times[0],
+            to_ns=times[1],
+            effects=effects if effects in ("fail", "by-key") else load_function(effects),
+            answer=functions["answer"],
+            check=functions["check"],
+            seeds=seeds,
+            trust_pickle=trust_pickle,
+        )
     if as_json:
         echo_json(msgspec.to_builtins(outcome))
     else:

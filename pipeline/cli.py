@@ -338,7 +338,7 @@ def what_if(
     settings: dict[str, str],
     as_json: bool,
 ) -> None:
-    """What would be different if other code had handled the logs of all instances registered in HOME?
+    """Compare what other code would have done with the logs of all instances registered in HOME.
 
     The exit status is 0 if nothing would be, 3 if something would, 1 if some could not be tried.
     """

@@ -47,6 +47,7 @@ class Stock(Immortal):
         if self.left.get(item, 0) < count:
             return False
         self.left[item] -= count
+        print(f"{count} taken")  # in no report
         return True
 
 
