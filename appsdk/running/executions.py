@@ -78,6 +78,7 @@ class ExecutionWriter:
         self._pruned_s = 0.0
         self._rows: dict[int, list[Any]] = {}  # that have begun in this batch: many end in it
         self._labels: list[tuple[int, str, str]] = []
+        self._parts: list[tuple[int, int, int, str, int]] = []
         self._has_stale = False
 
     # --- the handlers' thread ---------------------------------------------------------------------------------------
@@ -254,12 +255,13 @@ class ExecutionWriter:
 
     def _write_rows(self) -> None:
         assert self._database is not None
-        rows, self._rows, labels, self._labels = self._rows, {}, self._labels, []
+        rows, self._rows, labels, self._labels, parts, self._parts = self._rows, {}, self._labels, [], self._parts, []
         self._database.executemany(_ROW, rows.values())
+        self._database.executemany(_PART, parts)
         self._database.executemany("insert or replace into labels values (?, ?, ?)", labels)
 
     def _write_part(self, number: int, step: int, call_number: int, destination: str, attempts: int) -> None:
-        self._execute(_PART, (number, step, call_number, destination, attempts))
+        self._parts.append((number, step, call_number, destination, attempts))
 
     def _write_restored(
         self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]
