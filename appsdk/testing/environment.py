@@ -21,8 +21,8 @@ from immortal.appsdk.testing.world import World
 from immortal.coordinator.core import events as ev
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable
+from immortal.replay.fleet.model import Answer, Check, Logs, Rules
 from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
-from immortal.replay.fleet.simulation import Answer, Check, Logs, Rules
 
 T = TypeVar("T", bound=Immortal)
 

@@ -23,9 +23,9 @@ from immortal.coordinator.log import LogReader, log_exists
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import code_environment, own_code_at_end
 from immortal.replay.errors import ReplayError
+from immortal.replay.fleet.model import Answer, Check, Logs, Rules
 from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
 from immortal.replay.fleet.player import first_checkpoint
-from immortal.replay.fleet.simulation import Answer, Check, Logs, Rules
 
 
 def what_if(

@@ -17,18 +17,9 @@ from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.command_line import table_lines
 from immortal.protocol.messages import RpcKind
 from immortal.replay.errors import ReplayError
+from immortal.replay.fleet.model import Broken, Difference, Logs, Rules
 from immortal.replay.fleet.player import Place, Recorded
-from immortal.replay.fleet.simulation import (
-    FIRST_OTHER_SEQUENCE_ID,
-    Broken,
-    Difference,
-    Logs,
-    Rules,
-    Service,
-    Simulation,
-    rpc_of,
-    simulate,
-)
+from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Service, Simulation, rpc_of, simulate
 from immortal.replay.result import format_failure
 
 _NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and above

@@ -16,8 +16,8 @@ from immortal.coordinator.core.interfaces import LogSummary
 from immortal.errors import UsageError
 from immortal.replay.errors import ReplayError
 from immortal.replay.fleet import simulation
+from immortal.replay.fleet.model import Call
 from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
-from immortal.replay.fleet.simulation import Call
 from immortal.testing import Environment, Instance, crash_everywhere
 from tests.helpers.recorded import load_module
 
