@@ -58,7 +58,7 @@ def test_the_web_server_answers_as_the_guide_says(folder: Path, running: list[Ru
         for command, printed in commands:
             adapted = command.replace("http://127.0.0.1:8000", web.url)
             done = subprocess.run(["bash", "-c", adapted], capture_output=True, text=True, timeout=60, check=False)
-            got, expected = (re.sub(r"record \d+:", "record N:", text) for text in (done.stdout, printed))
+            got, expected = (re.sub(r"(record|jobs) \d+:", r"\1 N:", text) for text in (done.stdout, printed))
             assert got.replace("\r\n", "\n").strip() == expected.strip(), command
 
 

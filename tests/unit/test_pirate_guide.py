@@ -32,7 +32,7 @@ def test_its_limits() -> None:
         f"The folder can take {limits.MAP_SIZE_BYTES >> 30} GiB",
         f"bytes, up to {limits.BODY_SIZE_BYTES_MAX >> 20} MiB",
         f"({limits.WAITING_MAX} requests or {limits.WAITING_SIZE_BYTES_MAX >> 20} MiB of one name wait there)",
-        f"| `TooManyRequests` | {limits.OPEN_REQUESTS_MAX:,} of this client are open |",
+        f"- `TooManyRequests`: {limits.OPEN_REQUESTS_MAX:,} of this client are open",
         f"timeout={limits.TIMEOUT_DEFAULT_S:g}, policy=Policy(",
     ):
         assert said in GUIDE, said

@@ -344,5 +344,5 @@ def test_the_guides_project_is_one(tmp_path: Path) -> None:
     assert (till.app, shop.app) == ("shop:Till", "shop:Shop")
     assert shop.environment == {"GREETING": "good morning"}
     known = {*settings_of(Service)}
-    table = guide.partition("| of each service | |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)`", table, re.M)) <= known
+    table = guide.partition("Of each service:\n\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^- `(\w+)`", table, re.M)) <= known

@@ -16,8 +16,8 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "sight.md").read_text()
 
 
 def test_the_tables() -> None:
-    (table,) = re.findall(r"^\| table \| a row for \|\n((?:\|.*\n)+)", GUIDE, re.MULTILINE)
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ", table, re.MULTILINE)
+    (table,) = re.findall(r"^Tables have a row for:\n\n((?:[- ] .*\n)+)", GUIDE, re.MULTILINE)
+    rows = re.findall(r"^- ((?:`\w+`(?:, )?)+): ", table, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert named - {"NAME"} == {*LOG_TABLES, *FLEET_STATES}
     assert f"`{AS_OF}`" in GUIDE
