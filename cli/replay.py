@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from immortal.appsdk.errors import EXIT_INTERRUPTED
 from immortal.cli.options import (
     Moment,
     app_or_hand,
@@ -40,7 +41,7 @@ from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
 from immortal.replay.app_process import OwnCode, default_app, own_code_at_end, show_state
-from immortal.replay.errors import never_was
+from immortal.replay.errors import AppExitedError, never_was
 from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
 from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
 from immortal.replay.verify_report import Report
@@ -173,17 +174,22 @@ def replay(
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
         advance = None if breaks or lines else stack.enter_context(progress_bar("replaying"))
-        result = run_replay(
-            reader,
-            route,
-            command,
-            proving,
-            blob_path=blob,
-            progress=advance,
-            stop=stop,
-            announce=_announce(name),
-            tells=tells,  # the message to stop at is called, whatever became of it
-        )
+        try:
+            result = run_replay(
+                reader,
+                route,
+                command,
+                proving,
+                blob_path=blob,
+                progress=advance,
+                stop=stop,
+                announce=_announce(name),
+                tells=tells,  # the message to stop at is called, whatever became of it
+            )
+        except AppExitedError as error:
+            if breaks and error.exit_status == EXIT_INTERRUPTED:
+                return  # the user has left the debugger
+            raise
         problem = "" if breaks else proving.problem(name, result)
         if is_own and (shows_state or state_file is not None) and result.failure is None and result.records:
             problem = problem or state_problem(
@@ -221,7 +227,7 @@ def replay(
     metavar="NAME_OR_FOLDER",
     help="A receiver's log: shows what was sent then.",
 )
-@click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last two only.")
+@click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last ones only.")
 @click.option("--to", "last", type=click.IntRange(min=0), metavar="SEQ", help="End behind this record.")
 @at_least_option(0)
 @trust_pickle_option

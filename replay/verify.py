@@ -98,7 +98,7 @@ def verify_sections(
     everything: bool = False,
     last_sequence_id: int | None = None,
 ) -> VerifySections:
-    """Choose sections: the last two; one from ``checkpoint_id`` on; or ``everything`` that is kept.
+    """Choose sections: the last ones with a record; one from ``checkpoint_id`` on; or ``everything`` that is kept.
 
     ``last_sequence_id``: nothing behind this record. A damaged checkpoint is passed over, and that is noted. Raises
     ReplayError.
@@ -108,7 +108,10 @@ def verify_sections(
     last = summary.last_sequence_id if last_sequence_id is None else last_sequence_id
     if last > summary.last_sequence_id:
         raise ReplayError(f"record {last} is not in the log: its last one is {summary.last_sequence_id}")
+    is_default = checkpoint_id is None and not everything
     for header in reversed([one for one in usable_checkpoints(summary) if one.sequence_id <= last]):
+        if is_default and len(sound) == 2 and header.sequence_id == sound[0].sequence_id:
+            continue  # a restart takes two at one place: no record is between them
         problem = checkpoint_problem(source, header)
         if problem is not None and header.checkpoint_id == checkpoint_id:
             raise ReplayError(f"checkpoint {checkpoint_id} can't be used: {problem}; choose another one")
@@ -116,7 +119,7 @@ def verify_sections(
             notes.append(f"checkpoint {header.checkpoint_id} is left out: {problem}")
             continue
         sound.insert(0, header)
-        if header.checkpoint_id == checkpoint_id or (checkpoint_id is None and not everything and len(sound) == 2):
+        if header.checkpoint_id == checkpoint_id or (is_default and sound[0].sequence_id < sound[-1].sequence_id):
             break
     if not sound:
         if last < summary.last_sequence_id:

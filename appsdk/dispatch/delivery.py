@@ -212,7 +212,7 @@ class Delivery:
             except BaseException as error:
                 if not is_user_failure(error):
                     raise
-                method_id, front_count = _method_and_front(content, offset - stride)
+                method_id, front_count = method_and_front(content, offset - stride)
                 raise self._failed(method_id, name, arguments[front_count:], error, index) from error
             index += 1
             if len(variables) > LENGTH_MIN:
@@ -283,7 +283,7 @@ class Delivery:
         self, content: bytes, message_start: int, name: str, error: BaseException, data: bytes, index: int
     ) -> tuple[Any, ...]:
         """The arguments ``data``, if ``error`` is only for what is read more slowly. Raises HandlerError."""
-        method_id, front_count = _method_and_front(content, message_start)
+        method_id, front_count = method_and_front(content, message_start)
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is not None and not front_count:
             try:
@@ -366,7 +366,7 @@ def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:
     return [bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((one,)) for one in rpc_types]
 
 
-def _method_and_front(content: bytes, offset: int) -> tuple[int | None, int]:
+def method_and_front(content: bytes, offset: int) -> tuple[int | None, int]:
     """Return the method ID of the message at ``offset`` (None: no call), and the number of items before the handler's
     own arguments.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments
-from immortal.appsdk.dispatch.delivery import Delivery, Entry
+from immortal.appsdk.dispatch.delivery import Delivery, Entry, method_and_front
 from immortal.appsdk.errors import EXIT_NOT_RUNNABLE, AppError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.log import runs_again
@@ -155,34 +155,34 @@ class Breakpoint:
         is_elsewhere = package == "immortal" or frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
         return package == self._package or not is_elsewhere
 
-    def debugged(self, function: Callable[..., Any], name: str) -> Callable[..., None]:
-        """``function``, in the debugger: it stops at the first line. Leaving the debugger ends the app like Ctrl-C."""
+    def debugged(self, function: Callable[..., Any], name: str, first: int | None = 0) -> Callable[..., None]:
+        """``function``, in the debugger: it stops at the first line. Leaving the debugger ends the app like Ctrl-C.
+
+        ``first``: the first argument that the user gave; None: none is, as of an answer.
+        """
 
         import pdb  # here: it loads much that no ordinary run needs
-        from bdb import BdbQuit
 
         is_of_user = self._is_of_user
 
         class Debugger(pdb.Pdb):
-            left = False
-
             def stop_here(self, frame: FrameType) -> bool:  # a step from the user's code to the user's code
                 return is_of_user(frame) and super().stop_here(frame)
 
-            def set_quit(self) -> None:
-                self.left = True
-                super().set_quit()
+            def interaction(self, *arguments: Any) -> None:
+                super().interaction(*arguments)
+                if self.quitting:
+                    raise _Left  # a BdbQuit would be a failure of the handler
 
             def stop_at(self, frame: FrameType) -> None:
                 self.reset()
                 self.set_trace(frame)
                 self.interaction(frame, None)
-                if self.left:
-                    raise BdbQuit
 
         def run(instance: object, *arguments: Any) -> None:
             self.reached = _Hook.always = True
-            print(printable(f"{self}: {name}{describe_arguments(arguments)}"), flush=True)  # noqa: T201
+            shown = "" if first is None else describe_arguments(arguments[first:])
+            print(printable(f"{self}: {name}{shown}"), flush=True)  # noqa: T201
             if self.is_remote:
                 import debugpy
 
@@ -192,13 +192,9 @@ class Breakpoint:
             _settrace(finder)
             try:
                 function(instance, *arguments)
-            except BdbQuit:
-                pass
             finally:
                 if not self.is_remote or sys.gettrace() is finder:
                     _settrace(before)
-            if debugger.left:
-                raise _Left
             if not finder.has_stopped:
                 print("no line of yours runs there: there was nothing to stop at", flush=True)  # noqa: T201
 
@@ -222,5 +218,8 @@ class _BreakingDelivery(Delivery):
         entry, start, stride = super()._look_up(content, offset, end, index)
         if (self._context.sequence_id, index) == (self._stop.sequence_id, self._stop.message_index):
             decode, function, name = entry
-            entry = (decode, self._stop.debugged(function, name), name)
+            codecs = map(self._definition.codec, self._definition.by_method_id.values())
+            is_of_user = any(codec.name == name for codec in codecs)
+            first = method_and_front(content, offset)[1] if is_of_user else None
+            entry = (decode, self._stop.debugged(function, name, first), name)
         return entry, start, stride

@@ -116,10 +116,10 @@ class AppLife:
     def _journal_grew(self, grown: JournalGrew) -> None:
         say(
             self.dispatcher.definition.name,
-            f"warning: {grown.handler} waits ({grown.tasks_count:,} times), and has had {grown.results_count:,} results"
+            f"warning: {grown.handler} waits (runs: {grown.tasks_count:,}), and has had {grown.results_count:,} results"
             f" ({grown.size_bytes:,} bytes) since it began: each checkpoint has them all, and each recovery runs it"
-            " over them again. Let it go on"
-            " with 'return immortal.continue_as(...)' from time to time (docs/how-to/async.md, Long lives)",
+            " over them again. Let it go on with 'return immortal.continue_as(...)' from time to time"
+            " (docs/how-to/async.md, Long-running handlers)",
         )
 
     def start(self) -> None:

@@ -111,6 +111,17 @@ def test_break_stops_at_a_line_of_the_users(bought: Path, record: int, line: str
     assert f"('sold', {7 if record == 3 else 0})" in rest
 
 
+@pytest.mark.parametrize(
+    ("record", "said"), [(1, "Shop.buy('tea')"), (2, "the result of an effect"), (3, "Shop.count(1)")]
+)
+def test_break_names_the_message_in_the_users_words_and_is_left_in_silence(
+    bought: Path, record: int, said: str
+) -> None:
+    done = commands.run(bought, "replay", "shop", "--to", f"{record}", "--break", home=".immortal", given="q\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"record {record}, message 0: {said}\n")
+
+
 def test_break_where_no_code_of_the_users_runs_says_so(bought: Path) -> None:
     assert "no line of yours runs there: there was nothing to stop at\n" in replay(bought, 0, "")
 

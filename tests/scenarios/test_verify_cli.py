@@ -282,6 +282,13 @@ def test_by_default_the_last_two_stretches_and_each_on_its_own(home: Home) -> No
     assert verified("--all") == [(1, 2), (2, 3), (3, None)]
 
 
+def test_checkpoints_of_restarts_at_one_place_do_not_hide_the_messages_before(home: Home) -> None:
+    home.record("Sound", puts("a", "checkpoint", "b", *["checkpoint"] * 4, "c"))
+    found = home.json("--at-least", "2", status=0)
+    sections = [(section["from_checkpoint"], section["to_checkpoint"]) for section in found["sections"]]
+    assert sections == [(2, 5), (5, 6), (6, None)]
+
+
 def test_calls_that_no_mark_covers_yet_are_not_called_proved(home: Home) -> None:
     home.record("Dice", puts("a", "checkpoint", "b"))
     (_, last) = home.json(status=0)["sections"]

@@ -77,3 +77,11 @@ def test_each_input_that_is_promised_names_tests_that_there_are() -> None:
         named = re.findall(r"`(tests/[\w/]+\.py)`", row)
         assert named, row
         assert [path for path in named if not (ROOT / path).exists()] == [], row
+
+
+def test_the_headings_that_messages_name_are_there() -> None:
+    named = re.compile(r"\((docs/[\w/-]+\.md), ([^)]+)\)")
+    found = named.findall("".join(path.read_text() for path in ROOT.glob("appsdk/**/*.py")))
+    assert found
+    for page, heading in found:
+        assert f"## {heading}\n" in (ROOT / page).read_text(), (page, heading)

@@ -14,6 +14,7 @@ import click
 import pytest
 
 from immortal.cli import main
+from immortal.cli.what_if_fleet import fleet
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 PAGES = (
@@ -64,6 +65,9 @@ def parsed(line: str) -> Iterator[str]:
         assert found is not None, f"{line}: there is no {name!r}"
         command = found
         yield name
+    if "--fleet" in arguments:
+        arguments.remove("--fleet")
+        command = fleet
     command.make_parser(click.Context(command)).parse_args(arguments)
 
 
