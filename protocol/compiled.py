@@ -7,9 +7,12 @@ the source runs. Of each set either all modules run compiled or none. ``IMMORTAL
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import stat
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
@@ -19,6 +22,8 @@ from types import ModuleType
 PURE_VARIABLE = "IMMORTAL_PURE_PYTHON"
 
 _ROOT = Path(__file__).parent.parent.parent  # above the package `immortal`
+STAMP = "sources"
+SETTLED_S = 10
 _THIS = Path("immortal", "protocol", "compiled.py")
 
 
@@ -72,12 +77,18 @@ class CompiledSet:
         """Compiled files of the set if they are to run; else empty."""
         if not is_wanted():
             return {}
+        stamp = _ROOT / self.folder / STAMP
         try:
-            paths = self.paths()
-            there = set(os.listdir(_ROOT / self.folder))
+            names = _stamped(stamp)
+            if names is None:
+                paths = self.paths()
+                if not all(path.exists() for path in paths.values()):
+                    return {}
+                names = {module: path.name for module, path in paths.items()}
+                _write_stamp(stamp, names, [_ROOT / _THIS, *map(_ROOT.joinpath, self.sources())])
         except OSError:  # without sources there is nothing to compare with
             return {}
-        return paths if all(path.name in there for path in paths.values()) else {}
+        return {module: stamp.with_name(name) for module, name in names.items()}
 
 
 class _Codec(CompiledSet):
@@ -169,6 +180,41 @@ def describe() -> str:
         ((how, why),) = ways
         return f"{how} {' and '.join(one.name for one in SETS)}{why}"
     return ", ".join(said)
+
+
+# To read and hash all sources takes a fifth of a command's start. So what they were is noted, as Python does for its
+# caches: their folders and files, each with time and size. A file that is new, or gone, changes its folder's time.
+
+
+def _stamped(path: Path) -> dict[str, str] | None:
+    """Return the names of compiled files by module if all files are there and the sources are those of the stamp."""
+    try:
+        modules, states = path.read_text("utf-8").split("\n\n")
+        if any(line != _state(line.partition(" ")[2]) for line in states.splitlines()):
+            return None
+        names = dict(line.split(" ") for line in modules.splitlines())
+        return names if set(names.values()) <= set(os.listdir(path.parent)) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _state(path: str) -> str:
+    """Return time and size of a file, or the time of a folder, and the path."""
+    found = os.stat(os.path.join(_ROOT, path))
+    return f"{found.st_mtime_ns}:{0 if stat.S_ISDIR(found.st_mode) else found.st_size} {path}"
+
+
+def _write_stamp(path: Path, names: Mapping[str, str], sources: Sequence[Path]) -> None:
+    """Write a stamp where that is allowed, unless a source has just changed: it may change again at the same time."""
+    paths = dict.fromkeys(str(one.relative_to(_ROOT)) for each in sources for one in (each.parent, each))
+    newest_s = max(os.stat(os.path.join(_ROOT, one)).st_mtime for one in paths)
+    if sys.dont_write_bytecode or time.time() - newest_s < SETTLED_S:
+        return
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    modules = (f"{module} {name}" for module, name in names.items())
+    with contextlib.suppress(OSError):
+        temporary.write_text("\n".join([*modules, "", *map(_state, paths)]), "utf-8")
+        temporary.replace(path)
 
 
 def source_hash(root: Path = _ROOT) -> str:

@@ -105,6 +105,38 @@ def test_a_changed_source_is_never_hidden_by_what_was_compiled_before(with_compi
 
 
 @needs_compiled
+def test_a_stamp_stands_for_the_sources_until_one_changes(with_compiled: Path, tmp_path: Path) -> None:
+    package = with_compiled / "immortal"
+    for path in (package, *package.rglob("*")):
+        os.utime(path, (1, 1))
+    program = "import immortal.coordinator.core; from immortal.protocol import compiled; print(compiled.describe())"
+
+    def described() -> str:
+        caches = str(tmp_path / "caches")
+        (said,) = run("-c", program, root=with_compiled, PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=caches)
+        return said
+
+    assert described() == "compiled codec and core"
+    stamps = [with_compiled / one.folder / compiled.STAMP for one in compiled.SETS]
+    assert all(stamp.exists() for stamp in stamps)
+    machine = package / "coordinator" / "core" / "machine.py"
+    kept = machine.read_bytes()
+    machine.write_bytes(kept.replace(b"# ", b"#-", 1))  # of the same size
+    assert described() == "compiled codec, pure Python core (the compiled one is of another source)"
+    machine.write_bytes(kept)
+    os.utime(machine, (1, 1))
+    assert described() == "compiled codec and core"
+    machine.with_name("another.py").touch()
+    assert "pure Python core" in described()
+    machine.with_name("another.py").unlink()
+    os.utime(machine.parent, (1, 1))
+    assert described() == "compiled codec and core"
+    for text in ("damaged", "immortal.protocol.varint nowhere.so\n\n"):
+        stamps[0].write_text(text)
+        assert described() == "compiled codec and core"
+
+
+@needs_compiled
 @pytest.mark.parametrize("one", compiled.SETS, ids=lambda one: one.name)
 def test_of_each_set_all_modules_run_compiled_or_none(with_compiled: Path, one: compiled.CompiledSet) -> None:
     list(one.paths(with_compiled).values())[-1].unlink()
