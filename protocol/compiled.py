@@ -23,7 +23,7 @@ PURE_VARIABLE = "IMMORTAL_PURE_PYTHON"
 
 _ROOT = Path(__file__).parent.parent.parent  # above the package `immortal`
 STAMP = "sources"
-SETTLED_S = 10
+SETTLED_S = 2
 _THIS = Path("immortal", "protocol", "compiled.py")
 
 
