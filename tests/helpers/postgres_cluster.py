@@ -198,7 +198,7 @@ class Cluster:
     def url(self, user: str = OWNER) -> str:
         """With all hosts."""
         places = ",".join(server.place for server in self.servers)
-        return f"postgresql://{user}@{places}/postgres"
+        return f"postgresql://{user}@{places}/postgres?sslmode=prefer"
 
     def _start(self, server: Server) -> None:
         others = [other for other in self.servers if other is not server]

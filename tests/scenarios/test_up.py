@@ -93,7 +93,7 @@ def test_one_that_fails_is_said(folder: Path) -> None:
     assert "failed: status 70" in immortal(folder, "status", "till")
     assert "RuntimeError: no till" in _logs(folder, "till")
     (folder / "shop.py").write_text(SHOP)
-    assert immortal(folder, "up") == "till ready\nshop ready\n"
+    assert immortal(folder, "up") == "till ready, started again: it was failed: status 70\nshop ready\n"
 
 
 def test_an_upgrade_holds(folder: Path) -> None:
