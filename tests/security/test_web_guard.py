@@ -26,6 +26,13 @@ READER = "only-looks-0123456789"
 FORMS = sorted(route.path for route in ROUTES if "POST" in (route.methods or ()))
 
 
+def filled_in(path: str) -> str:
+    """Return the path of a route with something that is there in each place."""
+    for name, value in {"name": "counter", "id": "000000000000", "action": "checkpoint", "verb": "cancel"}.items():
+        path = path.replace(f"{{{name}}}", value)
+    return path
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
     folder = tmp_path_factory.mktemp("web")
@@ -75,7 +82,7 @@ def test_a_cookie_is_of_the_address_that_made_it(server: WebServer) -> None:
 def test_a_cookie_lets_look_and_a_form_needs_the_token(server: WebServer, path: str) -> None:
     cookie = {"Cookie": cookie_of(server)}
     csrf = csrf_of(server.ask("/sql", headers=cookie)[1])
-    filled = path.replace("{name}", "counter").replace("{id}", "000000000000").replace("{action}", "checkpoint").replace("{verb}", "cancel")
+    filled = filled_in(path)
     form = f"csrf={csrf}&at=0:0&query=select+1&expression=1&text=x&new_app=a:B"
     for wrong in ("", "&token=", "&token=x", f"&token={server.token}x", f"&token=x&token={server.token}&token=x"):
         status, text, _ = server.ask(filled, "POST", form + wrong, cookie)
@@ -93,7 +100,7 @@ def test_a_readers_token_lets_look_and_no_more(server: WebServer, path: str) -> 
     assert (status, headers["location"]) == (303, "/")
     cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
     csrf = csrf_of(server.ask("/sql", headers=header)[1])
-    filled = path.replace("{name}", "counter").replace("{id}", "000000000000").replace("{action}", "checkpoint").replace("{verb}", "cancel")
+    filled = filled_in(path)
     form = f"csrf={csrf}&at=0:0&query=select+1&expression=1&text=x&new_app=a:B&token={READER}"
     for shown in (header, cookie, header | cookie):
         assert server.ask(filled, "POST", form, shown)[0] == 403
