@@ -52,6 +52,7 @@ create table if not exists parts (
 ) without rowid;
 create index if not exists by_number on parts (number) where number > 0;
 """
+_ADDED = ("ended_record", "ended_message")
 _COLUMNS = (
     "key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message, arguments, result,"
     " origin, ended_record, ended_message"
@@ -368,6 +369,10 @@ def open_to_write(path: Path) -> sqlite3.Connection:
         finally:
             made.unlink(missing_ok=True)
     database = sqlite3.connect(path, timeout=TIMEOUT_S, check_same_thread=False)
+    there = {name for _, name, *_ in database.execute("pragma table_info(executions)")}
+    for name in _ADDED if there else ():  # a list of before it had them
+        if name not in there:
+            database.execute(f"alter table executions add column {name} integer")
     database.executescript(_SCHEMA)
     return database
 
