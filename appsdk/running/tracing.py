@@ -396,7 +396,7 @@ class RunMatcher:
         return _Drawn(counterpart.number, counterpart.outcome)
 
     def number_own_from(self, first: int) -> None:
-        """What has no counterpart gets numbers from there on: calls that others answer need one of 0 or more."""
+        """Number from which calls without a counterpart count: calls that others answer need one of 0 or more."""
         self._own_numbers = count(first)
 
     def _own(self) -> _Drawn:

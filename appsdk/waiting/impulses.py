@@ -397,7 +397,7 @@ class WaitingEffects:
 
     @property
     def waiting(self) -> Mapping[int, Effect]:
-        """Those without a result yet, by number."""
+        """Effects without a result yet, by number."""
         return self._waiting
 
     def _run(self, effect: Effect, runner: EffectRunner) -> None:

@@ -27,7 +27,10 @@ Check = Callable[[Mapping[str, Any]], object]
 
 
 class Logs(Struct):
-    """What a what-if is about. ``code``: the class that made each log; ``changes``: what is tried in its place."""
+    """Logs and changes of a what-if.
+
+    ``code``: the class that made each log; ``changes``: what is tried in its place.
+    """
 
     sources: Mapping[str, RecordSource]
     code: Callable[[str], Definition]

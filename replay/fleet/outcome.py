@@ -29,7 +29,7 @@ VALUE_SIZE_MAX = 60  # characters
 
 
 class Calls(Struct):
-    """How many calls of one handler differ. ``handler``: as ``Till.sold``."""
+    """Counts of calls of one handler that differ. ``handler``: as ``Till.sold``."""
 
     to: str
     handler: str
@@ -96,7 +96,7 @@ class ClientAnswers(Struct):
 
 
 class Seeds(Struct):
-    """Of ``runs`` orders so many end in another way than the first, and so many break the check."""
+    """Result of ``runs`` orders: how many end in another way than the first, and how many break the check."""
 
     runs: int
     different: int = 0
@@ -112,10 +112,11 @@ class BrokenCheck(Struct):
 
 
 class FleetOutcome(Struct):
-    """What would be different. ``equal_services``: outside the cone, proved equal by comparison, and not run.
+    """Differences between the record and the run under other code.
 
-    ``effects``: those without a recorded result at their place, and what came for them. ``unanswered``: calls to
-    services without a log. ``broken_in_record``: the check did not hold in the record either.
+    ``equal_services``: outside the cone, proved equal by comparison, and not run. ``effects``: those without a recorded
+    result at their place, and what came for them. ``unanswered``: calls to services without a log.
+    ``broken_in_record``: the check did not hold in the record either.
     """
 
     is_different: bool
@@ -358,7 +359,7 @@ class _Words:
 
 
 def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
-    """What followed from what, calls of one kind with one cause together."""
+    """Build the tree of consequences, calls of one kind with one cause together."""
     nodes: dict[tuple[Any, ...], Consequence] = {}
     roots: list[Consequence] = []
     paths: list[tuple[Any, ...]] = []

@@ -70,7 +70,7 @@ class LoggedRecord(Struct, frozen=True):
         return self.trailer.time_ns
 
     def slots(self) -> list[Slot]:
-        """Its messages, in order; an initial message is never other than it was."""
+        """Messages of the record, in order; an initial message is never other than it was."""
         found = []
         contents = batches(record_of(self.value).content)
         for batch, content in zip(self.trailer.batches, contents, strict=True):
@@ -139,7 +139,7 @@ class Output(Struct, frozen=True):
 
 
 class Turn(Struct):
-    """What one record has made. ``stopped``: why the app handles nothing more; "": it does."""
+    """Output of one record. ``stopped``: why the app handles nothing more; "": it does."""
 
     outputs: list[Output] = field(default_factory=list)
     streams: list[Outputs | KeptImpulses] = field(default_factory=list)
@@ -289,7 +289,7 @@ class Player:
         return encode_call(_write_time, (time_ns, decided) if decided else (time_ns,))
 
     def waiting_effects(self) -> dict[int, Effect]:
-        """What its handlers have asked for, by number, without a result so far."""
+        """Effects that handlers have asked for, by number, without a result so far."""
         effects = self.tasks.effects
         return {number: effect for number, effect in effects.waiting.items() if isinstance(effect, Effect)}
 

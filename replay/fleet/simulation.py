@@ -123,7 +123,7 @@ class Service(Struct, eq=False):
 
     @property
     def is_there(self) -> bool:
-        """It has come to where the others are, behind its initial message: before that comes nothing new."""
+        """True if the service has come to where the others are, behind its initial message: nothing new is earlier."""
         record = self.next_record
         return self.reached >= 0 and (record is None or record.time_ns > self.joined_ns)
 
@@ -392,7 +392,7 @@ class Simulation:
         return sender if bisect_right(order, slot.position) > stream.settled else None
 
     def _taken(self, sender: Service, service: Service, place: Place) -> tuple[_Sent | None, list[_Sent]]:
-        """What is in the place, and what of the same stream goes before it."""
+        """Take the message for a place, and the messages that go before it in the same stream."""
         queue = self._streams[sender.name, service.name].queue
         if not any(one.slot == place for one in queue):
             return None, []
@@ -443,7 +443,7 @@ class Simulation:
             self._give_other(service, (next(self._others), 0), slots, time_ns, service.state_cause)
 
     def _deliver_due(self, sender: str, service: Service, time_ns: int) -> None:
-        """What is at the front of the stream and whose time has come."""
+        """Deliver the messages at the front of a stream whose time has come."""
         stream = self._streams[sender, service.name]
         if not service.is_there:
             return
@@ -451,7 +451,7 @@ class Simulation:
             self._deliver(sender, service, stream.queue.popleft(), time_ns)
 
     def _is_past_settled(self, sender: str, service: Service, stream: _Stream) -> bool:
-        """What was sent before the receiver joined has come, as it once did."""
+        """True if all messages that were sent before the receiver joined have come, as they once did."""
         if not stream.settled:
             return True
         order = self.services[sender].recorded.order[service.name]
@@ -459,7 +459,7 @@ class Simulation:
         return place is None or place[0] <= service.reached
 
     def _delay_ns(self, sender: Service, service: Service, stream: _Stream, time_ns: int) -> int:
-        """How long a message took in this stream then."""
+        """Return the delay of a new message: what one took in this stream then, in ns."""
         if stream.delays is None:
             stream.delays = []
             destination = ONESELF if sender is service else service.name
@@ -600,7 +600,7 @@ class Simulation:
         return same and once is not None and once == decoding.decode(was_number, type=int)
 
     def _leave(self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int) -> None:
-        """It may have its counterpart elsewhere."""
+        """Keep a message without a counterpart here: it may have one elsewhere."""
         message = old or new or b""
         for key in ((destination, message), self._execution(service, destination, message, old is None)):
             if key is not None:
