@@ -303,6 +303,8 @@ class ExecutionIndex:
             return self._database.execute(sql, values)
         except Error as error:
             hint = ": it takes too long; narrow it down, such as by a label" if str(error) == "interrupted" else ""
+            if "no such column" in str(error):
+                hint = ": an earlier version wrote it; the next start of the app goes on with it"
             raise ExecutionsError(f"the list of executions can't be read: {error}{hint}") from None
 
 

@@ -391,6 +391,8 @@ def test_a_list_of_before_goes_on(tmp_path: Path) -> None:
         database.execute("drop index by_failure")
         for column in ("ended_record", "ended_message"):
             database.execute(f"alter table executions drop column {column}")
+    with open_index(tmp_path, "shop") as index, pytest.raises(ExecutionsError, match="an earlier version wrote it"):
+        index.find(Query())
     writer = ExecutionWriter(path, 0, pytest.fail)
     writer.began(*_row(1, 5))
     writer.ended(1, "failed", "no", (), 7, (3, 1))
