@@ -22,7 +22,6 @@ from types import ModuleType
 PURE_VARIABLE = "IMMORTAL_PURE_PYTHON"
 
 _ROOT = Path(__file__).parent.parent.parent  # above the package `immortal`
-STAMP = "sources"
 SETTLED_S = 2
 _THIS = Path("immortal", "protocol", "compiled.py")
 
@@ -77,7 +76,7 @@ class CompiledSet:
         """Compiled files of the set if they are to run; else empty."""
         if not is_wanted():
             return {}
-        stamp = _ROOT / self.folder / STAMP
+        stamp = _ROOT / self.folder / stamp_name()
         try:
             names = _stamped(stamp)
             if names is None:
@@ -184,6 +183,11 @@ def describe() -> str:
 
 # To read and hash all sources takes a fifth of a command's start. So what they were is noted, as Python does for its
 # caches: their folders and files, each with time and size. A file that is new, or gone, changes its folder's time.
+
+
+def stamp_name() -> str:
+    """Name of a set's stamp. It names the Python: several may have compiled files in one folder."""
+    return f"sources{EXTENSION_SUFFIXES[0]}.txt"
 
 
 def _stamped(path: Path) -> dict[str, str] | None:

@@ -117,7 +117,7 @@ def test_a_stamp_stands_for_the_sources_until_one_changes(with_compiled: Path, t
         return said
 
     assert described() == "compiled codec and core"
-    stamps = [with_compiled / one.folder / compiled.STAMP for one in compiled.SETS]
+    stamps = [with_compiled / one.folder / compiled.stamp_name() for one in compiled.SETS]
     assert all(stamp.exists() for stamp in stamps)
     machine = package / "coordinator" / "core" / "machine.py"
     kept = machine.read_bytes()
