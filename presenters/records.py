@@ -223,10 +223,9 @@ def _execution_of(message: dict[str, Any], index: ExecutionIndex) -> int | None:
     """Return the key of the execution that an answer, a result of an effect or an order is for."""
     values = message.get("values", ())
     number = message.get("call_number") if message.get("kind") != "call" else None
-    if message.get("method_id") == EFFECT_METHOD_ID and values:
-        number = values[0]
-    if message.get("method_id") == ORDER_METHOD_ID and len(values) > 1:
-        return values[1] if isinstance(values[1], int) else None
+    place = {EFFECT_METHOD_ID: 6, ORDER_METHOD_ID: 1}.get(message.get("method_id", 0))
+    if place is not None and len(values) > place:
+        return values[place] if isinstance(values[place], int) else None
     return index.caller_of(number) if isinstance(number, int) else None
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 FILE_NAME = "executions.db"
 STATES = ("waiting", "ended", "failed", "cancelled", "terminated")
-EFFECT = "!"  # in place of whom a call went to
 INDEX_BITS = 22  # of the key of a 'def' handler's call: the message in its record
 TIMEOUT_S = 10.0
 PROGRESS_STEPS = 100_000  # of SQLite: some ms
@@ -205,14 +204,14 @@ class ExecutionIndex:
     def calls(self, key: int) -> list[tuple[int, int, str]]:
         """Return the calls that it has waited for: (step, number of the call, to whom; "": itself)."""
         sql = "select step, number, destination from parts where key = ? and number > 0 order by step"
-        return [(int(step), int(number), str(to)) for step, number, to in self._run(sql, [key]) if to != EFFECT]
+        return [(int(step), int(number), str(to)) for step, number, to in self._run(sql, [key])]
 
     def called_by(self, caller: str, number: int) -> list[Execution]:
         """Return what call ``number`` of ``caller`` has begun here."""
         return self._rows("from executions e where e.call_number = ? and e.caller = ?", [number, caller])
 
     def caller_of(self, number: int) -> int | None:
-        """Return the key of the execution that has made the call or effect ``number``."""
+        """Return the key of the execution that has made the call ``number``."""
         return self._value("select key from parts where number = ?", number)  # type: ignore[no-any-return]
 
     def begun_by(self, record: int, time_ns: int) -> dict[int, int]:

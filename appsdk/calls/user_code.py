@@ -313,7 +313,9 @@ def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True
     except decoding.DecodeError:
         return "(...)"
     parts = []
-    for one, name in zip_longest(values, islice(names, len(values)), fillvalue=""):
+    left = iter(names)
+    for one in values:
+        name = next(left, "")
         value = HIDDEN if is_secret(name) else _short(one)
         parts.append(f"{name}={value}" if named and name else value)
     return f"({', '.join(parts)})"

@@ -107,7 +107,7 @@ class ExecutionWriter:
         self._put(self._write_labels, number, labels)
 
     def called(self, number: int, step: int, call_number: int, destination: str) -> None:
-        """Note a call or an effect (to EFFECT) that the async handler ``number`` waits for."""
+        """Note a call that the async handler ``number`` waits for."""
         self._put(self._write_part, number, step, call_number, destination, 1)
 
     def tried(self, number: int, step: int, attempts: int) -> None:

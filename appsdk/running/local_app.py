@@ -16,16 +16,10 @@ from immortal.appsdk.effects.effect import EffectRunner
 from immortal.appsdk.errors import HandlerError, Refused, StateError, UpgradeError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.tracing import TracingDispatcher
+from immortal.appsdk.waiting.impulses import earlier
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import MessageType, encode_message
-
-
-def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
-    """Return the earlier of two times; None: never."""
-    if one_ns is None or other_ns is None:
-        return other_ns if one_ns is None else one_ns
-    return min(one_ns, other_ns)
 
 
 class ProcessDies(ControlFlowSignal):

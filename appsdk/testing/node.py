@@ -11,9 +11,10 @@ from typing import Literal, Protocol
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES
 from immortal.appsdk.calls.user_code import ControlFlowSignal
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.running.local_app import LocalApp, earlier
+from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.testing.effect_stubs import EffectStubs, StubEffectRunner
 from immortal.appsdk.testing.outside import OUTSIDERS, OutsideApp
+from immortal.appsdk.waiting.impulses import earlier
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.components import Components

@@ -41,7 +41,6 @@ from immortal.appsdk.waiting.operations import (
 )
 from immortal.protocol import decoding
 from immortal.protocol.client_frames import CLIENTS, Caller
-from immortal.protocol.executions import EFFECT
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.protocol.verdicts import MessageKey, Verdict
 
@@ -164,8 +163,6 @@ class Host:
         elif isinstance(operation, Effect):
             if not operation.task.is_silent:
                 self.context.multicasts.hold_effect(operation.number)
-                if self.executions is not None:
-                    self.executions.called(operation.task.number, operation.step, operation.number, EFFECT)
             self.effects.add(operation)
 
     def unregister(self, operation: Operation) -> None:

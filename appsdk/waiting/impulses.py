@@ -30,6 +30,13 @@ _UNUSED_COUNT_MIN = 64
 _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
+def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
+    """Return the earlier of two times; None: never."""
+    if one_ns is None or other_ns is None:
+        return other_ns if one_ns is None else one_ns
+    return min(one_ns, other_ns)
+
+
 class ToldTime(msgspec.Struct, array_like=True, frozen=True):
     """Time that the log brings, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
 
@@ -122,9 +129,10 @@ class Clock:
         """Return when there is something to do next; None: never. A schedule that has not begun is due at once."""
         while self._due and self._due[0][1] not in self._timers:
             heapq.heappop(self._due)
-        due = [self.schedules.get(handler.method_id, 0) for handler in self._scheduled]
-        due += [self._due[0][0]] if self._due else []
-        return min(due, default=None)
+        due_ns = self._due[0][0] if self._due else None
+        for handler in self._scheduled:
+            due_ns = earlier(due_ns, self.schedules.get(handler.method_id, 0))
+        return due_ns
 
     def describe(self) -> list[dict[str, object]]:
         """Each handler with a schedule, in plain values; ``due_ns`` None: it has not begun."""
@@ -196,8 +204,7 @@ class TimeImpulses:
         """Return when to call :meth:`tell`; None: not yet, or never."""
         if not self._is_primary or self._told_ns is not None:
             return None
-        due_ns, late_ns = self._clock.next_due_ns(), self._context.multicasts.due_ns
-        return due_ns if late_ns is None or (due_ns is not None and due_ns < late_ns) else late_ns
+        return earlier(self._clock.next_due_ns(), self._context.multicasts.due_ns)
 
     def start(self) -> None:
         """The app is primary: what it says comes back by the log."""
@@ -231,9 +238,9 @@ class TimeImpulses:
 
 # Effects that handlers wait for, and the results that the log brings.
 #
-# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value, words]:
-# ``what`` and ``detail`` are those of the journal, so that it is never taken for the result of another effect. Only
-# people read the words: which effect it was, with which arguments, and of which handler.
+# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value, words,
+# execution]: ``what`` and ``detail`` are those of the journal, so that it is never taken for the result of another
+# effect. Only people read the rest: which effect it was, with which arguments, and of which execution of a handler.
 
 
 WORDS_CHARACTERS_MAX = 200
@@ -243,7 +250,7 @@ _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType
 class EffectResult(msgspec.Struct, array_like=True, frozen=True):
     """Result of an effect that the log brings. ``value`` is encoded: the returned value, or the exception.
 
-    ``words``: ``unlock(bike=7) of Ride.ride(17)``; "" in a log of before.
+    ``words``: ``unlock(bike=7) of Ride.ride(17)``; ``execution``: its number. "" and 0 in a log of an earlier version.
     """
 
     number: int
@@ -252,6 +259,7 @@ class EffectResult(msgspec.Struct, array_like=True, frozen=True):
     raised: bool
     value: msgspec.Raw
     words: str = ""
+    execution: int = 0
 
 
 class Effect(Operation):
@@ -291,7 +299,7 @@ def words_of(effect: Effect) -> str:
 
 
 def _told(effect: Effect, words: str, raised: bool, value: bytes) -> tuple[Any, ...]:
-    return effect.number, effect.what, effect.detail, raised, msgspec.Raw(value), words
+    return effect.number, effect.what, effect.detail, raised, msgspec.Raw(value), words, effect.task.number
 
 
 def encode_result(effect: Effect, raised: bool, value: bytes) -> bytes:
