@@ -309,7 +309,7 @@ def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True
     if len(encoded) > DESCRIBED_SIZE_BYTES_MAX:
         return f"(... {len(encoded):,} bytes)"
     try:
-        values = decoding.decode_shown(encoded, type=list[Any])
+        values = decoding.decode_shown(encoded, type=list)
     except decoding.DecodeError:
         return "(...)"
     parts = []
