@@ -16,6 +16,7 @@ from immortal.coordinator.config.values import check_app
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import Time
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.protocol.decoding import decode_json
 from immortal.protocol.errors import ImmortalError
 
 DIFFERENT = 3  # the exit status
@@ -87,6 +88,12 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     help="How long the messages of a record may take; then a handler fails.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
+@click.option(
+    "--bisect",
+    "git_range",
+    metavar="A..B",
+    help="Find the first commit of that range of this git repository whose code makes a difference, or breaks --check.",
+)
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -103,6 +110,7 @@ def fleet(
     check: str | None,
     handler_limit: float,
     seeds: int,
+    git_range: str | None,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -112,6 +120,8 @@ def fleet(
     ones; nothing is sent, and logs are only read. The exit status is 0 if nothing would be different, 3 if something
     would, 1 if it could not be tried.
     """
+    if git_range is not None:
+        sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
     if os.environ.get(_HASH_SEED) != "0":  # the order of sets is that of the apps; and what ends the process is told
         sys.exit(_in_child(ctx))
     from immortal.replay.fleet.opening import load_function, what_if
@@ -149,10 +159,60 @@ def fleet(
     sys.exit(DIFFERENT if outcome.is_different else 0)
 
 
-def _in_child(ctx: click.Context) -> int:
+def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
+    from immortal.replay.errors import ReplayError
+    from immortal.replay.fleet.bisect import Commit, bisect
+    from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+
+    arguments = _without(ctx.meta["arguments"], ("--bisect", "--code"), ("--json",))
+
+    def trial(folder: Path) -> tuple[bool, FleetOutcome]:
+        done = _run_child(ctx, [*arguments, "--code", str(folder), "--json"])
+        if done.returncode not in (0, DIFFERENT):
+            said = done.stderr.decode("utf-8", "replace").strip().removeprefix("Error: ")
+            raise ReplayError(said or f"its process ended with status {done.returncode}")
+        outcome = decode_json(done.stdout, type=FleetOutcome)
+        return outcome.broken is not None if is_of_check else outcome.is_different, outcome
+
+    def tell(commit: Commit) -> None:
+        echo(f"{commit}: {commit.found}{f' ({commit.problem.splitlines()[0]})' if commit.problem else ''}", err=True)
+
+    found = bisect(code, git_range, trial, tell)
+    what = "breaks the check" if is_of_check else "makes a difference"
+    if as_json:
+        echo_json(msgspec.to_builtins(found))
+    elif found.first is None or found.outcome is None:
+        echo(f"none of {found.commits:,} commits {what}")
+    else:
+        echo(f"the first of {found.commits:,} commits that {what}: {found.first}")
+        echo(f"by {found.first.author}, {found.first.date}")
+        for commit in found.unknown:
+            echo(f"or {commit}, which can't be tried")
+        echo("")
+        for line in outcome_lines(found.outcome):
+            echo(line)
+    return 0 if found.first is None else DIFFERENT
+
+
+def _without(arguments: list[str], options: tuple[str, ...], flags: tuple[str, ...]) -> list[str]:
+    """Return ``arguments`` without these options, their values, and these flags."""
+    kept, left = [], iter(arguments)
+    for one in left:
+        if one in options:
+            next(left, None)
+        elif one not in flags and one.partition("=")[0] not in options:
+            kept.append(one)
+    return kept
+
+
+def _run_child(ctx: click.Context, arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
     home = str(ctx.find_root().params["home"])
-    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *ctx.meta["arguments"]]
-    done = subprocess.run(command, env={**os.environ, _HASH_SEED: "0"}, capture_output=True, check=False)
+    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
+    return subprocess.run(command, env={**os.environ, _HASH_SEED: "0"}, capture_output=True, check=False)
+
+
+def _in_child(ctx: click.Context) -> int:
+    done = _run_child(ctx, ctx.meta["arguments"])
     for output, is_error in ((done.stdout, False), (done.stderr, True)):
         for line in output.decode("utf-8", "replace").splitlines():
             echo(line, err=is_error)

@@ -2,6 +2,7 @@
 
 from immortal.appsdk.testing import *  # noqa: F403
 from immortal.appsdk.testing import __all__ as _names
+from immortal.replay.fleet.opening import assert_fleet_unchanged as assert_fleet_unchanged
 from immortal.replay.fleet.opening import what_if as what_if
 
-__all__ = [*_names, "what_if"]
+__all__ = [*_names, "assert_fleet_unchanged", "what_if"]

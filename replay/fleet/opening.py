@@ -24,7 +24,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import code_environment, own_code_at_end
 from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
-from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
+from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines, what_if_fleet
 from immortal.replay.fleet.player import first_checkpoint
 
 
@@ -84,6 +84,35 @@ def what_if(
         outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
         outcome.notes += notes
         return outcome
+
+
+def assert_fleet_unchanged(
+    home: Path | str,
+    changes: Mapping[str, type[Immortal] | str] | None = None,
+    *,
+    at_least: int = 1,
+    **options: Any,
+) -> FleetOutcome:
+    """Assert that today's code does with the logs of a fleet what was done then; return the outcome.
+
+    ``changes``: as for :func:`what_if`; None: the app of each service, as its settings name it. ``options``: the others
+    of :func:`what_if`. Raises AssertionError with the differences, or where fewer than ``at_least`` messages were
+    compared, and as :func:`what_if`.
+    """
+    __tracebackhide__ = True
+    if changes is None:
+        registry = Registry(Path(home))
+        loaded = {name: registry.load(name) for name in registry.names()}
+        changes = {name: one.app for name, one in loaded.items() if one.app is not None and log_exists(one.log)}
+    if not changes:
+        raise ReplayError(f"{str(home)!r} has no service with a log and an app: a registry folder was expected")
+    outcome = what_if(home, changes, **options)
+    if outcome.is_different:
+        raise AssertionError("\n".join(("the fleet would do other things", *outcome_lines(outcome))))
+    compared = sum(one.messages for one in outcome.services)
+    if compared < at_least:
+        raise AssertionError(f"only {compared:,} messages were compared, and at least {at_least:,} were expected")
+    return outcome
 
 
 def _recorded_class(settings: InstanceSettings, reader: LogReader, route: Any) -> Definition:

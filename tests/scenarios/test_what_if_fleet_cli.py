@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from immortal.cli import main
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader
+from immortal.replay.errors import ReplayError
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SHOP = """
@@ -230,3 +232,101 @@ def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
 def test_wrong_options_are_said(folder: Path) -> None:
     assert "such as shop=shop_v2:Shop" in what_if(folder, "--change", "shop", status=2)
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
+
+
+# --- which commit --------------------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> str:
+    own = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", str(folder), *own, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def commits(folder: Path, *changes: tuple[str, str]) -> list[str]:
+    """A repository in ``folder``/code with the app, and a commit for each change of its text, which stays."""
+    name = (Registry(folder / "home").load("shop").app or "").partition(":")[0]
+    (folder / "code" / "src").mkdir(parents=True)
+    git(folder / "code", "init", "--quiet")
+    source, made = SHOP, []
+    for number, change in enumerate([("", ""), *changes]):
+        source = source.replace(*change) if change[0] else source + f"\n# {number}\n"
+        (folder / "code" / "src" / f"{name}.py").write_text(source)
+        git(folder / "code", "add", ".")
+        git(folder / "code", "commit", "--quiet", "-m", f"Change {number}")
+        made.append(git(folder / "code", "rev-parse", "HEAD").strip())
+    return made
+
+
+NO_CHANGE = "", ""
+MISTAKE = "def note(self, total: int)", "def note(self, total: int"
+
+
+def test_bisect_finds_the_first_commit_that_makes_a_difference(folder: Path) -> None:
+    made = commits(folder, NO_CHANGE, NO_CHANGE, TWICE, NO_CHANGE, NO_CHANGE)
+    app = f"shop={Registry(folder / 'home').load('shop').app}"
+    told = "--change", app, "--code", "code/src", "--bisect"
+    found = values(folder, *told, f"{made[0]}..{made[-1]}")
+    assert (found["first"]["id"], found["first"]["author"], found["commits"]) == (made[3], "Ada", 5)
+    assert state_of(found["outcome"], "till") == {"sold['tea']": (15, 20)}
+    assert len(found["tried"]) <= 5
+    text = what_if(folder, *told, f"{made[0]}..{made[-1]}", status=3)
+    assert text.startswith(f"the first of 5 commits that makes a difference: {made[3][:10]} Change 3\nby Ada, ")
+    assert "sold['tea']: was 15; would be 20" in text
+    assert what_if(folder, *told, f"{made[0]}..{made[2]}", status=0) == "none of 2 commits makes a difference\n"
+    assert f"{made[4][:10]} Change 4, before the range, is different" in what_if(
+        folder, *told, f"{made[4]}..{made[5]}", status=1
+    )
+    assert git(folder / "code", "worktree", "list").count("\n") == 1
+
+
+def test_bisect_names_commits_that_can_not_be_tried(folder: Path) -> None:
+    made = commits(folder, NO_CHANGE, MISTAKE, TWICE, MISTAKE[::-1], NO_CHANGE)
+    app = f"shop={Registry(folder / 'home').load('shop').app}"
+    found = values(folder, "--change", app, "--code=code/src", f"--bisect={made[0]}..{made[-1]}")
+    assert found["first"]["id"] == made[4]
+    assert [one["id"] for one in found["unknown"]] == made[2:4]
+    assert all("can't be imported" in one["problem"] for one in found["unknown"])
+
+
+def test_bisect_finds_the_commit_that_breaks_a_check(folder: Path) -> None:
+    free = "self.left[item] -= count", "self.left[item] -= count // 4"
+    made = commits(folder, free, TWICE, NO_CHANGE)
+    (folder / "checks.py").write_text("def few(fleet):\n    return fleet['till'].sold.get('tea', 0) <= 25\n")
+    names = [f"{one}={Registry(folder / 'home').load(one).app}" for one in ("shop", "stock")]
+    told = "--change", names[0], "--change", names[1], "--code", "code/src", "--check", "checks:few"
+    found = values(folder, *told, "--bisect", f"{made[0]}..{made[3]}")
+    assert found["first"]["id"] == made[2]
+    assert found["outcome"]["broken"] is not None
+
+
+@pytest.mark.parametrize(
+    ("git_range", "said"),
+    [
+        ("main", "a range of commits was expected, such as v1.0..HEAD"),
+        ("nowhere..HEAD", "git rev-parse failed: fatal: "),
+        ("HEAD..HEAD", "there is no commit in it"),
+    ],
+)
+def test_a_range_that_is_none_is_said(folder: Path, git_range: str, said: str) -> None:
+    commits(folder)
+    told = "--change", f"shop={variant(folder)}", "--code", "code"
+    assert said in what_if(folder, *told, "--bisect", git_range, status=1)
+    assert "git rev-parse failed" in what_if(
+        folder, "--change", f"shop={variant(folder)}", "--bisect", "a..b", status=1
+    )
+
+
+# --- as a test ------------------------------------------------------------------------------------------------------
+
+
+def test_a_fleet_is_asserted_to_be_unchanged(folder: Path) -> None:
+    with contextlib.chdir(folder):
+        outcome = testing.assert_fleet_unchanged("home", at_least=20)
+        assert {one.name for one in outcome.services} == {"shop", "stock", "till"}
+        with pytest.raises(AssertionError, match=r"sold\['tea'\]: was 15; would be 20"):
+            testing.assert_fleet_unchanged("home", {"shop": variant(folder, *TWICE)})
+        with pytest.raises(AssertionError, match="messages were compared, and at least 1,000 were expected"):
+            testing.assert_fleet_unchanged("home", at_least=1000)
+        with pytest.raises(ReplayError, match="a registry folder was expected"):
+            testing.assert_fleet_unchanged("elsewhere")

@@ -1,0 +1,124 @@
+"""Finds the first commit of a git range whose code gives a fleet another outcome."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from immortal.replay.errors import ReplayError
+from immortal.replay.fleet.outcome import FleetOutcome
+
+
+class Commit(Struct):
+    """A commit. ``date``: of its author, as ISO 8601. ``found``: "same", "different" or "can't be tried"."""
+
+    id: str
+    subject: str
+    author: str
+    date: str
+    found: str = ""
+    problem: str = ""  # why it can't be tried
+
+    def __str__(self) -> str:
+        return f"{self.id[:10]} {self.subject}"
+
+
+class Bisection(Struct):
+    """``first``: the first commit with another outcome, or None. ``outcome``: its what-if.
+
+    ``unknown``: the commits right before it that can't be tried: it may be one of those. ``tried``: in that order.
+    """
+
+    commits: int
+    first: Commit | None
+    outcome: FleetOutcome | None
+    unknown: list[Commit]
+    tried: list[Commit]
+
+
+Trial = Callable[[Path], tuple[bool, FleetOutcome]]
+"""Tries the code of a folder: (whether it is different, the outcome). Raises ReplayError if it can't be tried."""
+
+
+def bisect(repository: Path, git_range: str, trial: Trial, tell: Callable[[Commit], None]) -> Bisection:
+    """Find the first commit of ``git_range`` ("A..B", first parents only) that ``trial`` calls different.
+
+    As ``git bisect`` it takes for granted that commits behind it are different, too. ``trial`` gets the folder of a
+    commit that stands for ``repository``, which may be a folder below the repository's. ``tell`` is told what came of
+    each. Raises ReplayError for a range that is none, and where A is different or can't be tried.
+    """
+    top = Path(_git(repository, "rev-parse", "--show-toplevel").strip())
+    base, dots, end = git_range.partition("..")
+    if not dots or not base or end.startswith("."):
+        raise ReplayError(f"{git_range!r}: a range of commits was expected, such as v1.0..HEAD")
+    commits = [_commit(repository, _git(repository, "rev-parse", "--verify", f"{base}^{{commit}}").strip())]
+    ids = _git(repository, "rev-list", "--reverse", "--first-parent", git_range).split()
+    commits += [_commit(repository, one) for one in ids]
+    if not ids:
+        raise ReplayError(f"{git_range!r}: there is no commit in it")
+    tried: list[Commit] = []
+    outcomes: dict[str, FleetOutcome] = {}
+
+    def found(commit: Commit) -> str:
+        with _files_of(top, commit.id) as folder:
+            try:
+                is_different, outcomes[commit.id] = trial(folder / repository.resolve().relative_to(top.resolve()))
+                commit.found = "different" if is_different else "same"
+            except ReplayError as error:
+                commit.found, commit.problem = "can't be tried", str(error)
+        tried.append(commit)
+        tell(commit)
+        return commit.found
+
+    if found(commits[0]) != "same":
+        raise ReplayError(f"{commits[0]}, before the range, is {_why(commits[0])}: begin with an earlier commit")
+    low, high = 0, len(commits) - 1  # "same" at low, "different" at high
+    if found(commits[high]) == "same":
+        return Bisection(len(ids), None, None, [], tried)
+    if commits[high].problem:
+        raise ReplayError(f"{commits[high]}, the last of the range, is {_why(commits[high])}")
+    while left := [index for index in range(low + 1, high) if not commits[index].found]:
+        middle = min(left, key=lambda index: abs(2 * index - low - high))
+        match found(commits[middle]):
+            case "same":
+                low = middle
+            case "different":
+                high = middle
+    first = commits[high]
+    return Bisection(len(ids), first, outcomes[first.id], commits[low + 1 : high], tried)
+
+
+def _why(commit: Commit) -> str:
+    return f"one that {commit.found}: {commit.problem}" if commit.problem else commit.found
+
+
+def _commit(repository: Path, name: str) -> Commit:
+    fields = _git(repository, "show", "--no-patch", "--format=%H%x00%s%x00%an%x00%aI", name).strip().split("\0")
+    return Commit(*fields)
+
+
+@contextmanager
+def _files_of(top: Path, commit: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="immortal-bisect-") as folder:
+        files = Path(folder, "files")
+        _git(top, "worktree", "add", "--quiet", "--detach", str(files), commit)
+        try:
+            yield files
+        finally:
+            _git(top, "worktree", "remove", "--force", str(files))
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ReplayError("git is not installed: a range of commits needs it") from None
+    if done.returncode:
+        raise ReplayError(f"git {arguments[0]} failed: {done.stderr.strip()}")
+    return done.stdout
