@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from immortal.appsdk import *
+    from immortal.appsdk.api import *
     from immortal.appsdk.functions import (
         at,
         continue_as,
@@ -52,10 +52,9 @@ else:
         """Load a public name from the SDK. Raises AttributeError for any other name."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from immortal import appsdk
-        from immortal.appsdk import functions
+        from immortal.appsdk import api, functions
 
-        globals()[name] = value = getattr(functions if name in functions.NAMES else appsdk, name)
+        globals()[name] = value = getattr(functions if name in functions.NAMES else api, name)
         return value
 
 

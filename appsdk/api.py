@@ -1,0 +1,44 @@
+"""The names of services that :mod:`immortal` offers, beside the functions for handlers. `docs/how-to/sdk.md`."""
+
+from immortal.appsdk import errors
+from immortal.appsdk.dispatch.lifecycle import upgrades
+from immortal.appsdk.effects.effect import EffectContext, Retry, effect_context
+from immortal.appsdk.errors import CallCancelled, CalleeFailed, CallRefused, Cancelled, EffectFailed
+from immortal.appsdk.handlers.decorators import cron, every, impulse, initial, on_primary, query, rpc
+from immortal.appsdk.handlers.proxy import Impulses, peer
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.nodes.node import Node
+from immortal.appsdk.running.runner import run
+from immortal.appsdk.state.schema import Transient
+from immortal.appsdk.types.handles import Handle
+from immortal.appsdk.types.registry import register_type
+from immortal.appsdk.waiting.loop import Winner
+
+__all__ = [
+    "CallCancelled",
+    "CallRefused",
+    "CalleeFailed",
+    "Cancelled",
+    "EffectContext",
+    "EffectFailed",
+    "Handle",
+    "Immortal",
+    "Impulses",
+    "Node",
+    "Retry",
+    "Transient",
+    "Winner",
+    "cron",
+    "effect_context",
+    "errors",
+    "every",
+    "impulse",
+    "initial",
+    "on_primary",
+    "peer",
+    "query",
+    "register_type",
+    "rpc",
+    "run",
+    "upgrades",
+]
