@@ -25,11 +25,12 @@ from pyspark.sql.types import StructType
 
 from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
 from immortal.coordinator.log import RowLogStore, create_log, log_exists, verify_value
+from immortal.coordinator.log.backends.lmdb.files import sync_folder
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.record_decoder import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.paths import folder_of, paths_of
-from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.schema import RAW
 from immortal.pipeline.source import number
 from immortal.protocol import decoding
 from immortal.protocol.batch import encode_batch
@@ -118,7 +119,7 @@ class Writer(DataSourceArrowWriter):
                 self._make_log(instance, committer_ids, rows)
             make_folder(self._folder.parent)
             os.rename(self._staging / "log", self._folder)
-            _sync_folder(self._folder.parent)
+            sync_folder(self._folder.parent)
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
 
@@ -153,22 +154,13 @@ class Writer(DataSourceArrowWriter):
             store.close()
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make durable which names it holds."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _table_of(schema: StructType) -> str:
-    for table, needed in (("raw", SCHEMAS["raw"].names), ("messages", _MESSAGE_COLUMNS)):
+    for table, needed in (("raw", RAW.names), ("messages", _MESSAGE_COLUMNS)):
         if set(needed) <= set(schema.names):
             return table
     raise SourceError(
         f"rows with the columns {', '.join(schema.names)} make no log: those of the table raw"
-        f" ({', '.join(SCHEMAS['raw'].names)}) or messages ({', '.join(_MESSAGE_COLUMNS)}) were expected"
+        f" ({', '.join(RAW.names)}) or messages ({', '.join(_MESSAGE_COLUMNS)}) were expected"
     )
 
 

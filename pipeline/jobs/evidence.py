@@ -20,9 +20,7 @@ from immortal.coordinator.core.interfaces import IMPULSES
 from immortal.coordinator.log import verify_value
 from immortal.pipeline.decode import (
     PADDING,
-    Batches,
     Longs,
-    Marks,
     Values,
     batch_ranges,
     binaries,
@@ -30,6 +28,7 @@ from immortal.pipeline.decode import (
     decode_messages,
     decode_names,
     decode_trailers,
+    of_usual,
     ordinals,
     verify_checks,
 )
@@ -62,10 +61,6 @@ EVIDENCE = pa.schema(
         ("payload", pa.binary()),
         ("reason", pa.string()),
     ]
-)
-EVIDENCE_SPARK = (
-    "sender string, receiver string, what int, sequence_id long, batch int, time_ns long, position long, items int,"
-    " impulses int, sent_ns long, checksum long, payload binary, reason string"
 )
 
 
@@ -142,7 +137,7 @@ def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iter
 
     usual = headers.usual
     keep = usual[batches.record]
-    kept = Batches(*(getattr(batches, name)[keep] for name in Batches.__dataclass_fields__))
+    kept = of_usual(batches, usual)
     senders = pa.array([name or instance for name in batch_names] + [IMPULSES], pa.string())
     sender = np.where(kept.kind == BatchKind.IMPULSES, len(batch_names), batch_name.to_numpy()[keep])
     yield _columns(
@@ -160,7 +155,7 @@ def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iter
         payload=binaries(values.raw, start[keep], end[keep]),
     )
     keep = usual[marks.record]
-    kept_marks = Marks(*(getattr(marks, name)[keep] for name in Marks.__dataclass_fields__))
+    kept_marks = of_usual(marks, usual)
     destinations = pa.array([name or instance for name in mark_names], pa.string())
     yield _columns(
         len(kept_marks.record),

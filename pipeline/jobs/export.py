@@ -41,8 +41,8 @@ from immortal.pipeline.jobs.sources import (
     write_atomically,
 )
 from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
-from immortal.pipeline.schema import SCHEMAS
-from immortal.pipeline.source import PARTITION_SIZE_BYTES, Options, RangeReader, split
+from immortal.pipeline.schema import OUTPUTS
+from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, split
 from immortal.protocol.checksum import crc64
 from immortal.protocol.files import FILE_MODE, make_folder, restrict_mode
 
@@ -341,7 +341,7 @@ def _raw(values: Values, wanted: LogRange) -> pa.RecordBatch:
 
 def _outputs(values: Values, wanted: LogRange) -> Iterator[pa.RecordBatch]:
     names = {"instance": "sender", "destination": "receiver"}
-    columns = [*SCHEMAS["outputs"].names, "time_ns"]
+    columns = [*OUTPUTS.names, "time_ns"]
     for batch in evidence_of_values(values, wanted.instance, wanted.committer_id):
         marks = batch.filter(pc.equal(batch["what"], MARK))
         if marks.num_rows:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from immortal.pipeline.errors import PipelineError
 from immortal.pipeline.jobs.sources import log_states, rows_of
@@ -40,7 +41,6 @@ _RESULT = pa.schema(
         ("duration_s", pa.float64()),
     ]
 )
-_RESULT_SPARK = "instance string, status int, output string, error string, duration_s double"
 
 
 class WhatIfError(PipelineError):
@@ -107,7 +107,7 @@ def what_if(
         timeout_s=timeout_s,
     )
     frame = spark.createDataFrame(list(apps.items()), "instance string, app string").repartition(len(apps))
-    rows = rows_of(frame.mapInArrow(run, _RESULT_SPARK).toArrow().to_batches())
+    rows = rows_of(frame.mapInArrow(run, from_arrow_schema(_RESULT)).toArrow().to_batches())
     return summarize(
         InstanceResult(
             instance, apps[instance], status, duration_s, decoding.load_json(output) if output else None, error
