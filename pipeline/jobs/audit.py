@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from immortal.pipeline.jobs.audit_report import AuditReport, LogReport
-from immortal.pipeline.jobs.audit_verdict import Result, judge
+from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, Result, judge
 from immortal.pipeline.jobs.evidence import LOG, MARK, Row
 from immortal.pipeline.jobs.ordering import ordered_results
 from immortal.pipeline.jobs.sources import Fleet, rows_of

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from immortal.appsdk.ordering.messages import Proposed
 from immortal.appsdk.ordering.multicasts import decode_executed, decode_ordering_message, decode_propose
 from immortal.appsdk.ordering.send_queue import RUNS_IN_FLIGHT_MAX
-from immortal.pipeline.jobs.audit_report import Violation
 from immortal.pipeline.jobs.evidence import Row
+from immortal.pipeline.jobs.stream_audit import Violation
 from immortal.protocol import decoding
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_messages

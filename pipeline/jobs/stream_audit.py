@@ -106,6 +106,19 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that must not be. ``first`` and ``last`` are positions in the stream (damage: records of the log)."""
+
+    kind: str
+    sender: str
+    receiver: str
+    first: int
+    last: int
+    record: int  # of the receiver's log, -1 where it shows in none
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """The receiver's ``record`` holds a message that was made behind the sender's record ``sender_record``."""
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from immortal.pipeline.jobs.audit_report import AuditReport, LogReport, StreamReport, Violation
+from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, StreamReport
 from immortal.pipeline.jobs.export import ExportReport, InstanceExport
 from immortal.pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats, bin_size_ns
+from immortal.pipeline.jobs.stream_audit import Violation
 from immortal.pipeline.jobs.trace import Node, Trace
 from immortal.pipeline.jobs.verify import Problem, VerifyReport
 from immortal.pipeline.jobs.what_if import InstanceResult, summarize
-from immortal.pipeline.report.charts import bars, matrix, over_time
-from immortal.pipeline.report.pages import duration_text, stats_page, trace_svg
+from immortal.pipeline.report.pages import bars, duration_text, matrix, over_time, stats_page, trace_svg
 from immortal.pipeline.report.text import audit_lines, export_lines, stats_lines, verify_lines, what_if_lines
 
 NAMES = ["<script>alert(1)</script>", "b&b", *(f"service-{number:02}" for number in range(30))]
