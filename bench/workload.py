@@ -52,8 +52,8 @@ def argument(number: int, size_bytes: int) -> bytes:
     return number.to_bytes(NUMBER_SIZE_BYTES, "little").ljust(size_bytes, b"\0")
 
 
-def encode_run(run: Run) -> str:
-    return json.dumps(asdict(run)) + "\n"
+def encode_run(run: Run | Task) -> str:
+    return json.dumps(asdict(run))
 
 
 def read_runs(source: TextIO) -> Iterator[Run]:
@@ -95,10 +95,6 @@ class Task:
     case: Case
     rounds: int
     size_bytes: int
-
-
-def encode_task(task: Task) -> str:
-    return json.dumps(asdict(task)) + "\n"
 
 
 def read_tasks(source: TextIO) -> Iterator[Task]:

@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from immortal.bench.machine import append_latencies, append_rate
-from immortal.bench.processes import BenchError, start_module
+from immortal.bench.processes import BenchError, append_latencies, append_rate, start_module
 from immortal.bench.workload import percentile
 
 DISK_SECONDS = 0.5

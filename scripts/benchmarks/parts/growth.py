@@ -10,9 +10,8 @@ from subprocess import Popen
 from typing import Any
 
 from immortal.bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
-from immortal.bench.machine import MIB, memory_of
 from immortal.bench.one_way import Load, immortal_streams
-from immortal.bench.processes import BenchError, Service, register
+from immortal.bench.processes import MIB, BenchError, Service, memory_of, register
 from immortal.coordinator.operator import control
 from scripts.benchmarks.comparisons import calls_by, calls_for
 from scripts.benchmarks.context import Context

@@ -18,8 +18,7 @@ from pathlib import Path
 import zmq
 
 from immortal.bench.apps import Callee
-from immortal.bench.machine import processor_s
-from immortal.bench.processes import BenchError
+from immortal.bench.processes import BenchError, processor_s
 from immortal.coordinator.service.process import die_with_parent
 from immortal.patterns.pirate import Request, Server, connect, connect_instances
 from scripts.benchmarks.context import Context, start_service

@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from immortal.bench.machine import MIB, memory_of
-from immortal.bench.processes import register
+from immortal.bench.processes import MIB, memory_of, register
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
 
