@@ -12,7 +12,7 @@ import time
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 from immortal.bench.apps import CALLS_PER_JOURNAL, say_measured, stopwatch
-from immortal.bench.workload import BATCH_CALLS, Case, argument, read_tasks
+from immortal.bench.workload import BATCH_CALLS, Case, Run, argument, make_calls, read_tasks
 from immortal.client import connect
 
 
@@ -111,18 +111,11 @@ def serve() -> None:
 
 def call() -> None:
     """Call as an outside client."""
-    latencies_ns, clock_ns = stopwatch.latencies_ns, stopwatch.clock_ns
     with connect(Callee, "callee") as callee:
         for task in read_tasks(sys.stdin):
-            latencies_ns.clear()
+            stopwatch.latencies_ns.clear()
             begun = time.perf_counter()
-            for number in range(task.rounds):
-                data = argument(number, task.size_bytes)
-                begun_ns = clock_ns()
-                answer = callee.echo(data)
-                latencies_ns.append(clock_ns() - begun_ns)
-                if answer != data:
-                    raise ValueError(f"call {number} got the answer {answer[:16]!r}")
+            make_calls(callee.echo, Run(1, task.rounds, task.size_bytes), 0, stopwatch.latencies_ns)
             say_measured(begun)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from statistics import median
 
 import immortal
-from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
 from immortal.bench.apps import Caller, course, say
-from scripts.benchmarks.rivals.steps import STEPS, step
+from scripts.benchmarks.rivals import STEPS, step
 
 HOLD_AT_ONCE = 500
 
@@ -234,3 +235,67 @@ class Fan(Immortal):
         """Return the median latency of awaited calls since the last question, in µs."""
         latencies_ns, _stopwatch.latencies_ns = _stopwatch.latencies_ns, []
         return median(latencies_ns or [0]) / 1000
+
+
+# An instance that moves, and one that calls it all the time: for failover.py.
+
+
+PIECE_SIZE_BYTES = 1 << 20
+
+
+class _Kept(Immortal):
+    """Has a state of some size, and counts."""
+
+    count: int
+    ballast: list[bytes]
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ballast = []
+
+    @rpc
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Keeper(_Kept, formerly=("FormerKeeper",)):
+    @rpc
+    def grow(self, mib: int) -> None:
+        first = len(self.ballast)
+        self.ballast += [bytes([number % 251]) * PIECE_SIZE_BYTES for number in range(first, first + mib)]
+
+
+@upgrades(Keeper)
+class NextKeeper(_Kept):
+    """Version 2."""
+
+    @classmethod
+    def upgrade(cls, old: Keeper) -> NextKeeper:
+        new = cls()
+        new.count, new.ballast = old.count, old.ballast
+        return new
+
+
+@upgrades(NextKeeper)
+class FormerKeeper(_Kept, version=1):
+    """Version 1 again."""
+
+    @classmethod
+    def upgrade(cls, old: NextKeeper) -> FormerKeeper:
+        new = cls()
+        new.count, new.ballast = old.count, old.ballast
+        return new
+
+
+class Asker(Immortal):
+    """Calls one after the other, and writes down when each answer came: where ANSWERS says, and not in its state."""
+
+    keeper = peer(Keeper, "keeper")
+
+    @rpc
+    async def ask(self) -> None:
+        answers = os.open(os.environ["ANSWERS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        while True:
+            await self.keeper.add()
+            os.write(answers, b"%d\n" % time.monotonic_ns())

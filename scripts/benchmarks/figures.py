@@ -77,6 +77,11 @@ class Figure:
         return cls(**{**data, "targets": [Target(**target) for target in data["targets"]]})
 
 
+def figures_of(part: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a part, as the file of a run has it."""
+    return [Figure.from_json(data) for data in part["figures"]]
+
+
 def median(values: list[float]) -> float:
     return statistics.median(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.figures import Figure, Target
+from scripts.benchmarks.parts import PARTS
 from scripts.benchmarks.report import write_report
 from scripts.benchmarks.rivals.servers import postgres_programs
-from scripts.benchmarks.run import PARTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,9 +110,19 @@ def test_called_wrongly(arguments: list[str], words: str) -> None:
     assert words in " ".join(bench(*arguments, status=2).replace("│", " ").split())
 
 
-def test_each_part_is_a_module() -> None:
-    modules = {path.stem for path in (ROOT / "scripts/benchmarks/parts").glob("*.py")} - {"__init__"}
-    assert modules == set(PARTS)
+def test_each_part_is_a_function() -> None:
+    found = {}
+    for path in (ROOT / "scripts/benchmarks/parts").glob("[!_]*.py"):
+        module = importlib.import_module(f"scripts.benchmarks.parts.{path.stem}")
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and getattr(value, "__annotations__", None) == {
+                "context": "Context",
+                "return": "list[Figure]",
+            }:
+                found[name] = path.stem
+    assert {name: module for name, module in found.items() if not name.startswith("_")} == {
+        name: module for name, (module, _) in PARTS.items()
+    }
 
 
 def test_targets() -> None:
