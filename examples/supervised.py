@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 STOP_S = 60.0
+KEEP_ALL = ("--keep-checkpoints", "all")
+"""Options of an instance whose log is looked at afterwards: with every checkpoint the whole log is kept."""
 APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"
 
 
@@ -25,9 +27,8 @@ def immortal(home: Path) -> list[str]:
     return [sys.executable, "-m", "immortal", "--home", str(home)]
 
 
-def register(home: Path, name: str) -> None:
-    """Register an instance of which every checkpoint is kept, and so the whole log: it is looked at afterwards."""
-    command = [*immortal(home), "register", name, "--peer", "tcp://127.0.0.1:*", "--keep-checkpoints", "all"]
+def register(home: Path, name: str, *options: str) -> None:
+    command = [*immortal(home), "register", name, "--peer", "tcp://127.0.0.1:*", *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -100,6 +101,12 @@ class Instance:
                     elif event.get("message") == "ready":
                         self.ready = self.starts
                     self.changed.notify_all()
+
+    def until_ready(self) -> None:
+        """Wait until the last start has come as far as that. Raises RunError."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: 0 < self.starts == self.ready, STOP_S):
+                raise self.failed(f"it did not come up within {STOP_S:.0f} s")
 
     def kill(self, role: str) -> bool:
         """Kill a process with kill -9. False if there is none of that role just now: it is being started again."""

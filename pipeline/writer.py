@@ -44,7 +44,6 @@ from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_tr
 _PART_MAP_SIZE_BYTES = 1 << 40  # sparse
 _COMMIT_SIZE_BYTES = 8 << 20
 _COMMIT_ROWS_MAX = 10_000
-_KEY = SEQUENCE_KEY
 
 Rows = Iterator[tuple[bytes, bytes]]
 Value = TypeVar("Value", str, int)
@@ -134,14 +133,14 @@ class Writer(DataSourceArrowWriter):
         first = next(rows, None)
         if first is None:
             raise SourceError("there are no rows, so there is no log to write")
-        first_sequence_id = _KEY.unpack_from(first[0])[0]
+        first_sequence_id = SEQUENCE_KEY.unpack_from(first[0])[0]
         if self._table == "raw":
             try:
                 committer_ids = committer_ids | {decode_header(first[1]).committer_id}
             except RemoteProtocolError as error:
                 raise SourceError(f"the value of record {first_sequence_id} is no record: {error}") from None
         committer_id = _only("committers", committer_ids) if committer_ids else None
-        rows = _with_first(first, rows)
+        rows = itertools.chain([first], rows)
         # What comes before was trimmed from the log that the rows are from: this one says so too.
         store = create_log(
             self._staging / "log", instance, committer_id=committer_id, first_sequence_id=first_sequence_id
@@ -208,13 +207,8 @@ def _merged(parts: Iterable[Rows]) -> Rows:
         yield key, value
 
 
-def _with_first(first: tuple[bytes, bytes], rest: Rows) -> Rows:
-    yield first
-    yield from rest
-
-
 def _twice(key: bytes) -> SourceError:
-    return SourceError(f"there are two rows for the same place, in record {_KEY.unpack_from(key)[0]}")
+    return SourceError(f"there are two rows for the same place, in record {SEQUENCE_KEY.unpack_from(key)[0]}")
 
 
 def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
@@ -222,10 +216,10 @@ def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
     group: list[dict[str, object]] = []
     current = None
     for key, value in rows:
-        if key[: _KEY.size] != current:
+        if key[: SEQUENCE_KEY.size] != current:
             if current is not None:
                 yield current, encode_record_of(group, instance, committer_id)
-            current, group = key[: _KEY.size], []
+            current, group = key[: SEQUENCE_KEY.size], []
         group.append(decode_row(value))
     if current is not None:
         yield current, encode_record_of(group, instance, committer_id)
@@ -237,7 +231,7 @@ def _fill(store: RowLogStore, values: Rows, first_sequence_id: int, committer_id
     transaction = Transaction()
     size_bytes = 0
     for key, value in values:
-        sequence_id = _KEY.unpack(key)[0]
+        sequence_id = SEQUENCE_KEY.unpack(key)[0]
         if sequence_id != expected:
             raise SourceError(f"record {expected} is missing: the next row is of record {sequence_id}")
         expected += 1
@@ -270,7 +264,6 @@ def _only(what: str, values: set[Value]) -> Value:
 
 Row = Mapping[str, Any]
 
-_RECORD_KEY = struct.Struct(">Q")
 _MESSAGE_KEY = struct.Struct(">QI")
 encode_row = msgspec.msgpack.Encoder().encode
 decode_row = decoding.Decoder(dict[str, Any]).decode
@@ -279,7 +272,7 @@ decode_row = decoding.Decoder(dict[str, Any]).decode
 def row_key(sequence_id: int | None, index: int | None = 0, *, whole: bool = False) -> bytes:
     """Where a row stands in its log, in an order that is that of bytes. Raises SourceError."""
     try:
-        return _RECORD_KEY.pack(sequence_id) if whole else _MESSAGE_KEY.pack(sequence_id, index)
+        return SEQUENCE_KEY.pack(sequence_id) if whole else _MESSAGE_KEY.pack(sequence_id, index)
     except struct.error:
         what = f"sequence_id {sequence_id}" if whole else f"sequence_id {sequence_id}, index {index}"
         raise SourceError(f"a row with {what} has no place in a log; leave the rows of damaged records out") from None

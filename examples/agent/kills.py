@@ -39,11 +39,6 @@ KILL = "kill"
 class Instance(supervised.Instance):
     """An instance that waits until a kill is recovered from."""
 
-    def until_ready(self) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: 0 < self.starts == self.ready, STOP_S):
-                raise TimeoutError("the instance does not come up")
-
     def kill(self, role: str) -> bool:
         self.until_ready()
         was_there = super().kill(role)

@@ -81,7 +81,7 @@ def run(folder: Path, transfers: int, seed: int, kills: Sequence[Kill]) -> float
     home = folder / REGISTRY_NAME
     environment = {**os.environ, "BANK_TRANSFERS": str(transfers), "BANK_SEED": str(seed)}
     for name in APPS:
-        supervised.register(home, name)
+        supervised.register(home, name, *supervised.KEEP_ALL)
     instances: dict[str, Instance] = {}
     try:
         began_s = time.monotonic()

@@ -48,7 +48,7 @@ def run(folder: Path, orders: int, kills: int, source: random.Random) -> float:
     names = (*BOOKS, *TRADERS)
     environment = {**os.environ, "ORDERBOOK_ORDERS": str(orders)}
     for name in names:
-        supervised.register(home, name)
+        supervised.register(home, name, *supervised.KEEP_ALL)
     instances: dict[str, Instance] = {}
     try:
         began_s = time.monotonic()

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, Result, judge
+from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, judge
 from immortal.pipeline.jobs.evidence import LOG, MARK, Row
 from immortal.pipeline.jobs.ordering import ordered_results
 from immortal.pipeline.jobs.sources import Fleet, rows_of
-from immortal.pipeline.jobs.stream_audit import Mark, Part, StreamAudit
+from immortal.pipeline.jobs.stream_audit import Mark, Part, Result, StreamAudit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -12,7 +12,7 @@ from immortal.coordinator.core.interfaces import is_outside
 from immortal.pipeline.jobs.evidence import Row
 from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit
 from immortal.pipeline.jobs.sources import LogState
-from immortal.pipeline.jobs.stream_audit import KINDS, Finding, Needs, StreamFigures, Violation, in_words
+from immortal.pipeline.jobs.stream_audit import KINDS, Finding, Needs, Result, StreamFigures, Violation, in_words
 from immortal.protocol import decoding
 
 
@@ -116,10 +116,6 @@ _BY_MARKS = ("content", "causality")
 
 VIOLATIONS_MAX = 100_000
 """Of these each is kept; of more only the count."""
-
-Result = tuple[str, str, str, int, int, str]
-"""What a worker says of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
-JSON. (Of "ordered" the numbers are the record and the batch.)"""
 
 
 def judge(results: Iterable[Result], states: Mapping[str, LogState]) -> AuditReport:

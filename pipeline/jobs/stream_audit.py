@@ -38,6 +38,10 @@ FIRST_BATCHES_MAX = 1_000
 
 UNKNOWN = -1
 
+Result = tuple[str, str, str, int, int, str]
+"""What a worker says of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
+JSON. (Of "ordered" the numbers are the record and the batch.)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:

@@ -192,19 +192,7 @@ def _run(
     instance: str, app: str, home: str, folder: str, code: str | None, options: Sequence[str], timeout_s: float
 ) -> tuple[int, str | None, str | None]:
     """(status, its JSON, or else what went wrong)."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "immortal",
-        "--home",
-        home,
-        "what-if",
-        instance,
-        "--app",
-        app,
-        "--json",
-    ]
+    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", instance, "--app", app, "--json"]
     command += [] if code is None else ["--code", code]
     process = subprocess.Popen(
         [*command, *options],

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from immortal.pipeline.jobs.stats import Stats
 from immortal.pipeline.jobs.trace import Node, Trace
-from immortal.pipeline.report.text import figure_cells
+from immortal.pipeline.report.text import figure_cells, method_rows, talker_rows
 from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
@@ -254,8 +254,7 @@ def _services(stats: Stats) -> Part:
 
 def _methods(stats: Stats) -> Part:
     named = [(f"{method.instance}: {method.method}", float(method.figures.calls)) for method in stats.methods]
-    rows = [(method.instance, method.method, *figure_cells(method.figures)) for method in stats.methods]
-    return bars("the most called methods", "calls", named), ("service", "method", *_FIGURES), rows
+    return bars("the most called methods", "calls", named), ("service", "method", *_FIGURES), method_rows(stats)
 
 
 def _talkers(stats: Stats, busiest: Sequence[str]) -> Part:
@@ -264,9 +263,8 @@ def _talkers(stats: Stats, busiest: Sequence[str]) -> Part:
     values = {(talker.sender, talker.receiver): talker.figures.size_bytes / unit_bytes for talker in stats.talkers}
     names = sorted({name for pair in values for name in pair}, key=lambda name: (name not in busiest, name))
     receivers = [name for name in names if name in busiest]
-    rows = [(talker.sender, talker.receiver, *figure_cells(talker.figures)) for talker in stats.talkers]
     chart = matrix(f"{unit} of arguments: from (row) to (column)", names, receivers, values)
-    return chart, ("from", "to", *_FIGURES), rows
+    return chart, ("from", "to", *_FIGURES), talker_rows(stats)
 
 
 # The tree of a trace: a picture with time to the right and a lane for each service; DOT for graphviz; text.

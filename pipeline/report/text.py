@@ -122,16 +122,21 @@ def stats_lines(stats: Stats, top: int) -> Iterator[str]:
         for service in stats.services
     ]
     yield from table_lines(heads, services, right=heads[1:])
-    methods = [(method.instance, method.method, *figure_cells(method.figures)) for method in stats.methods]
-    yield ""
-    yield from table_lines(("service", "method", *_FIGURES), methods[:top], right=_FIGURES)
-    if len(methods) > top:
-        yield f"and {len(methods) - top:,} more; --top shows them"
-    talkers = [(talker.sender, talker.receiver, *figure_cells(talker.figures)) for talker in stats.talkers]
-    yield ""
-    yield from table_lines(("from", "to", *_FIGURES), talkers[:top], right=_FIGURES)
-    if len(talkers) > top:
-        yield f"and {len(talkers) - top:,} more; --top shows them"
+    for pair, rows in ((("service", "method"), method_rows(stats)), (("from", "to"), talker_rows(stats))):
+        yield ""
+        yield from table_lines((*pair, *_FIGURES), rows[:top], right=_FIGURES)
+        if len(rows) > top:
+            yield f"and {len(rows) - top:,} more; --top shows them"
+
+
+def method_rows(stats: Stats) -> list[tuple[str, ...]]:
+    """Return a row of cells for each method: service, method, figures."""
+    return [(method.instance, method.method, *figure_cells(method.figures)) for method in stats.methods]
+
+
+def talker_rows(stats: Stats) -> list[tuple[str, ...]]:
+    """Return a row of cells for each pair of services: from, to, figures."""
+    return [(talker.sender, talker.receiver, *figure_cells(talker.figures)) for talker in stats.talkers]
 
 
 def figure_cells(figures: Figures) -> tuple[str, ...]:
