@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from immortal.bench.workload import percentile
 from immortal.client import connect, start
 from immortal.coordinator.instances.registry import free_port
 from scripts.benchmarks.context import ROOT, describe, load_average, prepare_environment
@@ -53,12 +54,6 @@ HOW = {
     "stop": "SIGTERM",
     "upgrade": "a rolling upgrade",
 }
-
-
-def share_ms(waits_ms: Sequence[float], share: float) -> float:
-    """Return the wait that ``share`` of all waits do not exceed."""
-    ordered = sorted(waits_ms)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def histogram(waits_ms: Sequence[float]) -> list[str]:
@@ -87,7 +82,7 @@ def section(runs: Sequence[dict[str, Any]]) -> str:
     ]
     for run in runs:
         for who, waits_ms in run["waits_ms"].items():
-            shares = " | ".join(f"{share_ms(waits_ms, share):,.0f} ms" for share in (0.5, 0.9, 0.99))
+            shares = " | ".join(f"{percentile(sorted(waits_ms), percent):,.0f} ms" for percent in (50, 90, 99))
             lines.append(
                 f"| {HOW[run['how']]} | {run['state_mib']:,} MiB | {run['lease_s']} s | {len(waits_ms)} | a {who} "
                 f"| {shares} | {max(waits_ms):,.0f} ms |"
@@ -128,27 +123,17 @@ class Machine:
     def __init__(self, home: Path, *, alone: bool) -> None:
         self.home = home
         self._alone = alone
+        self._command = [sys.executable, "-m", "immortal", "--home", str(home)]
         self.process: subprocess.Popen[bytes] | None = None
 
     def immortal(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "immortal", "--home", str(self.home), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        done = subprocess.run([*self._command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
         if done.returncode:
             raise SystemExit(f"{' '.join(arguments)}: {done.stderr}")
         return done.stdout
 
     def start(self, name: str, app: str, **environment: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "immortal",
-            "--home",
-            str(self.home),
-            "run",
-            name,
-            f"{APPS}:{app}",
-            "--restart",
-        ]
+        command = [*self._command, "run", name, f"{APPS}:{app}", "--restart"]
         if self._alone:
             named = ["sh", "-c", f'hostname {self.home.name}; exec "$@"', "sh", *command]
             command = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", *named]
@@ -332,8 +317,8 @@ def made(options: argparse.Namespace) -> Iterator[World]:
 
 
 def told(what: str, waits_ms: list[float]) -> None:
-    at = {share: share_ms(waits_ms, share) for share in (0.5, 0.9, 0.99)}
-    print(f"{what}: p50 {at[0.5]:.0f} ms, p90 {at[0.9]:.0f}, p99 {at[0.99]:.0f}, most {max(waits_ms):.0f}")
+    p50, p90, p99 = (percentile(sorted(waits_ms), percent) for percent in (50, 90, 99))
+    print(f"{what}: p50 {p50:.0f} ms, p90 {p90:.0f}, p99 {p99:.0f}, most {max(waits_ms):.0f}")
     for line in histogram(waits_ms):
         print(f"  {line}")
 

@@ -82,10 +82,6 @@ def figures_of(part: dict[str, Any]) -> list[Figure]:
     return [Figure.from_json(data) for data in part["figures"]]
 
 
-def median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
 def number(value: float) -> str:
     """In three digits or so, as people read it."""
     if value == 0:
@@ -98,5 +94,5 @@ def number(value: float) -> str:
 
 def spread(values: list[float]) -> str:
     """Median, and lowest to highest if there were several."""
-    middle = number(median(values))
+    middle = number(statistics.median(values))
     return middle if len(values) < 2 else f"{middle} ({number(min(values))}-{number(max(values))})"

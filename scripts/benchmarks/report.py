@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib as mpl
@@ -14,7 +15,7 @@ import matplotlib.pyplot as plt
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scripts.benchmarks.failover import put, section_of
-from scripts.benchmarks.figures import IMMORTAL, LIMITS, Figure, Target, figures_of, median, number, spread
+from scripts.benchmarks.figures import IMMORTAL, LIMITS, Figure, Target, figures_of, number, spread
 from scripts.benchmarks.parts import TITLES
 
 Run = dict[str, Any]

@@ -14,7 +14,7 @@ import pytest
 from scripts.benchmarks.figures import Figure, Target
 from scripts.benchmarks.parts import PARTS
 from scripts.benchmarks.report import write_report
-from scripts.benchmarks.rivals.servers import postgres_programs
+from tests.helpers.postgres import binaries
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +67,7 @@ def test_figures_in_json(run: tuple[Path, str, dict[str, Any]]) -> None:
     assert {"immortal", "grpc asyncio", "bare Python loop"} == set(figures["1000 awaited calls outstanding"].samples)
 
 
-@pytest.mark.skipif(postgres_programs() is None, reason="there is no PostgreSQL")
+@pytest.mark.skipif(binaries() is None, reason="there is no PostgreSQL")
 def test_a_log_in_postgresql_is_beside_one_in_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("psycopg", reason="psycopg is not installed")
     file = tmp_path / "figures.json"

@@ -16,6 +16,7 @@ from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, IMMORTAL, Figure, Target
 from scripts.benchmarks.limits import disk_latency_us
 from scripts.benchmarks.rivals import servers
+from tests.helpers.postgres import binaries
 
 LOCAL = "immortal, def steps"
 DBOS_SQLITE, DBOS_POSTGRES, RESTATE = "DBOS, SQLite", "DBOS, PostgreSQL", "Restate"
@@ -66,7 +67,7 @@ def _rivals(context: Context, home: Path) -> dict[str, Callable[[], AbstractCont
     starts: dict[str, Callable[[], AbstractContextManager[Caller]]] = {}
     if has_dbos(context):
         starts[DBOS_SQLITE] = lambda: dbos(DBOS_SQLITE, f"sqlite:///{home / 'dbos.sqlite'}")
-        if servers.postgres_programs() is None:
+        if binaries() is None:
             context.skip(DBOS_POSTGRES, "there is no PostgreSQL; on Debian: apt-get install postgresql")
         else:
             starts[DBOS_POSTGRES] = lambda: _dbos_postgres(home)
@@ -124,7 +125,7 @@ NOTE = "The server, both instances and their apps share the processors and the d
 
 def database(context: Context) -> list[Figure]:
     """A log in PostgreSQL: beside one in a folder of the same disk, and beside DBOS on the same server."""
-    if servers.postgres_programs() is None:
+    if binaries() is None:
         raise BenchError("there is no PostgreSQL; on Debian: apt-get install postgresql")
     if importlib.util.find_spec("psycopg") is None:
         raise BenchError("the package psycopg is not installed: scripts/bench does that")

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import median
 from subprocess import Popen
 from typing import Any
 
@@ -20,7 +21,7 @@ from immortal.bench.workload import Run
 from immortal.coordinator.operator import control
 from scripts.benchmarks.comparisons import calls_by, calls_for
 from scripts.benchmarks.context import Context
-from scripts.benchmarks.figures import HANDLER, IMMORTAL, Better, Figure, Target, median
+from scripts.benchmarks.figures import HANDLER, IMMORTAL, Better, Figure, Target
 from scripts.benchmarks.limits import handler_rate
 from scripts.benchmarks.snapshot import Measured, measure
 

@@ -15,7 +15,8 @@ from immortal.client import connect
 from scripts.benchmarks.apps import Fan, Sink
 from scripts.benchmarks.context import Context, start_service
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target
-from scripts.benchmarks.rivals.servers import postgres, postgres_programs
+from scripts.benchmarks.rivals.servers import postgres
+from tests.helpers.postgres import binaries
 
 SEQUENCER = "sequencer (postgresql)"
 SCHEMA = """
@@ -172,7 +173,7 @@ def ordering(context: Context) -> list[Figure]:
                 IMMORTAL: partial(_rate, fan, sinks, context.amounts.seconds, ordered=True),
                 UNORDERED: partial(_rate, fan, sinks, context.amounts.seconds, ordered=False),
             }
-            if postgres_programs() is not None:
+            if binaries() is not None:
                 rival = stack.enter_context(sequencer(context.folder, destinations))
                 turns[SEQUENCER] = partial(_sequenced, rival, context.amounts.seconds)
             targets = [Target("at least", 50_000)] if destinations == 3 else []
