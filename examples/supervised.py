@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 STOP_S = 60.0
+REGISTRY_NAME = "registry"
+console = Console()
 KEEP_ALL = ("--keep-checkpoints", "all")
 """Options of an instance whose log is looked at afterwards: with every checkpoint the whole log is kept."""
 APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"
@@ -131,9 +137,9 @@ class Instance:
 
     def stop(self) -> None:
         """Stop cleanly, with a last checkpoint. Raises RunError."""
-        with self.changed:  # one that still imports its modules would end at the signal, as any program
-            if not self.changed.wait_for(lambda: self._pids, STOP_S):
-                raise self.failed(f"its supervisor did not start within {STOP_S:.0f} s")
+        with self.changed:  # one that starts, or is killed just now, would end at the signal with another status
+            if not self.changed.wait_for(lambda: len(self._pids) == 2 and self.starts == self.ready, STOP_S):
+                raise self.failed(f"it did not come up within {STOP_S:.0f} s")
         self.supervisor.terminate()
         try:
             status = self.supervisor.wait(STOP_S)
@@ -162,3 +168,43 @@ def final_state(home: Path, name: str, folder: Path) -> Any:
     if result.returncode != 0:
         raise RunError(f"{name} can't be replayed: {result.stderr.strip()}")
     return json.loads(result.stdout)["state"]["state"]
+
+
+def conclude(
+    work: Callable[[Path], tuple[list[str], str]],
+    keep: Path | None,
+    note: str = "",
+    errors: tuple[type[Exception], ...] = (RunError,),
+) -> int:
+    """Do ``work`` in a folder, print what is wrong, or else what it says; the exit status.
+
+    ``keep``: a new folder that stays; without it the folder goes, unless something is wrong. ``note``: for who repeats
+    the run. ``errors``: of ``work``, which end it.
+    """
+    if keep is None:
+        folder = Path(tempfile.mkdtemp(prefix="immortal-example-"))
+    else:
+        keep.mkdir(parents=True, exist_ok=True)
+        folder = keep.absolute()
+    kept = f"logs and registry are kept in {folder}{note}"
+    try:
+        problems, verdict = work(folder)
+    except errors as error:
+        console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
+        console.print(kept, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        if keep is None:
+            shutil.rmtree(folder)
+        return 130
+    if problems:
+        for problem in problems[:10]:
+            console.print(f"WRONG: {problem}", style="bold red", markup=False, highlight=False)
+        console.print(f"{len(problems)} problems; {kept}", highlight=False)
+        return 1
+    console.print(verdict, style="bold green", highlight=False)
+    if keep is None:
+        shutil.rmtree(folder)
+    else:
+        console.print(f"the registry's home is {folder / REGISTRY_NAME}", highlight=False)
+    return 0

@@ -13,9 +13,7 @@ import argparse
 import os
 import random
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -24,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import bank
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import supervised
-from supervised import APP, COORDINATOR, SUPERVISOR, RunError
+from supervised import APP, COORDINATOR, REGISTRY_NAME, SUPERVISOR, console
 
 POLL_S = 0.02
 STALLED_S = 60.0  # nothing has moved for so long: give up
@@ -38,8 +35,6 @@ TELLER = "teller"
 APPS = dict.fromkeys(bank.BANKS, "bank:Bank") | {TELLER: "bank:Teller"}
 FOLDER = Path(__file__).parent
 ROLES = (APP, COORDINATOR, SUPERVISOR)
-REGISTRY_NAME = "registry"
-console = Console()
 
 
 class Instance(supervised.Instance):
@@ -191,39 +186,17 @@ def main() -> int:
         parser.error(f"{options.keep} is there already; a new folder is expected")
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
     kills = draw_kills(options.kills, options.transfers, random.Random(seed))
-    if options.keep is None:
-        folder = Path(tempfile.mkdtemp(prefix="immortal-bank-"))
-    else:
-        options.keep.mkdir(parents=True)
-        folder = options.keep.absolute()
     console.print(f"{options.transfers:,} transfers, {len(kills)} kills, seed {seed}")
-    try:
+
+    def work(folder: Path) -> tuple[list[str], str]:
         elapsed_s = run(folder, options.transfers, seed, kills)
         states = {name: supervised.final_state(folder / REGISTRY_NAME, name, FOLDER) for name in APPS}
-    except RunError as error:
-        console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
-        console.print(f"logs and registry are kept in {folder}; seed {seed}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        if options.keep is None:
-            shutil.rmtree(folder)
-        return 130
-    print_results(states, kills)
-    console.print(
-        f"{options.transfers / elapsed_s:,.0f} transfers/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}"
-    )
-    problems = problems_of(states, options.transfers, seed)
-    if problems:
-        for problem in problems[:10]:
-            console.print(f"WRONG: {problem}", style="bold red", markup=False, highlight=False)
-        console.print(f"{len(problems)} problems; logs and registry are kept in {folder}", highlight=False)
-        return 1
-    console.print("every transfer was done once, and all money is there", style="bold green")
-    if options.keep is None:
-        shutil.rmtree(folder)
-    else:
-        console.print(f"the registry's home is {folder / REGISTRY_NAME}", highlight=False)
-    return 0
+        print_results(states, kills)
+        rate = options.transfers / elapsed_s
+        console.print(f"{rate:,.0f} transfers/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
+        return problems_of(states, options.transfers, seed), "every transfer was done once, and all money is there"
+
+    return supervised.conclude(work, options.keep, f"; seed {seed}")
 
 
 if __name__ == "__main__":

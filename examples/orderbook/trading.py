@@ -9,9 +9,7 @@ import argparse
 import os
 import random
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import supervised
-from supervised import APP, COORDINATOR, RunError
+from supervised import APP, COORDINATOR, REGISTRY_NAME, RunError, console
 
 BOOKS = ("b1", "b2", "b3", "b4", "b5")
 TRADERS = ("t1", "t2", "t3")
@@ -44,7 +42,7 @@ class Instance(supervised.Instance):
 
 def run(folder: Path, orders: int, kills: int, source: random.Random) -> float:
     """Seconds until all books have all orders. Raises RunError."""
-    home = folder / "registry"
+    home = folder / REGISTRY_NAME
     names = (*BOOKS, *TRADERS)
     environment = {**os.environ, "ORDERBOOK_ORDERS": str(orders)}
     for name in names:
@@ -100,24 +98,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new one, where the logs stay")
     options = parser.parse_args()
-    if options.keep is None:
-        folder = Path(tempfile.mkdtemp(prefix="immortal-orderbook-"))
-    else:
-        options.keep.mkdir(parents=True)
-        folder = options.keep.absolute()
-    try:
+
+    def work(folder: Path) -> tuple[list[str], str]:
         elapsed_s = run(folder, options.orders, options.kills, random.Random(options.seed))
-        states = {name: supervised.final_state(folder / "registry", name, FOLDER) for name in BOOKS}
+        states = {name: supervised.final_state(folder / REGISTRY_NAME, name, FOLDER) for name in BOOKS}
         check(states, options.orders)
-    except RunError as error:
-        print(f"FAILED: {error}\nlogs and registry are kept in {folder}")
-        return 1
-    if options.keep is None:
-        shutil.rmtree(folder)
-    book = states[BOOKS[0]]
-    print(f"{3 * options.orders:,} orders to 5 books in {elapsed_s:.1f} s, {options.kills} kills")
-    print(f"five books alike: {book['traded']:,} traded, checksum {book['checksum']:08x}")
-    return 0
+        book = states[BOOKS[0]]
+        console.print(f"{3 * options.orders:,} orders to 5 books in {elapsed_s:.1f} s, {options.kills} kills")
+        return [], f"five books alike: {book['traded']:,} traded, checksum {book['checksum']:08x}"
+
+    return supervised.conclude(work, options.keep)
 
 
 if __name__ == "__main__":

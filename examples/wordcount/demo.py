@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -30,7 +28,6 @@ from typing import Any
 import msgspec
 import wordcount
 from networks import ADDRESSES, Networks, NetworksError
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -43,18 +40,16 @@ from immortal.protocol.errors import ImmortalError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import supervised
-from supervised import APP, COORDINATOR, RunError
+from supervised import APP, COORDINATOR, REGISTRY_NAME, RunError, console
 
 LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
 STALLED_S = 60.0  # nothing has moved for so long: give up
-REGISTRY_NAME = "registry"
 PEER_PORT = 7400  # in a network of its own nobody else has it
 READER, COUNTER = "reader", "counter"
 APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
 SIDES = {name: side for side, name in enumerate(APPS)}
 KINDS = tuple((name, role) for name in APPS for role in (APP, COORDINATOR))
-console = Console()
 
 
 # --- the input -------------------------------------------------------------------------------------------------------
@@ -325,14 +320,6 @@ def print_kills(kills: Sequence[Kill]) -> None:
     console.print(table)
 
 
-def new_folder(keep: Path | None) -> Path:
-    """Return the folder of logs and registry: the one to ``keep``, or one that is removed after success."""
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="immortal-demo-"))
-    keep.mkdir(parents=True, exist_ok=True)
-    return keep.absolute()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], prog="scripts/demo")
     parser.add_argument("files", nargs="*", type=Path, help="default: the source of Python's standard library")
@@ -364,33 +351,17 @@ def main() -> int:
     expected, total = plain_count(files)
     console.print(f"{total:,} lines of {len(files):,} files; {options.crashes} kills, seed {seed}")
     kills = draw_kills(options.crashes, random.Random(seed)) if total else []
-    folder = new_folder(options.keep)
-    try:
+
+    def work(folder: Path) -> tuple[list[str], str]:
         with ExitStack() as stack:
             networks = stack.enter_context(Networks()) if options.peer == "tcp" else None
             elapsed_s = run(folder, files, total, kills, keep=options.keep is not None, networks=networks)
         print_kills(sorted(kills, key=lambda kill: kill.line)) if kills else None
         differences = compare(folder, expected, total)
-    except (RunError, NetworksError, ImmortalError) as error:
-        console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
-        console.print(f"logs and registry are kept in {folder}; seed {seed}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        if options.keep is None:
-            shutil.rmtree(folder)
-        return 130
-    console.print(f"{total / elapsed_s:,.0f} lines/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
-    if differences:
-        for difference in differences[:10]:
-            console.print(f"DIFFERENT: {difference}", style="bold red", markup=False, highlight=False)
-        console.print(f"{len(differences)} differences; logs and registry are kept in {folder}", highlight=False)
-        return 1
-    console.print("equal", style="bold green")
-    if options.keep is None:
-        shutil.rmtree(folder)
-    else:
-        console.print(f"the registry's home is {folder / REGISTRY_NAME}", highlight=False)
-    return 0
+        console.print(f"{total / elapsed_s:,.0f} lines/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
+        return differences, "equal"
+
+    return supervised.conclude(work, options.keep, f"; seed {seed}", (RunError, NetworksError, ImmortalError))
 
 
 if __name__ == "__main__":
