@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -137,7 +138,7 @@ def export(
     job.prepare(fleet, folder, names)
     with _spark(master, settings, "export") as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
-    _print(as_json, report.to_json(), export_lines(report, folder))
+    _print(as_json, asdict(report), export_lines(report, folder))
 
 
 @pipeline.command()
@@ -226,7 +227,7 @@ def stats(
         from immortal.pipeline.report.pages import stats_page
 
         _write(page, stats_page(found))
-    _print(as_json, found.to_json(), stats_lines(found, top))
+    _print(as_json, asdict(found), stats_lines(found, top))
 
 
 def _write(path: Path, text: str) -> None:
@@ -291,7 +292,7 @@ def trace(
         _write(svg, trace_svg(found))
     if dot is not None:
         _write(dot, trace_dot(found))
-    _print(as_json, found.to_json(), trace_lines(found))
+    _print(as_json, asdict(found), trace_lines(found))
 
 
 def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -357,7 +358,7 @@ def what_if(
     with _spark(master, settings, "what-if") as (spark, shown):
         shown.say("replaying")
         result = job.what_if(spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s)
-    _print(as_json, result.to_json(), what_if_lines(result))
+    _print(as_json, asdict(result), what_if_lines(result))
     sys.exit(result.exit_status)
 
 

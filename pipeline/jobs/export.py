@@ -77,9 +77,6 @@ class ExportReport:
     instances: dict[str, InstanceExport] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)  # by table, of this run
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def export(
     spark: SparkSession,
@@ -231,7 +228,7 @@ class _Run:
                     each.instance, self._checkpoint_ids.get(each.instance, 0)
                 ),
             }
-        instances = {name: log_state.to_json() for name, log_state in self._fleet.states.items()}
+        instances = {name: asdict(log_state) for name, log_state in self._fleet.states.items()}
         _write_state(self._folder, {**state, "run": self._report.run, "instances": {**state["instances"], **instances}})
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,9 +82,6 @@ class LogState:
             {receiver: start.offset for receiver, start in summary.stream_starts.items() if start.offset},
             summary.cut_sequence_id is not None,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LogState:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,9 +79,6 @@ class FleetResult:
     @property
     def exit_status(self) -> int:
         return FAILED if self.failed else DIFFERENT if self.different else SAME
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def what_if(

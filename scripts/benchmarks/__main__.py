@@ -174,7 +174,7 @@ def run_suite(
             "seconds": round(time.monotonic() - started_s, 1),
             "error": error,
             "load": load_average(),
-            "figures": [figure.to_json() for figure in figures],
+            "figures": [dataclasses.asdict(figure) for figure in figures],
         }
         whole["ended"] = _now()
         whole["load"]["end"] = load_average()

@@ -6,11 +6,12 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from statistics import median
 
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
-from immortal.bench.apps import Caller, course, say
+from immortal.bench.apps import Caller, course, say, stopwatch
 from scripts.benchmarks.rivals import STEPS, step
 
 HOLD_AT_ONCE = 500
@@ -142,18 +143,13 @@ class Holder(Immortal, checkpoint="fork"):
 DESTINATIONS_MAX = 16
 
 
-class Stopwatch:
-    """No part of the state: a replay measures nothing."""
-
-    def __init__(self) -> None:
-        self.latencies_ns: list[int] = []
-        self.clock_ns = time.perf_counter_ns
-
-    def note(self, latency_ns: int) -> None:
-        self.latencies_ns.append(latency_ns)
-
-
-_stopwatch = Stopwatch()
+async def timed(count: int, call: Callable[[int], Awaitable[object]]) -> None:
+    """Await calls with the numbers up to ``count``, one after the other, and note how long each took."""
+    clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
+    for number in range(count):
+        begun_ns = clock_ns()
+        await call(number)
+        note(clock_ns() - begun_ns)
 
 
 class Sink(Immortal):
@@ -198,14 +194,11 @@ class Fan(Immortal):
     @rpc
     async def ask(self, count: int, destinations: int, ordered: bool) -> None:
         """One after the other."""
-        sinks, clock_ns, note = self.sinks(destinations), _stopwatch.clock_ns, _stopwatch.note
-        for number in range(count):
-            begun_ns = clock_ns()
-            if ordered:
-                await immortal.multicast(sinks).note.all(number)
-            else:
-                await asyncio.gather(*(sink.note(number) for sink in sinks))
-            note(clock_ns() - begun_ns)
+        sinks = self.sinks(destinations)
+        if ordered:
+            await timed(count, lambda number: immortal.multicast(sinks).note.all(number))
+        else:
+            await timed(count, lambda number: asyncio.gather(*(sink.note(number) for sink in sinks)))
 
     @rpc
     def note(self, number: int) -> int:
@@ -215,25 +208,18 @@ class Fan(Immortal):
     async def ask_with_itself(self, count: int) -> None:
         """Ask one other and itself for all rounds, with no more processes than a plain call has."""
         both: list[type[Sink | Fan]] = [*self.sinks(1), type(self)]
-        clock_ns, note = _stopwatch.clock_ns, _stopwatch.note
-        for number in range(count):
-            begun_ns = clock_ns()
-            await immortal.multicast(both).note.all(number)
-            note(clock_ns() - begun_ns)
+        await timed(count, lambda number: immortal.multicast(both).note.all(number))
 
     @rpc
     async def ask_one(self, count: int) -> None:
         """Plain awaited calls of one destination."""
-        (sink,), clock_ns, note = self.sinks(1), _stopwatch.clock_ns, _stopwatch.note
-        for number in range(count):
-            begun_ns = clock_ns()
-            await sink.note(number)
-            note(clock_ns() - begun_ns)
+        await timed(count, self.sinks(1)[0].note)
 
     @query
     def p50_us(self) -> float:
         """Return the median latency of awaited calls since the last question, in µs."""
-        latencies_ns, _stopwatch.latencies_ns = _stopwatch.latencies_ns, []
+        latencies_ns = stopwatch.latencies_ns.copy()
+        stopwatch.latencies_ns.clear()
         return median(latencies_ns or [0]) / 1000
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Better = Literal["higher", "lower"]
@@ -68,9 +68,6 @@ class Figure:
     group: str = ""
     x: float | None = None
     x_label: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Figure:

@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_each_run_keeps_its_own_figures_in_the_report(run: tuple[Path, str, dict
 
     def one(speed: float) -> dict[str, Any]:
         figure = Figure("speed", "calls/s", "higher", {"immortal": [speed]}, [Target("at least", 5.0)])
-        return {**result, "parts": {"start": {**result["parts"]["start"], "figures": [figure.to_json()]}}}
+        return {**result, "parts": {"start": {**result["parts"]["start"], "figures": [asdict(figure)]}}}
 
     report = write_report([one(2.0), one(6.0), one(4.0)], tmp_path).read_text()
     assert "| speed | at least 5 calls/s | 4 (2; 6; 4), **missed** |" in report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -239,7 +240,7 @@ def test_a_what_if_of_a_fleet_is_summed_up() -> None:
         "not worked out: what 4 other calls to itself would do (b)",
     ]
     assert summary.not_worked_out == {"b": ["what 4 other calls to itself would do"]}
-    assert summary.to_json()["not_worked_out"] == summary.not_worked_out
+    assert asdict(summary)["not_worked_out"] == summary.not_worked_out
     assert "c: error: no such class" in lines
     assert lines[-1] == "1 the same, 1 different, 1 failed: 20 records with 40 messages"
     assert summarize(iter(results[:2])).exit_status == 3

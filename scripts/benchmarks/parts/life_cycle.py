@@ -283,14 +283,10 @@ def _recovery(context: Context, service: Service, what: str, x: float, x_label: 
 
 def _take_checkpoint(service: Service) -> None:
     folder = service.settings.folder
-    before = _checkpoint_id(service)
+    status = service.status()
+    before = 0 if status is None else _id(status)
     control.query(folder, "checkpoint")
     service.wait_for(lambda status: _id(status) > before, "has taken no checkpoint", CHECKPOINT_TIMEOUT_S)
-
-
-def _checkpoint_id(service: Service) -> int:
-    status = service.status()
-    return 0 if status is None else _id(status)
 
 
 def _id(status: dict[str, Any]) -> int:
