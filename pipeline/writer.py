@@ -25,7 +25,6 @@ from pyspark.sql.types import StructType
 
 from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
 from immortal.coordinator.log import RowLogStore, create_log, log_exists, verify_value
-from immortal.coordinator.log.backends.lmdb.files import sync_folder
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.record_decoder import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
 from immortal.pipeline.errors import SourceError
@@ -36,7 +35,7 @@ from immortal.protocol import decoding
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
-from immortal.protocol.files import FILE_MODE, make_folder
+from immortal.protocol.files import FILE_MODE, make_folder, sync_folder
 from immortal.protocol.messages import MessageType, encode_incoming_rpc, encode_message
 from immortal.protocol.record import COMMITTER_ID_MAX, decode_header, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer

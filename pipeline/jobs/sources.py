@@ -18,14 +18,13 @@ from pyspark.sql.types import StructType
 
 from immortal.coordinator.core.interfaces import ONESELF, LogSummary
 from immortal.coordinator.log import LogIdentity, is_locked, open_reader
-from immortal.coordinator.log.backends.lmdb.files import sync_folder
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE, evidence_of_log, evidence_of_raw
 from immortal.pipeline.paths import log_folders
 from immortal.pipeline.reading import LogRange, close_shared, whole_range
 from immortal.pipeline.source import NO_LIMIT, PARTITION_SIZE_BYTES, SCHEMAS, split, within_time
 from immortal.protocol import decoding
-from immortal.protocol.files import opener
+from immortal.protocol.files import opener, sync_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
