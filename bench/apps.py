@@ -125,7 +125,13 @@ class Stopwatch:
         self.clock_ns = time.perf_counter_ns
 
 
-_stopwatch = Stopwatch()
+stopwatch = Stopwatch()
+
+
+def say_measured(begun_s: float) -> None:
+    """Print what the stopwatch has measured since ``begun_s``."""
+    seconds = time.perf_counter() - begun_s
+    print(encode_measured(measured(stopwatch.latencies_ns, seconds)), flush=True)
 
 
 class Callee(Immortal):
@@ -149,7 +155,7 @@ class Caller(Immortal):
 
     @rpc(id=2)
     async def loop(self, first: int, end: int, size_bytes: int) -> None:
-        clock_ns, note = _stopwatch.clock_ns, _stopwatch.latencies_ns.append
+        clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
         pause = min(first + CALLS_PER_JOURNAL, end)
         for number in range(first, pause):
             data = argument(number, size_bytes)
@@ -166,15 +172,14 @@ class Caller(Immortal):
     def loop_done(self) -> None:
         self.loops_left -= 1
         if not self.loops_left:
-            _stopwatch.done.set()
+            stopwatch.done.set()
 
     @on_primary
     def drive(self, impulses: Impulses) -> None:
         for run in read_runs(sys.stdin):
-            _stopwatch.latencies_ns.clear()
-            _stopwatch.done.clear()
+            stopwatch.latencies_ns.clear()
+            stopwatch.done.clear()
             begun = time.perf_counter()
             impulses.start(run.outstanding, run.calls_per_loop, run.size_bytes)
-            _stopwatch.done.wait()
-            seconds = time.perf_counter() - begun
-            print(encode_measured(measured(_stopwatch.latencies_ns, seconds)), flush=True)
+            stopwatch.done.wait()
+            say_measured(begun)

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from immortal.bench.machine import append_latencies
-from immortal.bench.processes import BenchError, Service, cpu_s, register
+from immortal.bench.processes import BenchError, Service, append_latencies, cpu_s, hear, register, tell
 from immortal.bench.workload import Measured, Run, decode_measured, encode_run, percentile
+from immortal.protocol.command_line import echo, print_table
 
 CALL_APPS = {"caller": "immortal.bench.apps:Caller", "callee": "immortal.bench.apps:Callee"}
 IMMORTAL = "immortal"
@@ -71,18 +71,9 @@ class Caller:
 
     def run(self, run: Run) -> Measured:
         """Raises BenchError."""
-        process = self._process
-        if process.stdin is None or process.stdout is None:
-            raise BenchError(f"{self.name} was not started")
         before = {name: cpu_s(one.pid) for name, one in self._processes.items()}
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(encode_run(run))
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            process.wait()
-            self._check_alive()
-            raise BenchError(f"{self.name} said nothing and ended with status {process.returncode}")
+        tell(self._process, encode_run(run))
+        line = hear(self._process, self.name, self._check_alive)
         for name, one in self._processes.items():
             self.cpu_s[name] += cpu_s(one.pid) - before[name]
         measured = decode_measured(line)
@@ -236,3 +227,34 @@ def measure_turns() -> TurnCosts:
     if done.returncode != 0:
         raise BenchError(f"the turns could not be measured: {done.stderr.strip()[-2000:]}")
     return msgspec.json.decode(done.stdout, type=TurnCosts)
+
+
+# What people read.
+
+
+def print_calls(results: CallResults) -> None:
+    heads = ("waiting", "p50, µs", "p99, µs", "calls/s", "CPU, µs/call")
+    rows = (
+        (
+            f"{column.outstanding}",
+            *(_spread_in_words(one) for one in (column.p50_us, column.p99_us, column.calls_per_s)),
+            f"{column.cpu_us_per_call:,.1f}",
+        )
+        for column in results.columns
+    )
+    title = f"calls of {results.size_bytes} B that wait for their answers: median (lowest-highest)"
+    print_table(heads, rows, right=heads, title=title)
+    echo(
+        f"the disk alone: append + fdatasync of {DISK_BLOCK_SIZE_BYTES >> 10} KiB: p50 "
+        f"{results.disk_p50_us.median:,.0f} µs, p99 {results.disk_p99_us.median:,.0f} µs"
+    )
+    few, many = IDLE_PEERS
+    echo(
+        f"without sockets, disk and wake-ups, CPU: {results.turns.awaited_us:,.0f} µs an awaited call; in the core "
+        f"{results.turns.few_peers_us:,.0f} µs a call to one of {few} peers, {results.turns.many_peers_us:,.0f} µs to "
+        f"one of {many:,}"
+    )
+
+
+def _spread_in_words(spread: Spread) -> str:
+    return f"{spread.median:,.0f} ({spread.lowest:,.0f}-{spread.highest:,.0f})"

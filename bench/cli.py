@@ -10,14 +10,13 @@ from typing import Any
 
 import click
 
-from immortal.bench import reports
-from immortal.bench.calls import run_call_benchmark
-from immortal.bench.embedded import run_embedded_benchmark
-from immortal.bench.failing import measure_failing
-from immortal.bench.fleet import measure_fleet
-from immortal.bench.isolation import measure_isolation
-from immortal.bench.one_way import run_benchmark
-from immortal.bench.trim import measure_trimming
+from immortal.bench.calls import print_calls, run_call_benchmark
+from immortal.bench.embedded import print_embedded, run_embedded_benchmark
+from immortal.bench.failing import measure_failing, print_failing
+from immortal.bench.fleet import measure_fleet, print_fleet
+from immortal.bench.isolation import measure_isolation, print_isolation
+from immortal.bench.one_way import print_one_way, run_benchmark
+from immortal.bench.trim import measure_trimming, print_trim
 from immortal.bench.workload import NUMBER_SIZE_BYTES
 from immortal.protocol.command_line import echo, json_option
 
@@ -136,21 +135,21 @@ def bench(
         where: dict[str, Any] = {"folder": folder, "progress": status.update}
         if calls:
             result = run_call_benchmark(outstanding, size_bytes=size_bytes, seconds=seconds, repeats=repeats, **where)
-            show = reports.print_calls
+            show = print_calls
         elif embedded:
             result = run_embedded_benchmark(size_bytes=size_bytes, seconds=seconds, repeats=repeats, **where)
-            show = reports.print_embedded
+            show = print_embedded
         elif failing:
-            result, show = measure_failing([size_mib << 20 for size_mib in state], **where), reports.print_failing
+            result, show = measure_failing([size_mib << 20 for size_mib in state], **where), print_failing
         elif isolation:
-            result, show = measure_isolation(**where), reports.print_isolation
+            result, show = measure_isolation(**where), print_isolation
         elif fleet_size is not None:
-            result, show = measure_fleet(fleet_size, curve=curve, **where), reports.print_fleet
+            result, show = measure_fleet(fleet_size, curve=curve, **where), print_fleet
         elif trim:
-            result, show = measure_trimming(**where), reports.print_trim
+            result, show = measure_trimming(**where), print_trim
         else:
             result = run_benchmark(sizes, volume_mb=volume_mb, curve=curve, log_key=log_key, **where)
-            show = reports.print_one_way
+            show = print_one_way
     if as_json:
         echo(json.dumps(_values(result)))
     else:

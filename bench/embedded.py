@@ -6,22 +6,17 @@ A ratio is taken in each turn, and is the median of those: what else the machine
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
-from typing import TextIO
 
 from immortal.bench.calls import processes_of, running
-from immortal.bench.machine import append_latencies
-from immortal.bench.processes import BenchError, Service, cpu_s, register
-from immortal.bench.workload import Case, Measured, Task, decode_measured, encode_task, percentile
-from immortal.coordinator.service.process import die_with_parent
+from immortal.bench.processes import BenchError, Service, append_latencies, cpu_s, hear, register, start_module, tell
+from immortal.bench.workload import Case, Measured, Task, decode_measured, encode_run, percentile
+from immortal.protocol.command_line import echo, print_table
 
 MODULE = "immortal.bench.embedded_apps"
 APPS = {"caller": f"{MODULE}:Caller", "callee": f"{MODULE}:Callee"}
@@ -74,7 +69,8 @@ class Side:
         """Raises BenchError."""
         process = self._client if task.case is Case.CLIENT else self._driver
         before = self._spent()
-        said = self._ask(process, task)
+        tell(process, encode_run(task))
+        said = hear(process, f"{self.name}: a process")
         spent_s, client_s, switches = (now - then for now, then in zip(self._spent(), before, strict=True))
         done = decode_measured(said)
         if done.calls != task.rounds:
@@ -82,17 +78,6 @@ class Side:
         calls = task.rounds * task.case.calls_per_round
         client_us = 1e6 * client_s / calls if task.case is Case.CLIENT else 0.0
         return done, Cost(done.p50_us, 1e6 * spent_s / calls + client_us, client_us, switches / calls)
-
-    def _ask(self, process: Popen[str], task: Task) -> str:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(encode_task(task))
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise BenchError(f"{self.name}: a process said nothing and ended with status {process.wait()}")
-        return line
 
     def _spent(self) -> tuple[float, float, float]:
         """Seconds of processors in the services and in the client, and how often the services' threads waited."""
@@ -203,20 +188,31 @@ def _in_one_process(home: Path) -> Iterator[Side]:
 @contextlib.contextmanager
 def _process(home: Path, services: dict[str, Service], *arguments: str) -> Iterator[Popen[str]]:
     """``python -m immortal.bench.embedded_apps``, killed at the end."""
-    errors: TextIO
-    with open(home / "errors.txt", "a") as errors:
-        process = Popen(
-            [sys.executable, "-P", "-m", MODULE, *arguments],
-            cwd=home,
-            env=services["caller"].environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            preexec_fn=die_with_parent(os.getpid()),
-        )
-    try:
+    environment = services["caller"].environment
+    with (
+        open(home / "errors.txt", "a") as errors,
+        start_module(MODULE, *arguments, cwd=home, env=environment, stderr=errors) as process,
+    ):
         yield process
-    finally:
-        process.kill()
-        process.communicate()
+
+
+# What people read.
+
+
+def print_embedded(results: EmbeddedResults) -> None:
+    heads = ("", "p50, µs", "ratio", "CPU, µs/call", "ratio", "without client", "waits/call")
+    rows = (
+        (
+            row.case,
+            f"{row.sidecars.p50_us:,.0f} -> {row.embedded.p50_us:,.0f}",
+            f"{row.p50_ratio:.2f}",
+            f"{row.sidecars.cpu_us:,.1f} -> {row.embedded.cpu_us:,.1f}",
+            f"{row.cpu_ratio:.2f}",
+            f"{row.cpu_ratio_without_client:.2f}",
+            f"{row.sidecars.switches:.1f} -> {row.embedded.switches:.1f}",
+        )
+        for row in results.rows
+    )
+    title = f"calls of {results.size_bytes} B: services with sidecars -> in one process; p50 of batches: of a whole one"
+    print_table(heads, rows, right=heads[1:], title=title)
+    echo(f"the disk alone: append + fdatasync of {DISK_BLOCK_SIZE_BYTES >> 10} KiB: p50 {results.disk_p50_us:,.0f} µs")

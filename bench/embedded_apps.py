@@ -11,22 +11,9 @@ import time
 
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
-from immortal.bench.workload import BATCH_CALLS, Case, argument, encode_measured, measured, read_tasks
+from immortal.bench.apps import CALLS_PER_JOURNAL, say_measured, stopwatch
+from immortal.bench.workload import BATCH_CALLS, Case, Run, argument, make_calls, read_tasks
 from immortal.client import connect
-
-CALLS_PER_JOURNAL = 1_000  # then a loop goes on with an empty journal
-
-
-class Stopwatch:
-    """No part of the state: a replay measures nothing."""
-
-    def __init__(self) -> None:
-        self.latencies_ns: list[int] = []
-        self.done = threading.Event()
-        self.clock_ns = time.perf_counter_ns
-
-
-_stopwatch = Stopwatch()
 
 
 class Callee(Immortal):
@@ -55,7 +42,7 @@ class Caller(Immortal):
     @rpc(id=2)
     async def calls(self, case: str, first: int, end: int, size_bytes: int) -> None:
         """Awaits the calls from number ``first`` up to ``end``, one after the other."""
-        clock_ns, note = _stopwatch.clock_ns, _stopwatch.latencies_ns.append
+        clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
         is_step, echo, effect = case == Case.STEP, self.callee.echo, immortal.effect
         pause = min(first + CALLS_PER_JOURNAL, end)
         for number in range(first, pause):
@@ -72,7 +59,7 @@ class Caller(Immortal):
     @rpc(id=3)
     async def batches(self, first: int, end: int, size_bytes: int) -> None:
         """Forks batches from number ``first`` up to ``end``, each behind the answer that the one before was taken."""
-        clock_ns, note = _stopwatch.clock_ns, _stopwatch.latencies_ns.append
+        clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
         pause = min(first + CALLS_PER_JOURNAL, end)
         data = bytes(size_bytes)
         fork = self.callee.take.fork
@@ -90,7 +77,7 @@ class Caller(Immortal):
 
     @rpc(id=4)
     def done(self) -> None:
-        _stopwatch.done.set()
+        stopwatch.done.set()
 
     @impulse(id=5)
     def start(self, case: str, rounds: int, size_bytes: int) -> None:
@@ -102,21 +89,16 @@ class Caller(Immortal):
     @on_primary
     def drive(self, impulses: Impulses) -> None:
         for task in read_tasks(sys.stdin):
-            _stopwatch.latencies_ns.clear()
-            _stopwatch.done.clear()
+            stopwatch.latencies_ns.clear()
+            stopwatch.done.clear()
             begun = time.perf_counter()
             impulses.start(task.case.value, task.rounds, task.size_bytes)
-            _stopwatch.done.wait()
-            _answer(begun)
+            stopwatch.done.wait()
+            say_measured(begun)
 
 
 def _same(data: bytes) -> bytes:
     return data
-
-
-def _answer(begun: float) -> None:
-    seconds = time.perf_counter() - begun
-    print(encode_measured(measured(_stopwatch.latencies_ns, seconds)), flush=True)
 
 
 def serve() -> None:
@@ -129,19 +111,12 @@ def serve() -> None:
 
 def call() -> None:
     """Call as an outside client."""
-    latencies_ns, clock_ns = _stopwatch.latencies_ns, _stopwatch.clock_ns
     with connect(Callee, "callee") as callee:
         for task in read_tasks(sys.stdin):
-            latencies_ns.clear()
+            stopwatch.latencies_ns.clear()
             begun = time.perf_counter()
-            for number in range(task.rounds):
-                data = argument(number, task.size_bytes)
-                begun_ns = clock_ns()
-                answer = callee.echo(data)
-                latencies_ns.append(clock_ns() - begun_ns)
-                if answer != data:
-                    raise ValueError(f"call {number} got the answer {answer[:16]!r}")
-            _answer(begun)
+            make_calls(callee.echo, Run(1, task.rounds, task.size_bytes), 0, stopwatch.latencies_ns)
+            say_measured(begun)
 
 
 if __name__ == "__main__":

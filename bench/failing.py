@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from immortal.bench.failing_app import STATE_SIZE_VARIABLE
+from immortal.bench.fleet_apps import STATE_SIZE_VARIABLE
 from immortal.bench.processes import BenchError, register
 from immortal.bench.workload import percentile
 from immortal.client import CalleeFailed, connect
+from immortal.protocol.command_line import print_table
 
 NAME = "ledger"
 STATES_SIZE_BYTES = (1 << 20, 1 << 30)
@@ -56,7 +57,7 @@ def measure_failing(
 
 def _measure(home: Path, size_bytes: int) -> FailingResult:
     variables = {STATE_SIZE_VARIABLE: str(size_bytes)}
-    service = register(home, {NAME: "immortal.bench.failing_app:Ledger"}, variables)[NAME]
+    service = register(home, {NAME: "immortal.bench.fleet_apps:Ledger"}, variables)[NAME]
     service.start()
     try:
         service.wait_for_phase("normal", timeout_s=START_TIMEOUT_S)
@@ -90,3 +91,23 @@ def _timed(call: Callable[[], int]) -> float:
     with contextlib.suppress(CalleeFailed):
         call()
     return (time.perf_counter() - begun) * 1000
+
+
+# What people read.
+
+
+def print_failing(results: Sequence[FailingResult]) -> None:
+    heads = ("state, MiB", "works, p50", "first failure", "fails, p50", "fails, p99", "failures")
+    rows = (
+        (
+            f"{one.state_size_bytes / (1 << 20):,.0f}",
+            f"{one.works_p50_ms:,.2f}",
+            f"{one.first_failure_ms:,.1f}",
+            f"{one.fails_p50_ms:,.2f}",
+            f"{one.fails_p99_ms:,.1f}",
+            f"{one.failures:,}",
+        )
+        for one in results
+    )
+    title = "one call at a time, from a client, in ms: what a failure costs, which puts the state back"
+    print_table(heads, rows, right=heads, title=title)

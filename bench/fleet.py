@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from immortal.bench.fleet_app import CALLS_VARIABLE, NAME_VARIABLE, NEIGHBOURS_VARIABLE
-from immortal.bench.machine import MIB, memory_of, processor_s
-from immortal.bench.processes import BenchError, Service, final_state, register
+from immortal.bench.fleet_apps import CALLS_VARIABLE, NAME_VARIABLE, NEIGHBOURS_VARIABLE
+from immortal.bench.processes import MIB, BenchError, Service, final_state, memory_of, processor_s, register
+from immortal.protocol.command_line import echo, print_table
 
-APP = "immortal.bench.fleet_app:Member"
+APP = "immortal.bench.fleet_apps:Member"
 NEIGHBOURS = 10
 CALLS = 100  # to each neighbour
 IDLE_S = 30.0
@@ -232,3 +232,33 @@ def _check_state(service: Service, callers: Sequence[str], calls: int) -> None:
     if counts != dict.fromkeys(callers, calls):
         name = service.settings.name
         raise BenchError(f"{name!r} has counted {counts}, expected {calls} calls of each of {', '.join(callers)}")
+
+
+# What people read.
+
+
+def print_fleet(result: FleetResult) -> None:
+    if result.instances < result.registered:
+        echo(f"{result.registered} instances are registered; memory has room for {result.instances}, which run")
+    echo(
+        f"an idle coordinator with {result.registered:,} registered takes {result.idle_percent:.2f} % of a core, "
+        f"where it is alone {result.alone_percent:.2f} %"
+    )
+    echo(
+        f"{result.instances} instances, each with its app, started in {result.start_s:.1f} s, "
+        f"and stopped cleanly in {result.stop_s:.1f} s"
+    )
+    echo(
+        f"{result.calls:,} calls, each instance to {result.neighbours} others, all counted once and in order, "
+        f"the last {result.work_s:.2f} s after the last start"
+    )
+    heads = ("resident MiB", "proportional MiB", "own MiB", "CPU % of a core")
+    rows = (
+        (
+            name,
+            *(f"{mean:.1f} ({most:.1f})" for mean, most in (idle.resident_mib, idle.proportional_mib, idle.own_mib)),
+            f"{idle.processor_percent[0]:.2f} ({idle.processor_percent[1]:.2f})",
+        )
+        for name, idle in (("coordinator", result.coordinators), ("app", result.apps))
+    )
+    print_table(("", *heads), rows, right=heads, title="idle, each process: mean (most)")

@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from immortal.bench.isolation_apps import RECEIVERS
-from immortal.bench.processes import BenchError, Service, final_state, register
+from immortal.bench.fleet_apps import RECEIVERS
+from immortal.bench.processes import BenchError, Service, final_state, register, tell
 from immortal.coordinator.operator import control
+from immortal.protocol.command_line import echo, print_table
 
 HUB = "hub"
 DEAD, STALLED, *OTHERS = RECEIVERS
@@ -73,8 +74,8 @@ def measure_isolation(
 ) -> IsolationResult:
     """``folder``: where the logs go, the system's temporary folder by default. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home:
-        apps = {HUB: "immortal.bench.isolation_apps:Hub"}
-        apps |= dict.fromkeys(RECEIVERS, "immortal.bench.isolation_apps:Receiver")
+        apps = {HUB: "immortal.bench.fleet_apps:Hub"}
+        apps |= dict.fromkeys(RECEIVERS, "immortal.bench.fleet_apps:Receiver")
         services = register(Path(home), apps, {})
         with (Path(home) / f"{HUB}.toml").open("a") as settings:
             settings.write(TUNING)
@@ -176,10 +177,7 @@ class _Isolation:
     # --- the hub -----------------------------------------------------------------------------------------------------
 
     def _command(self, line: str) -> None:
-        _, app = self._hub.processes()
-        assert app.stdin is not None
-        app.stdin.write(line + "\n")
-        app.stdin.flush()
+        tell(self._hub.processes()[1], line)
         self._commands += 1
 
     def _listen(self, timeout_s: float) -> None:
@@ -221,4 +219,27 @@ def _window(faulty: bool, calls_per_s: float, latencies_ms: Sequence[float]) -> 
         p50_ms=ordered[len(ordered) // 2],
         p99_ms=ordered[len(ordered) * 99 // 100],
         samples=len(ordered),
+    )
+
+
+# What people read.
+
+
+def print_isolation(result: IsolationResult) -> None:
+    heads = ("calls/s", f"p50 ms at {RATE:.0f}/s", "p99 ms", "calls timed")
+    rows = (
+        (
+            "one dead, one stalled" if window.faulty else "healthy",
+            f"{window.calls_per_s:,.0f}",
+            f"{window.p50_ms:.2f}",
+            f"{window.p99_ms:.2f}",
+            f"{window.samples:,}",
+        )
+        for window in result.windows
+    )
+    title = f"calls to {len(OTHERS)} of 10 receivers, in the order of the windows"
+    print_table(("the other two", *heads), rows, right=heads, title=title)
+    echo(
+        f"beside a dead and a stalled one, {len(OTHERS)} receivers have {result.throughput_ratio:.0%} of the calls/s "
+        f"and {result.p99_ratio:.2f} times the p99 (medians of the windows)"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ from typing import Any
 
 from immortal.bench.apps import CHAINS
 from immortal.bench.calls import processes_of, running
-from immortal.bench.machine import append_rate
-from immortal.bench.processes import BenchError, Service, cpu_s, register
+from immortal.bench.processes import BenchError, Service, append_rate, cpu_s, hear, register, tell
 from immortal.coordinator.config import LOG_KEY_FILE
 from immortal.log import open_reader
+from immortal.protocol.command_line import echo, print_table
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 
@@ -67,15 +66,16 @@ class ImmortalStreams:
         calls = load.senders * CHAINS * bursts * in_burst
         received = calls // load.receivers
         before = self._cpu_s()
-        receivers = [self._app(f"receiver-{index}") for index in range(load.receivers)]
-        senders = [self._app(f"sender-{index}") for index in range(load.senders)]
+        receivers = [self.services[f"receiver-{index}"].processes()[1] for index in range(load.receivers)]
+        senders = [self.services[f"sender-{index}"].processes()[1] for index in range(load.senders)]
         for receiver in receivers:
-            write_plan(receiver, {"calls": received})
+            tell(receiver, json.dumps({"calls": received}))
         for receiver in receivers:
-            self._expect(receiver, "ready")
+            if (said := self._read(receiver)) != "ready":
+                raise BenchError(f"a receiver said {said!r}, 'ready' was expected")
         plan = {"sizes": load.sizes, "receivers": load.receivers, "bursts": bursts, "calls": in_burst}
         for sender in senders:
-            write_plan(sender, plan)
+            tell(sender, json.dumps(plan))
         begun_s = min(self._read(sender)["begun_s"] for sender in senders)
         ended_s = begun_s
         for receiver in receivers:
@@ -90,18 +90,8 @@ class ImmortalStreams:
     def _cpu_s(self) -> dict[str, float]:
         return {name: cpu_s(process.pid) for name, process in processes_of(self.services).items()}
 
-    def _app(self, name: str) -> Popen[str]:
-        app = self.services[name].app
-        if app is None:
-            raise BenchError(f"{name} was not started")
-        return app
-
     def _read(self, process: Popen[str]) -> Any:
-        return read_counted(process, self._check_alive)
-
-    def _expect(self, process: Popen[str], word: str) -> None:
-        if (said := self._read(process)) != word:
-            raise BenchError(f"a receiver said {said!r}, {word!r} was expected")
+        return json.loads(hear(process, "a process", self._check_alive, SILENCE_S_MAX))
 
     def _check_alive(self) -> None:
         for service in self.services.values():
@@ -124,29 +114,6 @@ def immortal_streams(
     services = register(home, apps, dict(variables), curve=curve, **settings)
     with running(services):
         yield ImmortalStreams(services)
-
-
-def write_plan(process: Popen[str], line: object) -> None:
-    if process.stdin is None:
-        raise BenchError("a process has no standard input")
-    with contextlib.suppress(BrokenPipeError):  # reading says why
-        process.stdin.write(json.dumps(line) + "\n")
-        process.stdin.flush()
-
-
-def read_counted(process: Popen[str], check_alive: Callable[[], None]) -> Any:
-    if process.stdout is None:
-        raise BenchError("a process has no standard output")
-    readable, _, _ = select.select([process.stdout], [], [], SILENCE_S_MAX)
-    if not readable:
-        check_alive()
-        raise BenchError(f"a process has said nothing for {SILENCE_S_MAX:.0f} s")
-    line = process.stdout.readline()
-    if not line:
-        process.wait()
-        check_alive()
-        raise BenchError(f"a process ended with status {process.returncode}")
-    return json.loads(line)
 
 
 # One-way calls between two services, by size, and the replay of what they have logged.
@@ -259,3 +226,40 @@ def batch_count(value: bytes) -> int:
     """Return the number of calls in a record, by its trailer."""
     header = decode_header(value)
     return sum(batch.count for batch in decode_trailer(value[header.size_bytes :], header.check).batches)
+
+
+# What people read.
+
+
+def print_one_way(results: Results) -> None:
+    title = "one-way calls, executed by the receiver, both logs durable"
+    _print_one_way_table(title, results.one_way)
+    if results.one_way_curve:
+        _print_one_way_table(f"{title}, with CURVE", results.one_way_curve)
+    for plain, curve in zip(results.one_way, results.one_way_curve, strict=False):
+        echo(f"{plain.size_bytes} B with CURVE: {curve.calls_per_s / plain.calls_per_s:.0%} of the calls/s")
+    for block, rate in results.disk_mb_per_s.items():
+        echo(f"the disk alone: append + fdatasync of {block >> 10} KiB: {rate:,.0f} MB/s")
+    if results.replay is not None:
+        replay = results.replay
+        echo(
+            f"recovery of the receiver after kill -9: {replay.calls:,} calls replayed in {replay.seconds:.2f} s, "
+            f"processes started included: {replay.calls_per_s:,.0f} calls/s"
+        )
+    for name, (coordinator, app) in results.peak_memory_mib.items():
+        echo(f"peak memory of {name}: coordinator {coordinator:.0f} MiB, app {app:.0f} MiB")
+
+
+def _print_one_way_table(title: str, results: Sequence[SizeResult]) -> None:
+    heads = ("size", "calls", "seconds", "calls/s", "MB/s")
+    rows = (
+        (
+            f"{one.size_bytes} B",
+            f"{one.calls:,}",
+            f"{one.seconds:.2f}",
+            f"{one.calls_per_s:,.0f}",
+            f"{one.mb_per_s:,.1f}",
+        )
+        for one in results
+    )
+    print_table(heads, rows, right=heads, title=title)

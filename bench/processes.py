@@ -1,13 +1,15 @@
-"""The processes of a benchmark run, in a registry of its own. They die with it."""
+"""The processes of a benchmark run, in a registry of its own, and what they use. They die with the run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,83 @@ from immortal.coordinator.peers import keys
 from immortal.coordinator.service.process import die_with_parent
 from immortal.log import open_reader
 from immortal.protocol.errors import ImmortalError
+
+# The disk alone: append and fdatasync.
+
+
+SECONDS = 1.0
+SIZE_BYTES_MAX = 2 << 30
+LATENCY_SAMPLES = 200
+
+
+def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -> float:
+    """Measure the bytes/s of appending blocks to a new file in ``folder``, with an fdatasync after each."""
+    path = folder / "disk-rate"
+    block = os.urandom(block_size_bytes)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        written_bytes = 0
+        begun = time.perf_counter()
+        while (spent := time.perf_counter() - begun) < seconds and written_bytes < SIZE_BYTES_MAX:
+            written_bytes += os.write(descriptor, block)
+            os.fdatasync(descriptor)
+        return written_bytes / spent
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def append_latencies(folder: Path, block_size_bytes: int, samples: int = LATENCY_SAMPLES) -> list[float]:
+    """Time in s of appending one block to a new file in ``folder`` with an fdatasync, ``samples`` times, ascending."""
+    path = folder / "disk-latency"
+    block = os.urandom(block_size_bytes)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        latencies_s = []
+        for _ in range(samples):
+            begun = time.perf_counter()
+            os.write(descriptor, block)
+            os.fdatasync(descriptor)
+            latencies_s.append(time.perf_counter() - begun)
+        return sorted(latencies_s)
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+# Memory and CPU time of a process, as the kernel counts them.
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes. ``resident`` counts a page that several processes share in each of them, ``proportional`` gives each
+    its share, ``own`` leaves such pages out: it is what the process's end would give back."""
+
+    resident: int
+    proportional: int
+    own: int
+
+
+def memory_of(pid: int) -> Memory:
+    """Read the memory of a process. Raises OSError."""
+    sizes = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, _, value = line.partition(":")
+        sizes[name] = int(value.split()[0]) << 10
+    return Memory(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])
+
+
+def processor_s(pid: int) -> float:
+    """Return the CPU seconds that a process has used, with all its threads. Raises OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# The processes of a benchmark run, in a registry of its own. They die with it.
+
 
 START_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.002
@@ -145,12 +224,11 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 @contextlib.contextmanager
-def start_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """``python -m module``, with pipes for its standard input and output; killed at the end."""
+def start_module(module: str, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """``python -m module``, with pipes for its standard input and output; killed at the end. ``options``: Popen's."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, **options},
         text=True,
         preexec_fn=die_with_parent(os.getpid()),
     )
@@ -158,6 +236,33 @@ def start_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]
         yield process
     finally:
         _kill(process)
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    """Write a line to a process's standard input. Where the process has ended, :func:`hear` says so."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+
+
+def hear(
+    process: subprocess.Popen[str],
+    name: str,
+    check_alive: Callable[[], None] = lambda: None,
+    timeout_s: float | None = None,
+) -> str:
+    """Read a line of a process's standard output. Raises BenchError, or what ``check_alive`` raises, if none comes."""
+    assert process.stdout is not None
+    if timeout_s is not None and not select.select([process.stdout], [], [], timeout_s)[0]:
+        check_alive()
+        raise BenchError(f"{name} has said nothing for {timeout_s:.0f} s")
+    line = process.stdout.readline()
+    if not line:
+        process.wait()
+        check_alive()
+        raise BenchError(f"{name} said nothing and ended with status {process.returncode}")
+    return line.strip()
 
 
 def cpu_s(pid: int) -> float:

@@ -5,9 +5,12 @@ A caller reads runs from standard input, a line of JSON each, and answers each w
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
@@ -52,13 +55,59 @@ def argument(number: int, size_bytes: int) -> bytes:
     return number.to_bytes(NUMBER_SIZE_BYTES, "little").ljust(size_bytes, b"\0")
 
 
-def encode_run(run: Run) -> str:
-    return json.dumps(asdict(run)) + "\n"
+def encode_run(run: Run | Task) -> str:
+    return json.dumps(asdict(run))
 
 
 def read_runs(source: TextIO) -> Iterator[Run]:
     for line in source:
         yield Run(**json.loads(line))
+
+
+def make_calls(call: Callable[[bytes], bytes], run: Run, index: int, latencies_ns: list[int]) -> None:
+    """Make the calls of loop ``index``, one after the other. Raises ValueError for a wrong answer."""
+    for number in range(index * run.calls_per_loop, (index + 1) * run.calls_per_loop):
+        data = argument(number, run.size_bytes)
+        begun_ns = time.perf_counter_ns()
+        answer = call(data)
+        latencies_ns.append(time.perf_counter_ns() - begun_ns)
+        _check(number, answer, data)
+
+
+async def make_async_calls(
+    call: Callable[[bytes], Awaitable[bytes]], run: Run, index: int, latencies_ns: list[int]
+) -> None:
+    """Make the calls of loop ``index`` as :func:`make_calls` does, with asyncio."""
+    for number in range(index * run.calls_per_loop, (index + 1) * run.calls_per_loop):
+        data = argument(number, run.size_bytes)
+        begun_ns = time.perf_counter_ns()
+        answer = await call(data)
+        latencies_ns.append(time.perf_counter_ns() - begun_ns)
+        _check(number, answer, data)
+
+
+def _check(number: int, answer: bytes, data: bytes) -> None:
+    if answer != data:
+        raise ValueError(f"call {number} got the answer {answer[:200]!r}")
+
+
+def measure_in_threads(run: Run, call: Callable[[bytes], bytes]) -> Measured:
+    """Make the calls of ``run`` with a thread for each loop. Raises ValueError for a wrong answer."""
+    latencies_ns: list[int] = []
+    with ThreadPoolExecutor(run.outstanding) as threads:
+        begun = time.perf_counter()
+        loops = [threads.submit(make_calls, call, run, index, latencies_ns) for index in range(run.outstanding)]
+        for loop in loops:
+            loop.result()
+        return measured(latencies_ns, time.perf_counter() - begun)
+
+
+async def measure_in_tasks(run: Run, calls: Sequence[Callable[[bytes], Awaitable[bytes]]]) -> Measured:
+    """Make the calls of ``run`` with a task for each loop, and one of ``calls`` for each."""
+    latencies_ns: list[int] = []
+    begun = time.perf_counter()
+    await asyncio.gather(*(make_async_calls(call, run, index, latencies_ns) for index, call in enumerate(calls)))
+    return measured(latencies_ns, time.perf_counter() - begun)
 
 
 def encode_measured(result: Measured) -> str:
@@ -95,10 +144,6 @@ class Task:
     case: Case
     rounds: int
     size_bytes: int
-
-
-def encode_task(task: Task) -> str:
-    return json.dumps(asdict(task)) + "\n"
 
 
 def read_tasks(source: TextIO) -> Iterator[Task]:

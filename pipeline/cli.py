@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from immortal.pipeline.errors import one_line_error
-from immortal.pipeline.progress import Progress, progress
 from immortal.protocol import distribution
 from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
 from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from rich.status import Status
 
     from immortal.pipeline.jobs.sources import Fleet
 
@@ -136,7 +138,7 @@ def export(
     job.prepare(fleet, folder, names)
     with _spark(master, settings, "export") as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
-    _print(as_json, report.to_json(), export_lines(report, folder))
+    _print(as_json, asdict(report), export_lines(report, folder))
 
 
 @pipeline.command()
@@ -225,7 +227,7 @@ def stats(
         from immortal.pipeline.report.pages import stats_page
 
         _write(page, stats_page(found))
-    _print(as_json, found.to_json(), stats_lines(found, top))
+    _print(as_json, asdict(found), stats_lines(found, top))
 
 
 def _write(path: Path, text: str) -> None:
@@ -290,7 +292,7 @@ def trace(
         _write(svg, trace_svg(found))
     if dot is not None:
         _write(dot, trace_dot(found))
-    _print(as_json, found.to_json(), trace_lines(found))
+    _print(as_json, asdict(found), trace_lines(found))
 
 
 def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -356,7 +358,7 @@ def what_if(
     with _spark(master, settings, "what-if") as (spark, shown):
         shown.say("replaying")
         result = job.what_if(spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s)
-    _print(as_json, result.to_json(), what_if_lines(result))
+    _print(as_json, asdict(result), what_if_lines(result))
     sys.exit(result.exit_status)
 
 
@@ -366,6 +368,68 @@ def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
         return
     for line in lines:
         echo(line)
+
+
+# Progress of Spark's jobs on stderr; nothing if stderr is no terminal.
+
+
+_UPDATE_INTERVAL_S = 0.5
+
+
+class Progress:
+    """``say`` names the step that begins; the tasks of Spark that are done are counted beside it."""
+
+    def __init__(self, status: Status | None) -> None:
+        self._status = status
+        self._step = "starting Spark"
+        self._spark: SparkSession | None = None
+
+    def say(self, step: str) -> None:
+        self._step = step
+        self.update()
+
+    def watch(self, spark: SparkSession) -> None:
+        self._spark = spark
+
+    def update(self) -> None:
+        if self._status is not None:
+            self._status.update(f"{self._step}{self._tasks()}")
+
+    def _tasks(self) -> str:
+        if self._spark is None:
+            return ""
+        try:
+            tracker = self._spark.sparkContext.statusTracker()
+            stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        except Exception:  # Spark is about to stop, or runs elsewhere: it is only decoration
+            return ""
+        known = [stage for stage in stages if stage is not None]
+        done, total = sum(stage.numCompletedTasks for stage in known), sum(stage.numTasks for stage in known)
+        return f": {done} of {total} tasks" if total else ""
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    if not sys.stderr.isatty():
+        yield Progress(None)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting Spark") as status:
+        shown = Progress(status)
+        done = threading.Event()
+
+        def tick() -> None:
+            while not done.wait(_UPDATE_INTERVAL_S):
+                shown.update()
+
+        thread = threading.Thread(target=tick, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield shown
+        finally:
+            done.set()
+            thread.join()
 
 
 if __name__ == "__main__":

@@ -1,82 +1,73 @@
-"""The tables of a log as Spark sees them: names of columns, their types, their order."""
+"""The tables of a log: names of columns, their Arrow types, their order. Spark's own form of them is in `source`."""
 
 from __future__ import annotations
 
-from pyspark.sql.types import (
-    BinaryType,
-    BooleanType,
-    IntegerType,
-    LongType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+import pyarrow as pa
 
-RECORDS = StructType(
+RECORDS = pa.schema(
     [
-        StructField("instance", StringType()),
-        StructField("committer_id", LongType()),
-        StructField("sequence_id", LongType()),
-        StructField("time", TimestampType()),  # when the record was committed, to the microsecond
-        StructField("time_ns", LongType()),  # the same since 1970, UTC
-        StructField("size_bytes", IntegerType()),  # header and content, as in the header
-        StructField("message_count", IntegerType()),
-        StructField("ok", BooleanType()),
-        StructField("reason", StringType()),  # what is damaged; null while ok
+        ("instance", pa.string()),
+        ("committer_id", pa.int64()),
+        ("sequence_id", pa.int64()),
+        ("time", pa.timestamp("us", "UTC")),  # when the record was committed, to the microsecond
+        ("time_ns", pa.int64()),  # the same since 1970, UTC
+        ("size_bytes", pa.int32()),  # header and content, as in the header
+        ("message_count", pa.int32()),
+        ("ok", pa.bool_()),
+        ("reason", pa.string()),  # what is damaged; null while ok
     ]
 )
 
-MESSAGES = StructType(
+MESSAGES = pa.schema(
     [
-        StructField("instance", StringType()),
-        StructField("sequence_id", LongType()),
-        StructField("index", IntegerType()),  # in its record, from 0; -1: the whole record is damaged
-        StructField("time_ns", LongType()),  # the record's
-        StructField("kind", StringType()),  # "stream", "impulse", "initial" or "client"
-        StructField("source", StringType()),  # who sent it; the own name for oneself, impulses and the initial message
-        StructField("position", LongType()),  # in the stream source -> instance; impulses have a count of their own
-        StructField("sent_ns", LongType()),
-        StructField("rpc_kind", StringType()),  # "call"; an answer is "returned_value", "returned_nothing" or "raised"
-        StructField("rpc_type", StringType()),  # "async", "fork" or "impulse"
-        StructField("method_id", IntegerType()),
-        StructField("method", StringType()),  # its name, with the option decode
-        StructField("arguments", BinaryType()),
-        StructField("arguments_json", StringType()),  # with the option decode
-        StructField("ok", BooleanType()),
-        StructField("reason", StringType()),
+        ("instance", pa.string()),
+        ("sequence_id", pa.int64()),
+        ("index", pa.int32()),  # in its record, from 0; -1: the whole record is damaged
+        ("time_ns", pa.int64()),  # the record's
+        ("kind", pa.string()),  # "stream", "impulse", "initial" or "client"
+        ("source", pa.string()),  # who sent it; the own name for oneself, impulses and the initial message
+        ("position", pa.int64()),  # in the stream source -> instance; impulses have a count of their own
+        ("sent_ns", pa.int64()),
+        ("rpc_kind", pa.string()),  # "call"; an answer is "returned_value", "returned_nothing" or "raised"
+        ("rpc_type", pa.string()),  # "async", "fork" or "impulse"
+        ("method_id", pa.int32()),
+        ("method", pa.string()),  # its name, with the option decode
+        ("arguments", pa.binary()),
+        ("arguments_json", pa.string()),  # with the option decode
+        ("ok", pa.bool_()),
+        ("reason", pa.string()),
     ]
 )
 
-OUTPUTS = StructType(
+OUTPUTS = pa.schema(
     [
-        StructField("instance", StringType()),
-        StructField("sequence_id", LongType()),
-        StructField("destination", StringType()),  # the own name for oneself
-        StructField("position", LongType()),  # the last one that this stream had given out
-        StructField("checksum", LongType()),  # CRC-64/XZ up to there, as a signed 64-bit number
+        ("instance", pa.string()),
+        ("sequence_id", pa.int64()),
+        ("destination", pa.string()),  # the own name for oneself
+        ("position", pa.int64()),  # the last one that this stream had given out
+        ("checksum", pa.int64()),  # CRC-64/XZ up to there, as a signed 64-bit number
     ]
 )
 
-CHECKPOINTS = StructType(
+CHECKPOINTS = pa.schema(
     [
-        StructField("instance", StringType()),
-        StructField("checkpoint_id", LongType()),
-        StructField("sequence_id", LongType()),  # of the last record that it holds
-        StructField("time_ns", LongType()),
-        StructField("size_bytes", LongType()),
-        StructField("check", LongType()),  # CRC-64/XZ of the blob, as a signed 64-bit number
-        StructField("ok", BooleanType()),
-        StructField("reason", StringType()),
+        ("instance", pa.string()),
+        ("checkpoint_id", pa.int64()),
+        ("sequence_id", pa.int64()),  # of the last record that it holds
+        ("time_ns", pa.int64()),
+        ("size_bytes", pa.int64()),
+        ("check", pa.int64()),  # CRC-64/XZ of the blob, as a signed 64-bit number
+        ("ok", pa.bool_()),
+        ("reason", pa.string()),
     ]
 )
 
-RAW = StructType(
+RAW = pa.schema(
     [
-        StructField("instance", StringType()),
-        StructField("sequence_id", LongType()),
-        StructField("value", BinaryType()),  # record and trailer, byte for byte as stored
+        ("instance", pa.string()),
+        ("sequence_id", pa.int64()),
+        ("value", pa.binary()),  # record and trailer, byte for byte as stored
     ]
 )
 
-SCHEMAS = {"records": RECORDS, "messages": MESSAGES, "outputs": OUTPUTS, "checkpoints": CHECKPOINTS, "raw": RAW}
+TABLES = {"records": RECORDS, "messages": MESSAGES, "outputs": OUTPUTS, "checkpoints": CHECKPOINTS, "raw": RAW}

@@ -16,7 +16,7 @@ from pyspark.sql.datasource import (
     DataSourceStreamReader,
     InputPartition,
 )
-from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
@@ -25,12 +25,13 @@ from immortal.pipeline.arguments import decode_targets, decoder_of
 from immortal.pipeline.errors import LogChangedError, SourceError
 from immortal.pipeline.paths import log_folders, paths_of
 from immortal.pipeline.reading import Gap, LogRange, first_at, open_range, read_range, size_bytes, whole_range
-from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.schema import TABLES
 from immortal.pipeline.tables import TableReader
 
 if TYPE_CHECKING:
     from immortal.pipeline.writer import Writer
 
+SCHEMAS = {name: from_arrow_schema(table) for name, table in TABLES.items()}
 PARTITION_SIZE_BYTES = 512 << 20  # a task costs 20 ms: with four times as many, a GiB takes a quarter longer
 PARTITION_ROWS_MIN = 5_000  # with fewer rows and bytes, starting a task costs more than it reads
 PARTITION_SIZE_BYTES_MIN = 64 << 20
@@ -38,7 +39,7 @@ _OPTIONS = {
     *("table", "instance", "from", "to", "fromtime", "totime", "decode", "check", "path", "paths", "partitionbytes"),
     *("maxrecordsperbatch", "startingoffset", "committerid"),
 }
-_NO_LIMIT = (1 << 63) - 1
+NO_LIMIT = (1 << 63) - 1
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -55,7 +56,7 @@ class Options:
     partition_bytes: int
     instances: frozenset[str] = frozenset()  # none: all
     first_ns: int = 0
-    last_ns: int = _NO_LIMIT
+    last_ns: int = NO_LIMIT
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Options:
@@ -74,13 +75,13 @@ class Options:
             table,
             tuple(paths_of(options)),
             number(options, "from", 0),
-            number(options, "to", _NO_LIMIT),
+            number(options, "to", NO_LIMIT),
             check == "true",
             decode_targets(decode) if decode else {},
             max(1, number(options, "partitionBytes", PARTITION_SIZE_BYTES)),
             frozenset(name for part in options.get("instance", "").split(",") if (name := part.strip())),
             _time_ns(options, "fromTime", 0),
-            _time_ns(options, "toTime", _NO_LIMIT, rest_ns=999),  # all of its last microsecond
+            _time_ns(options, "toTime", NO_LIMIT, rest_ns=999),  # all of its last microsecond
         )
 
     def takes(self, instance: str) -> bool:
@@ -93,7 +94,7 @@ def number(options: Mapping[str, str], name: str, default: int) -> int:
     value = options.get(name)
     if value is None:
         return default
-    if not value.isascii() or not value.isdigit() or int(value) > _NO_LIMIT:
+    if not value.isascii() or not value.isdigit() or int(value) > NO_LIMIT:
         raise SourceError(f"option {name}: {value!r}: a number, 0 or more, was expected")
     return int(value)
 
@@ -114,7 +115,7 @@ def _time_ns(options: Mapping[str, str], name: str, default: int, rest_ns: int =
 
 
 class ImmortalSource(DataSource):
-    """``spark.read.format("immortal")``: pipeline.schema has the tables, docs/reference/pipeline.md the options."""
+    """``spark.read.format("immortal")``: pipeline/schema.py has the tables, docs/reference/pipeline.md the options."""
 
     @classmethod
     def name(cls) -> str:
@@ -127,8 +128,6 @@ class ImmortalSource(DataSource):
         return Reader(Options.of(self.options), schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 (Spark's name)
-        # it builds on this module
-
         return StreamReader(self.options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
@@ -211,18 +210,20 @@ class Reader(DataSourceReader):
         parts: list[InputPartition] = []
         for each in ranges:
             narrowed = replace(each, first=max(each.first, options.first), end=min(each.end, options.last + 1))
-            parts += [RangePartition(part) for part in split(self._within_time(narrowed), options.partition_bytes)]
+            narrowed = within_time(narrowed, options.first_ns, options.last_ns)
+            parts += [RangePartition(part) for part in split(narrowed, options.partition_bytes)]
         return parts
-
-    def _within_time(self, wanted: LogRange) -> LogRange:
-        first_ns, last_ns = self._options.first_ns, self._options.last_ns
-        first = first_at(wanted, first_ns) if first_ns else wanted.first
-        end = first_at(wanted, last_ns + 1) if last_ns != _NO_LIMIT else wanted.end
-        return replace(wanted, first=first, end=end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if isinstance(partition, RangePartition):  # where there are none at all, Spark makes up an empty one
             yield from self._ranges.read(partition.wanted)
+
+
+def within_time(wanted: LogRange, first_ns: int, last_ns: int) -> LogRange:
+    """Leave out the records before ``first_ns``, and those after ``last_ns``, in ns since the Unix epoch."""
+    first = first_at(wanted, first_ns) if first_ns else wanted.first
+    end = first_at(wanted, last_ns + 1) if last_ns != NO_LIMIT else wanted.end
+    return replace(wanted, first=first, end=end)
 
 
 def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -316,18 +316,6 @@ def write_fleet(folder: Path, fleet: Fleet) -> list[Path]:
     for name, log in logs.items():
         log.finish(fleet.ending(name), fleet.committer_ids)
     return list(paths.values())
-
-
-def write_planned(
-    folder: Path, name: str, committer_ids: dict[str, int], records: Iterable[PlannedRecord], ending: Ending
-) -> Path:
-    """Write one log of records that were kept in memory, perhaps altered; its folder."""
-    path = folder / name / "log"
-    log = PlannedLog(path, name, committer_ids[name])
-    for record in records:
-        log.append(record, committer_ids)
-    log.finish(ending, committer_ids)
-    return path
 
 
 @click.command()

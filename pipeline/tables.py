@@ -27,7 +27,6 @@ from immortal.pipeline.arguments import ArgumentDecoder
 from immortal.pipeline.decode import (
     Headers,
     Longs,
-    Marks,
     Messages,
     Values,
     binaries,
@@ -35,6 +34,7 @@ from immortal.pipeline.decode import (
     decode_messages,
     decode_names,
     decode_trailers,
+    of_usual,
     verify_checks,
 )
 from immortal.pipeline.reading import LogRange
@@ -136,9 +136,8 @@ class TableReader:
         marks = trailers.marks
         decode_names(values, headers, trailers.batches)
         number, names = decode_names(values, headers, marks)
-        keep = headers.usual[marks.record]
-        marks = Marks(*(getattr(marks, name)[keep] for name in Marks.__dataclass_fields__))
-        number = number.to_numpy()[keep]
+        number = number.to_numpy()[headers.usual[marks.record]]
+        marks = of_usual(marks, headers.usual)
         columns = self._constants(len(marks.record), instance=self.instance)
         columns |= {
             "sequence_id": lambda: pa.array(values.sequence_ids[marks.record]),

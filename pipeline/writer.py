@@ -29,13 +29,13 @@ from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.record_decoder import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.paths import folder_of, paths_of
-from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.schema import RAW
 from immortal.pipeline.source import number
 from immortal.protocol import decoding
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
-from immortal.protocol.files import FILE_MODE, make_folder
+from immortal.protocol.files import FILE_MODE, make_folder, sync_folder
 from immortal.protocol.messages import MessageType, encode_incoming_rpc, encode_message
 from immortal.protocol.record import COMMITTER_ID_MAX, decode_header, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
@@ -43,7 +43,6 @@ from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_tr
 _PART_MAP_SIZE_BYTES = 1 << 40  # sparse
 _COMMIT_SIZE_BYTES = 8 << 20
 _COMMIT_ROWS_MAX = 10_000
-_KEY = SEQUENCE_KEY
 
 Rows = Iterator[tuple[bytes, bytes]]
 Value = TypeVar("Value", str, int)
@@ -118,7 +117,7 @@ class Writer(DataSourceArrowWriter):
                 self._make_log(instance, committer_ids, rows)
             make_folder(self._folder.parent)
             os.rename(self._staging / "log", self._folder)
-            _sync_folder(self._folder.parent)
+            sync_folder(self._folder.parent)
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
 
@@ -133,14 +132,14 @@ class Writer(DataSourceArrowWriter):
         first = next(rows, None)
         if first is None:
             raise SourceError("there are no rows, so there is no log to write")
-        first_sequence_id = _KEY.unpack_from(first[0])[0]
+        first_sequence_id = SEQUENCE_KEY.unpack_from(first[0])[0]
         if self._table == "raw":
             try:
                 committer_ids = committer_ids | {decode_header(first[1]).committer_id}
             except RemoteProtocolError as error:
                 raise SourceError(f"the value of record {first_sequence_id} is no record: {error}") from None
         committer_id = _only("committers", committer_ids) if committer_ids else None
-        rows = _with_first(first, rows)
+        rows = itertools.chain([first], rows)
         # What comes before was trimmed from the log that the rows are from: this one says so too.
         store = create_log(
             self._staging / "log", instance, committer_id=committer_id, first_sequence_id=first_sequence_id
@@ -153,22 +152,13 @@ class Writer(DataSourceArrowWriter):
             store.close()
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make durable which names it holds."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _table_of(schema: StructType) -> str:
-    for table, needed in (("raw", SCHEMAS["raw"].names), ("messages", _MESSAGE_COLUMNS)):
+    for table, needed in (("raw", RAW.names), ("messages", _MESSAGE_COLUMNS)):
         if set(needed) <= set(schema.names):
             return table
     raise SourceError(
         f"rows with the columns {', '.join(schema.names)} make no log: those of the table raw"
-        f" ({', '.join(SCHEMAS['raw'].names)}) or messages ({', '.join(_MESSAGE_COLUMNS)}) were expected"
+        f" ({', '.join(RAW.names)}) or messages ({', '.join(_MESSAGE_COLUMNS)}) were expected"
     )
 
 
@@ -216,13 +206,8 @@ def _merged(parts: Iterable[Rows]) -> Rows:
         yield key, value
 
 
-def _with_first(first: tuple[bytes, bytes], rest: Rows) -> Rows:
-    yield first
-    yield from rest
-
-
 def _twice(key: bytes) -> SourceError:
-    return SourceError(f"there are two rows for the same place, in record {_KEY.unpack_from(key)[0]}")
+    return SourceError(f"there are two rows for the same place, in record {SEQUENCE_KEY.unpack_from(key)[0]}")
 
 
 def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
@@ -230,10 +215,10 @@ def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
     group: list[dict[str, object]] = []
     current = None
     for key, value in rows:
-        if key[: _KEY.size] != current:
+        if key[: SEQUENCE_KEY.size] != current:
             if current is not None:
                 yield current, encode_record_of(group, instance, committer_id)
-            current, group = key[: _KEY.size], []
+            current, group = key[: SEQUENCE_KEY.size], []
         group.append(decode_row(value))
     if current is not None:
         yield current, encode_record_of(group, instance, committer_id)
@@ -245,7 +230,7 @@ def _fill(store: RowLogStore, values: Rows, first_sequence_id: int, committer_id
     transaction = Transaction()
     size_bytes = 0
     for key, value in values:
-        sequence_id = _KEY.unpack(key)[0]
+        sequence_id = SEQUENCE_KEY.unpack(key)[0]
         if sequence_id != expected:
             raise SourceError(f"record {expected} is missing: the next row is of record {sequence_id}")
         expected += 1
@@ -278,7 +263,6 @@ def _only(what: str, values: set[Value]) -> Value:
 
 Row = Mapping[str, Any]
 
-_RECORD_KEY = struct.Struct(">Q")
 _MESSAGE_KEY = struct.Struct(">QI")
 encode_row = msgspec.msgpack.Encoder().encode
 decode_row = decoding.Decoder(dict[str, Any]).decode
@@ -287,7 +271,7 @@ decode_row = decoding.Decoder(dict[str, Any]).decode
 def row_key(sequence_id: int | None, index: int | None = 0, *, whole: bool = False) -> bytes:
     """Where a row stands in its log, in an order that is that of bytes. Raises SourceError."""
     try:
-        return _RECORD_KEY.pack(sequence_id) if whole else _MESSAGE_KEY.pack(sequence_id, index)
+        return SEQUENCE_KEY.pack(sequence_id) if whole else _MESSAGE_KEY.pack(sequence_id, index)
     except struct.error:
         what = f"sequence_id {sequence_id}" if whole else f"sequence_id {sequence_id}, index {index}"
         raise SourceError(f"a row with {what} has no place in a log; leave the rows of damaged records out") from None

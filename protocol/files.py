@@ -51,6 +51,15 @@ def open_beside(path: Path) -> tuple[int, Path]:
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), temporary
 
 
+def sync_folder(path: Path) -> None:
+    """Sync the folder ``path``: its files' names. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def openness(folder: Path) -> str | None:
     """Describe the problem of a folder in which others can make and replace files; None where there is none."""
     try:

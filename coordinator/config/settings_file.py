@@ -18,7 +18,7 @@ from immortal.coordinator.core.limits import ReplayCheck
 from immortal.coordinator.core.permissions import ALL_METHODS, ANYTHING, Permission
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log_url import is_in_folder, log_of_instance
-from immortal.protocol.files import FILE_MODE, open_beside
+from immortal.protocol.files import FILE_MODE, open_beside, sync_folder
 from immortal.protocol.safe_output import did_you_mean
 
 
@@ -345,8 +345,4 @@ def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

@@ -49,8 +49,29 @@ def read_record(value: bytes | memoryview, sequence_id: int, committer_id: int, 
 
 
 def _messages(content: bytes, trailer: Trailer) -> Iterator[DecodedMessage]:
+    for source, payload in packed_batches(content, trailer):
+        if source.kind == BatchKind.INITIAL:
+            yield _initial(payload, source)
+            continue
+        count = 0
+        for index, (message_type, start, end) in enumerate(decode_messages(payload)):
+            if message_type != MessageType.RPC:
+                raise RemoteProtocolError(f"a batch holds a message of type {message_type}, only RPCs (0) are allowed")
+            yield _message(payload[start:end], source, index)
+            count += 1
+        if count != source.count:
+            raise RemoteProtocolError(f"a batch of {count} messages where the trailer has {source}")
+
+
+def packed_batches(content: bytes, trailer: Trailer) -> Iterator[tuple[BatchSource, bytes]]:
+    """Yield the batches of a record in order: what the trailer says of each, and its messages as they are packed.
+
+    Of an initial message it is the message's data. Raises RemoteProtocolError where content and trailer do not fit.
+    """
     sources = iter(trailer.batches)
+    behind = 0
     for number, (message_type, start, end) in enumerate(decode_messages(content)):
+        first, behind = behind, end
         if message_type == MessageType.RECORD_TIME and number == 0:
             decode_record_time(content, start, end)
             continue
@@ -59,37 +80,29 @@ def _messages(content: bytes, trailer: Trailer) -> Iterator[DecodedMessage]:
         source = next(sources, None)
         if source is None:
             raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has more")
-        data = content[start:end]
-        is_initial = source.kind == BatchKind.INITIAL
-        if is_initial != (message_type == MessageType.INITIAL_MESSAGE):
+        if (source.kind == BatchKind.INITIAL) != (message_type == MessageType.INITIAL_MESSAGE):
             raise RemoteProtocolError(f"a message of type {message_type} where the trailer has a batch of {source}")
-        count = 0
-        for message in _initial(data, source) if is_initial else _rpcs(message_type, data, source):
-            yield message
-            count += 1
+        data, count = content[start:end], 1
+        if message_type == MessageType.RPC:
+            data = content[first:end]
+        elif message_type == MessageType.RPC_BATCH:
+            count, offset = decode_batch(data)
+            data = data[offset:]
+        elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+            count, _, offset = decode_replayable_batch(data)
+            data = data[offset:]
+        elif message_type != MessageType.INITIAL_MESSAGE:
+            raise RemoteProtocolError(f"a message of type {message_type}, which no record holds")
         if count != source.count:
-            raise RemoteProtocolError(f"a batch of {count} messages where the trailer has {source}")
+            said = (
+                f"a batch of {count} messages"
+                if message_type == MessageType.RPC
+                else f"a batch gives its count as {count}"
+            )
+            raise RemoteProtocolError(f"{said} where the trailer has {source}")
+        yield source, data
     if next(sources, None) is not None:
         raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has fewer")
-
-
-def _rpcs(message_type: int, data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
-    if message_type == MessageType.RPC:
-        yield _message(data, source, 0)
-        return
-    if message_type == MessageType.RPC_BATCH:
-        count, offset = decode_batch(data)
-    elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-        count, _, offset = decode_replayable_batch(data)
-    else:
-        raise RemoteProtocolError(f"a message of type {message_type}, which no record holds")
-    if count != source.count:
-        raise RemoteProtocolError(f"a batch gives its count as {count} where the trailer has {source}")
-    inner = data[offset:]
-    for index, (inner_type, start, end) in enumerate(decode_messages(inner)):
-        if inner_type != MessageType.RPC:
-            raise RemoteProtocolError(f"a batch holds a message of type {inner_type}, only RPCs (0) are allowed")
-        yield _message(inner[start:end], source, index)
 
 
 def _message(data: bytes, source: BatchSource, index: int) -> DecodedMessage:
@@ -97,7 +110,7 @@ def _message(data: bytes, source: BatchSource, index: int) -> DecodedMessage:
     return DecodedMessage(source, source.first_position + index, rpc, rpc.arguments)
 
 
-def _initial(data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
+def _initial(data: bytes, source: BatchSource) -> DecodedMessage:
     """Decode an initial message, which usually wraps one RPC.
 
     It may be any bytes, so it is checked before it is decoded.
@@ -109,7 +122,7 @@ def _initial(data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
             rpc = decode_incoming_rpc(data, start, end)
     except RemoteProtocolError:
         rpc = None
-    yield DecodedMessage(source, source.first_position, rpc, data if rpc is None else rpc.arguments)
+    return DecodedMessage(source, source.first_position, rpc, data if rpc is None else rpc.arguments)
 
 
 # Finding a moment in a log by time. Needs neither Arrow nor Spark.

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,70 +23,30 @@ from pydantic_ai import ModelMessagesTypeAdapter
 from trips import Airline, Travel
 
 from immortal.client import connect
-from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
+from immortal.coordinator.instances.registry import Registry
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import supervised
+from supervised import APP, COORDINATOR, STOP_S, RunError
 
 HERE = Path(__file__).parent
 STEPS_OF_A_TRIP = 5  # three requests and two tools outside the handlers
-STOP_S = 40.0
 PLAN_S = 60.0
-ROLES = ("app", "coordinator")
+ROLES = (APP, COORDINATOR)
 KILL = "kill"
 
 
-class Instance:
-    """The supervised pair; which processes it has is in its log lines."""
+class Instance(supervised.Instance):
+    """An instance that waits until a kill is recovered from."""
 
-    def __init__(self, name: str, app: str, environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "immortal", "run", name, app, "--restart", "--log-format", "json"]
-        self.process = subprocess.Popen(
-            command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
-        )
-        self.changed = threading.Condition()
-        self._pids: dict[str, int] = {}
-        self._starts = self._ready = 0
-        self._log = log.open("w")
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._log.write(line)
-            self._log.flush()
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            with self.changed:
-                if event.get("message") == "started" and "app_pid" in event:
-                    self._pids = {"app": event["app_pid"], "coordinator": event["coordinator_pid"]}
-                    self._starts += 1
-                elif event.get("message") == "ready":
-                    self._ready = self._starts
-                self.changed.notify_all()
-
-    def until_ready(self) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: 0 < self._starts == self._ready, STOP_S):
-                raise TimeoutError("the instance does not come up")
-
-    def kill(self, role: str) -> None:
+    def kill(self, role: str) -> bool:
         self.until_ready()
+        was_there = super().kill(role)
         with self.changed:
-            os.kill(self._pids[role], signal.SIGKILL)
-            if not self.changed.wait_for(lambda: self._starts > self._ready or self.process.poll() is not None, STOP_S):
+            ended = self.supervisor.poll
+            if not self.changed.wait_for(lambda: self.starts > self.ready or ended() is not None, STOP_S):
                 raise TimeoutError("the instance does not start again")
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(STOP_S)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()  # its two processes die with it
-        self.process.wait()
-        self._reader.join()
-        self._log.close()
+        return was_there
 
 
 async def plan_all(cities: list[str], home: Path) -> list[str]:
@@ -157,12 +114,12 @@ def run(trips: int, kills: int, seed: int, folder: Path) -> int:
     home, steps = folder / "registry", folder / "steps"
     for name in ("airline", "travel"):
         Registry(home).register(name, "tcp://127.0.0.1:*")
-    environment = {**os.environ, HOME_VARIABLE: str(home), "TRIPS_STEPS": str(steps)}
+    environment = {**os.environ, "TRIPS_STEPS": str(steps)}
     cities = [f"City{number}" for number in range(1, trips + 1)]
     with ExitStack() as stack:
         pair = []
         for name, app in (("airline", "trips:Airline"), ("travel", "trips:Travel")):
-            pair.append(Instance(name, app, environment, folder / f"{name}.log"))
+            pair.append(Instance(name, app, home, HERE, environment))
             stack.callback(pair[-1].end)
         for one in pair:
             one.until_ready()
@@ -177,7 +134,8 @@ def run(trips: int, kills: int, seed: int, folder: Path) -> int:
             killer.join()
         with connect(Airline, "airline", home=home) as airline, connect(Travel, "travel", home=home) as travel:
             found = differences(cities, plans, airline.booked(), travel)
-        statuses = [one.stop() for one in reversed(pair)]
+        for one in reversed(pair):
+            one.stop()
     lines = steps.read_text().splitlines()
     made = {line.split()[0] for line in lines if line != KILL}
     again, wrong = repeats(lines)
@@ -186,7 +144,6 @@ def run(trips: int, kills: int, seed: int, folder: Path) -> int:
     print(f"{again} of them were made again, since they were under way")
     if len(made) != trips * STEPS_OF_A_TRIP:
         found.append(f"{trips * STEPS_OF_A_TRIP} steps were expected, not {len(made)}")
-    found += [f"an instance ended with status {status}" for status in statuses if status]
     for difference in found:
         print(f"DIFFERENT: {difference}")
     if not found:
@@ -203,7 +160,11 @@ def main() -> int:
     if options.trips < 1 or options.kills < 0:
         parser.error("--trips is positive, --kills is not negative")
     with tempfile.TemporaryDirectory(prefix="trips-") as folder:
-        return run(options.trips, options.kills, options.seed, Path(folder))
+        try:
+            return run(options.trips, options.kills, options.seed, Path(folder))
+        except RunError as error:
+            print(f"FAILED: {error}")
+            return 3
 
 
 if __name__ == "__main__":

@@ -10,152 +10,43 @@ transfers that are settled.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import bank
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import supervised
+from supervised import APP, COORDINATOR, REGISTRY_NAME, SUPERVISOR, console
+
 POLL_S = 0.02
 STALLED_S = 60.0  # nothing has moved for so long: give up
-STOP_S = 60.0
 TELLER = "teller"
 APPS = dict.fromkeys(bank.BANKS, "bank:Bank") | {TELLER: "bank:Teller"}
-APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"
+FOLDER = Path(__file__).parent
 ROLES = (APP, COORDINATOR, SUPERVISOR)
-REGISTRY_NAME = "registry"
-console = Console()
 
 
-class RunError(Exception):
-    """The run cannot go on; the text says why."""
+class Instance(supervised.Instance):
+    """An instance of the bank. ``settled``: transfers, as the teller prints it."""
 
+    def __init__(self, name: str, home: Path, environment: Mapping[str, str]) -> None:
+        self.settled = 0
+        super().__init__(name, APPS[name], home, FOLDER, environment, self._note)
 
-# --- one instance under its supervisor -------------------------------------------------------------------------------
-
-
-@dataclass
-class Instance:
-    """A supervisor with its two processes. What they print goes to a file; what is needed of it is remembered."""
-
-    name: str
-    home: Path
-    environment: Mapping[str, str]
-    settled: int = 0
-    error: str | None = None
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=12))
-    _pids: dict[str, int] = field(default_factory=dict)
-    _started: threading.Event = field(default_factory=threading.Event)  # this life of the supervisor
-    _readers: list[threading.Thread] = field(default_factory=list)
-
-    def start(self) -> None:
-        self._pids = {}
-        self._started = threading.Event()
-        self.supervisor = subprocess.Popen(
-            [*immortal(self.home), "run", self.name, APPS[self.name], "--restart", "--log-format", "json"],
-            cwd=Path(__file__).parent,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            process_group=0,
-        )
-        for work in (self._read_output, self._read_log):
-            reader = threading.Thread(target=self._note_errors, args=(work, self.supervisor), daemon=True)
-            reader.start()
-            self._readers.append(reader)
-
-    def _note_errors(self, work: Callable[[subprocess.Popen[str]], None], supervisor: subprocess.Popen[str]) -> None:
-        try:
-            work(supervisor)
-        except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
-
-    def _read_output(self, supervisor: subprocess.Popen[str]) -> None:
-        """Read what the teller prints: how many transfers are settled."""
-        assert supervisor.stdout is not None
-        for line in supervisor.stdout:
-            if settled := re.fullmatch(r"settled: (\d+)\n", line):
-                self.settled = max(self.settled, int(settled[1]))
-
-    def _read_log(self, supervisor: subprocess.Popen[str]) -> None:
-        """Keep the log, and know from it which processes run."""
-        assert supervisor.stderr is not None
-        with self.log_file.open("a") as log:
-            for line in supervisor.stderr:
-                log.write(line)
-                log.flush()
-                self.last_lines.append(line.rstrip())
-                started = re.search(r'"message": "started", "coordinator_pid": (\d+), "app_pid": (\d+)', line)
-                if started and supervisor is self.supervisor:
-                    self._pids = {COORDINATOR: int(started[1]), APP: int(started[2])}
-                    self._started.set()
-
-    @property
-    def log_file(self) -> Path:
-        return self.home.parent / f"{self.name}.log"
-
-    def kill(self, role: str) -> bool:
-        """False if there is none of that role just now: it is being started again."""
-        if role == SUPERVISOR:
-            self.supervisor.kill()
-            self.supervisor.wait()
-            self.start()
-            return True
-        pid = self._pids.pop(role, None)
-        if pid is None:
-            return False
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it left by itself, after the other one of the two
-            return False
-        return True
-
-    def stop(self) -> None:
-        """Cleanly: with a last checkpoint. Raises RunError."""
-        if not self._started.wait(STOP_S):  # one that still imports its modules would end at the signal, as any program
-            raise self.failed(f"its supervisor did not start within {STOP_S:.0f} s")
-        self.supervisor.terminate()
-        try:
-            status = self.supervisor.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            raise self.failed(f"it did not stop within {STOP_S:.0f} s") from None
-        if status != 0:
-            raise self.failed(f"its supervisor ended with status {status}")
-
-    def failed(self, why: str) -> RunError:
-        last = "\n".join(f"    {line}" for line in self.last_lines)
-        return RunError(f"{self.name}: {why}\nthe last lines of its log ({self.log_file}):\n{last}")
-
-    def end(self) -> None:
-        """Whatever state it is in: nothing of it runs afterwards."""
-        if self.supervisor.poll() is None:
-            self.supervisor.kill()  # its two processes die with it
-            self.supervisor.wait()
-        for reader in self._readers:
-            reader.join()
-
-
-def immortal(home: Path) -> list[str]:
-    return [sys.executable, "-m", "immortal", "--home", str(home)]
+    def _note(self, line: str) -> None:
+        if settled := re.fullmatch(r"settled: (\d+)\n", line):
+            self.settled = max(self.settled, int(settled[1]))
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -185,23 +76,19 @@ def run(folder: Path, transfers: int, seed: int, kills: Sequence[Kill]) -> float
     home = folder / REGISTRY_NAME
     environment = {**os.environ, "BANK_TRANSFERS": str(transfers), "BANK_SEED": str(seed)}
     for name in APPS:
-        # Every checkpoint is kept, and so the whole log: it is looked at afterwards.
-        register = ["register", name, "--peer", "tcp://127.0.0.1:*", "--keep-checkpoints", "all"]
-        subprocess.run([*immortal(home), *register], check=True, stdout=subprocess.DEVNULL)
-    instances = {name: Instance(name, home, environment) for name in APPS}
-    started: list[Instance] = []
+        supervised.register(home, name, *supervised.KEEP_ALL)
+    instances: dict[str, Instance] = {}
     try:
         began_s = time.monotonic()
-        for instance in instances.values():
-            instance.start()
-            started.append(instance)
+        for name in APPS:
+            instances[name] = Instance(name, home, environment)
         wait_until_settled(instances, transfers, deque(kills))
         elapsed_s = time.monotonic() - began_s
         for instance in instances.values():
             instance.stop()
         return elapsed_s
     finally:
-        for instance in started:
+        for instance in instances.values():
             instance.end()
 
 
@@ -218,10 +105,7 @@ def wait_until_settled(instances: Mapping[str, Instance], transfers: int, kills:
                 progress.advance(kills_bar)
             progress.update(settled_bar, completed=teller.settled)
             for instance in instances.values():
-                if instance.error is not None:
-                    raise instance.failed(instance.error)
-                if instance.supervisor.poll() is not None:
-                    raise instance.failed(f"its supervisor ended with status {instance.supervisor.returncode}")
+                instance.check()
             if teller.settled > before:
                 before, moved_s = teller.settled, time.monotonic()
             elif time.monotonic() - moved_s > STALLED_S:
@@ -231,15 +115,6 @@ def wait_until_settled(instances: Mapping[str, Instance], transfers: int, kills:
 
 
 # --- every coin is counted -------------------------------------------------------------------------------------------
-
-
-def final_state(home: Path, name: str) -> Any:
-    """The attributes at the end of the log, as `immortal replay` shows them. Raises RunError."""
-    command = [*immortal(home), "replay", name, "--state", "--json"]
-    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RunError(f"{name} can't be replayed: {result.stderr.strip()}")
-    return json.loads(result.stdout)["state"]["state"]
 
 
 def problems_of(states: Mapping[str, Any], transfers: int, seed: int) -> list[str]:
@@ -311,39 +186,17 @@ def main() -> int:
         parser.error(f"{options.keep} is there already; a new folder is expected")
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
     kills = draw_kills(options.kills, options.transfers, random.Random(seed))
-    if options.keep is None:
-        folder = Path(tempfile.mkdtemp(prefix="immortal-bank-"))
-    else:
-        options.keep.mkdir(parents=True)
-        folder = options.keep.absolute()
     console.print(f"{options.transfers:,} transfers, {len(kills)} kills, seed {seed}")
-    try:
+
+    def work(folder: Path) -> tuple[list[str], str]:
         elapsed_s = run(folder, options.transfers, seed, kills)
-        states = {name: final_state(folder / REGISTRY_NAME, name) for name in APPS}
-    except RunError as error:
-        console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
-        console.print(f"logs and registry are kept in {folder}; seed {seed}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        if options.keep is None:
-            shutil.rmtree(folder)
-        return 130
-    print_results(states, kills)
-    console.print(
-        f"{options.transfers / elapsed_s:,.0f} transfers/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}"
-    )
-    problems = problems_of(states, options.transfers, seed)
-    if problems:
-        for problem in problems[:10]:
-            console.print(f"WRONG: {problem}", style="bold red", markup=False, highlight=False)
-        console.print(f"{len(problems)} problems; logs and registry are kept in {folder}", highlight=False)
-        return 1
-    console.print("every transfer was done once, and all money is there", style="bold green")
-    if options.keep is None:
-        shutil.rmtree(folder)
-    else:
-        console.print(f"the registry's home is {folder / REGISTRY_NAME}", highlight=False)
-    return 0
+        states = {name: supervised.final_state(folder / REGISTRY_NAME, name, FOLDER) for name in APPS}
+        print_results(states, kills)
+        rate = options.transfers / elapsed_s
+        console.print(f"{rate:,.0f} transfers/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
+        return problems_of(states, options.transfers, seed), "every transfer was done once, and all money is there"
+
+    return supervised.conclude(work, options.keep, f"; seed {seed}")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import argparse
 import contextlib
 import os
 import random
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,34 +24,19 @@ import collatz
 
 from immortal.patterns.harmony import Ventilator, connect
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from supervised import APP, COORDINATOR, Instance, register
+
 HERE = Path(__file__).parent
 PATIENCE_S = 300.0  # of each call: a busy machine takes long to start or recover an instance
+ROLES = (APP, COORDINATOR)
 CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "steps": "immortal.patterns.harmony:Collector"}
 
 
-class Service:
-    """One ``immortal run``, and the processes that it has started."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        coordinator = [sys.executable, "-m", "immortal", "--home", str(folder)]
-        subprocess.run(
-            [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL
-        )
-        self.log = folder / f"{name}.log"
-        with self.log.open("w") as log:
-            command = [*coordinator, "run", name, CLASSES[name], "--restart"]
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
+class Service(Instance):
     def kill_one(self, chance: random.Random) -> None:
         """Kill the coordinator or the app, which comes back by itself."""
-        found = re.findall(r"coordinator_pid=(\d+) app_pid=(\d+)", self.log.read_text())
-        if found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(chance.choice(found[-1])), signal.SIGKILL)
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait()
+        self.kill(chance.choice(ROLES))
 
 
 class Workers:
@@ -91,7 +74,8 @@ def running(folder: Path, workers: int) -> Iterator[tuple[Workers, list[Service]
     with contextlib.ExitStack() as stack:
         services = []
         for name in CLASSES:
-            services.append(Service(folder, name))
+            register(folder, name)
+            services.append(Service(name, CLASSES[name], folder, HERE, os.environ))
             stack.callback(services[-1].end)
         made = Workers(folder, workers)
         stack.callback(made.end)
@@ -108,8 +92,7 @@ def main() -> int:
     options = parser.parse_args()
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o700)
+        folder = Path(name) / "registry"
         with (
             running(folder, options.workers) as (workers, services),
             connect("cluster", home=folder, timeout=PATIENCE_S) as cluster,

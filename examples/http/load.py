@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -35,19 +32,17 @@ from shop import STOCK
 from immortal.client import connect
 from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from supervised import Instance, RunError
+
 HERE = Path(__file__).parent
 NAME = "shop"
 ANSWER_TIMEOUT_S = 30.0  # of one HTTP request: above that of a call in web.py
 GIVE_UP_S = 60.0  # for one order, from its first request
-STOP_S = 40.0
 START_S = 30.0
 POLL_S = 0.02
 BOOK = "book"
 FAILING = ("vase", "firework")  # their handler raises, or ends its process
-
-
-class LoadError(Exception):
-    """The load cannot go on; the text says why."""
 
 
 @dataclass
@@ -59,66 +54,6 @@ class Figures:
     repeated: int = 0  # requests that were sent again
     slowest_s: float = 0.0
     kills: list[str] = field(default_factory=list)
-
-
-class Shop:
-    """The supervised pair; which processes it has is in its log lines."""
-
-    def __init__(self, environment: dict[str, str], log: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "immortal",
-            "run",
-            NAME,
-            "shop:Shop",
-            "--restart",
-            "--log-format",
-            "json",
-        ]
-        self.process = subprocess.Popen(
-            command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
-        )
-        self.pids: dict[str, int] = {}
-        self.starts = 0
-        self.ready = 0  # starts that have come as far as that
-        self._log = log.open("w")
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._log.write(line)
-            self._log.flush()
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if event.get("message") == "started" and "app_pid" in event:
-                self.pids = {"app": event["app_pid"], "coordinator": event["coordinator_pid"]}
-                self.starts += 1
-            elif event.get("message") == "ready":
-                self.ready = self.starts
-
-    def kill(self, role: str) -> bool:
-        """False: an order has just done it."""
-        try:
-            os.kill(self.pids[role], signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(STOP_S)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()  # its two processes die with it
-        self.process.wait()
-        self._reader.join()
-        self._log.close()
 
 
 class Web:
@@ -158,7 +93,7 @@ class Web:
 
 
 async def order(session: aiohttp.ClientSession, url: str, number: str, item: str, figures: Figures) -> None:
-    """Place one order, with requests until one is answered. Raises LoadError."""
+    """Place one order, with requests until one is answered. Raises RunError."""
     began_s = time.monotonic()
     headers = {"Idempotency-Key": f"order-{number}"}
     while True:
@@ -174,26 +109,26 @@ async def order(session: aiohttp.ClientSession, url: str, number: str, item: str
                     figures.slowest_s = max(figures.slowest_s, time.monotonic() - began_s)
                     return
                 if response.status not in (503, 504):
-                    raise LoadError(f"order {number}: HTTP status {response.status}: {answer}")
+                    raise RunError(f"order {number}: HTTP status {response.status}: {answer}")
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             pass  # killed in the middle: whether it was done is not known here, and need not be
         if time.monotonic() - began_s > GIVE_UP_S:
-            raise LoadError(f"order {number} had no answer within {GIVE_UP_S:g} s")
+            raise RunError(f"order {number} had no answer within {GIVE_UP_S:g} s")
         figures.repeated += 1
         await asyncio.sleep(POLL_S)
 
 
 async def until(condition: object, what: str) -> None:
-    """Raises LoadError."""
+    """Raises RunError."""
     deadline_s = time.monotonic() + START_S
     assert callable(condition)
     while not condition():
         if time.monotonic() > deadline_s:
-            raise LoadError(f"{what} did not come about within {START_S:g} s")
+            raise RunError(f"{what} did not come about within {START_S:g} s")
         await asyncio.sleep(POLL_S)
 
 
-async def kill_all(shop: Shop, web: Web, figures: Figures, roles: list[str], seconds: float) -> None:
+async def kill_all(shop: Instance, web: Web, figures: Figures, roles: list[str], seconds: float) -> None:
     """One kill after the other, evenly over the time; the next one when the one before is recovered from."""
     for role in roles:
         await asyncio.sleep(seconds / (len(roles) + 1))
@@ -208,7 +143,7 @@ async def kill_all(shop: Shop, web: Web, figures: Figures, roles: list[str], sec
         figures.kills.append(role)
 
 
-async def load(shop: Shop, web: Web, options: argparse.Namespace, roles: list[str]) -> tuple[Figures, float]:
+async def load(shop: Instance, web: Web, options: argparse.Namespace, roles: list[str]) -> tuple[Figures, float]:
     """Order until the time is over and all kills are done; what came of it, and how many seconds it took."""
     figures = Figures()
     await until(lambda: shop.ready, "the first start of the shop")
@@ -250,7 +185,7 @@ def differences(figures: Figures, orders: dict[str, list[int]], stock: dict[str,
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
-    """Raises LoadError."""
+    """Raises RunError."""
     source = random.Random(options.seed)
     roles = [("app", "coordinator")[(index + options.seed) % 2] for index in range(options.kills)]
     roles += ["web server"] * options.web_kills
@@ -259,7 +194,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     Registry(home).register(NAME, "tcp://127.0.0.1:*")
     environment = {**os.environ, HOME_VARIABLE: str(home)}
     with ExitStack() as stack:
-        shop = Shop(environment, folder / "shop.log")
+        shop = Instance(NAME, "shop:Shop", home, HERE, environment)
         stack.callback(shop.end)
         web = Web(environment, folder / "web.log")
         stack.callback(web.end)
@@ -267,8 +202,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         with connect(NAME, home=home) as instance:
             orders: dict[str, list[int]] = instance.all_orders()
             stock: dict[str, int] = instance.all_stock()
-        if (status := shop.stop()) != 0:
-            raise LoadError(f"the shop ended with status {status}")
+        shop.stop()
     count = len(figures.answered)
     print(
         f"{count:,} orders in {took_s:.1f} s: {count / took_s:,.0f} requests/s over {options.connections} connections"
@@ -304,7 +238,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="immortal-http-"))
     try:
         status = run(options, folder)
-    except LoadError as error:
+    except RunError as error:
         print(f"FAILED: {error}")
         status = 1
     if status:

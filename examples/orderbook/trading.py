@@ -6,121 +6,59 @@ python trading.py --orders 1000 --kills 6
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import supervised
+from supervised import APP, COORDINATOR, REGISTRY_NAME, RunError, console
 
 BOOKS = ("b1", "b2", "b3", "b4", "b5")
 TRADERS = ("t1", "t2", "t3")
 STALLED_S = 60.0  # nothing has moved for so long
-STOP_S = 60.0
 POLL_S = 0.05
+FOLDER = Path(__file__).parent
+ROLES = (APP, COORDINATOR)
 
 
-class RunError(Exception):
-    """The run could not go on, or the books differ."""
+class Instance(supervised.Instance):
+    """``seen``: orders, as a book prints it."""
 
+    def __init__(self, name: str, home: Path, environment: Mapping[str, str]) -> None:
+        self.seen = 0
+        app = "orderbook:Book" if name in BOOKS else "orderbook:Trader"
+        super().__init__(name, app, home, FOLDER, {**environment, "ORDERBOOK_TRADER": name}, self._note)
 
-@dataclass
-class Instance:
-    """A supervisor (`immortal run`) with its two processes."""
-
-    name: str
-    home: Path
-    environment: Mapping[str, str]
-    seen: int = 0
-    pids: list[int] = field(default_factory=list)
-    process: subprocess.Popen[str] = field(init=False)
-
-    def start(self) -> None:
-        app = "orderbook:Book" if self.name in BOOKS else "orderbook:Trader"
-        self.process = subprocess.Popen(
-            [*immortal(self.home), "run", self.name, app, "--restart", "--log-format", "json"],
-            cwd=Path(__file__).parent,
-            env={**self.environment, "ORDERBOOK_TRADER": self.name},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
-        threading.Thread(target=self._read_output, daemon=True).start()
-        threading.Thread(target=self._read_log, daemon=True).start()
-
-    def _read_output(self) -> None:
-        for line in self.process.stdout or ():
-            if found := re.fullmatch(r"orders: (\d+)\n", line):
-                self.seen = max(self.seen, int(found[1]))
-
-    def _read_log(self) -> None:
-        with (self.home.parent / f"{self.name}.log").open("a") as log:
-            for line in self.process.stderr or ():
-                log.write(line)
-                log.flush()
-                if found := re.search(r'"message": "started", "coordinator_pid": (\d+), "app_pid": (\d+)', line):
-                    self.pids = [int(found[1]), int(found[2])]
-
-    def kill(self, source: random.Random) -> bool:
-        """Kill the app or the coordinator; return False where neither runs just now."""
-        if not self.pids:
-            return False
-        pid = source.choice(self.pids)
-        self.pids = []
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def stop(self) -> None:
-        self.process.terminate()
-        if self.process.wait(STOP_S) != 0:
-            raise RunError(f"{self.name} ended with status {self.process.returncode}: see its log")
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()  # its two processes die with it
-            self.process.wait()
-
-
-def immortal(home: Path) -> list[str]:
-    return [sys.executable, "-m", "immortal", "--home", str(home)]
+    def _note(self, line: str) -> None:
+        if found := re.fullmatch(r"orders: (\d+)\n", line):
+            self.seen = max(self.seen, int(found[1]))
 
 
 def run(folder: Path, orders: int, kills: int, source: random.Random) -> float:
     """Seconds until all books have all orders. Raises RunError."""
-    home = folder / "registry"
+    home = folder / REGISTRY_NAME
     names = (*BOOKS, *TRADERS)
     environment = {**os.environ, "ORDERBOOK_ORDERS": str(orders)}
     for name in names:
-        register = [*immortal(home), "register", name, "--peer", "tcp://127.0.0.1:*", "--keep-checkpoints", "all"]
-        subprocess.run(register, check=True, stdout=subprocess.DEVNULL)
-    instances = {name: Instance(name, home, environment) for name in names}
-    started = []
+        supervised.register(home, name, *supervised.KEEP_ALL)
+    instances: dict[str, Instance] = {}
     try:
         began_s = time.monotonic()
-        for instance in instances.values():
-            instance.start()
-            started.append(instance)
+        for name in names:
+            instances[name] = Instance(name, home, environment)
         _until_done(instances, 3 * orders, kills, source)
         elapsed_s = time.monotonic() - began_s
         for instance in instances.values():
             instance.stop()
         return elapsed_s
     finally:
-        for instance in started:
+        for instance in instances.values():
             instance.end()
 
 
@@ -130,25 +68,15 @@ def _until_done(instances: Mapping[str, Instance], orders: int, kills: int, sour
     moved_s, before = time.monotonic(), -1
     while min(book.seen for book in books) < orders or moments:
         seen = min(book.seen for book in books)
-        if moments and seen >= moments[0] and source.choice(list(instances.values())).kill(source):
+        if moments and seen >= moments[0] and source.choice(list(instances.values())).kill(source.choice(ROLES)):
             moments.pop(0)
         for instance in instances.values():
-            if instance.process.poll() is not None:
-                raise RunError(f"{instance.name} ended with status {instance.process.returncode}")
+            instance.check()
         if sum(book.seen for book in books) > before:
             moved_s, before = time.monotonic(), sum(book.seen for book in books)
         elif time.monotonic() - moved_s > STALLED_S:
             raise RunError(f"nothing has moved for {STALLED_S:.0f} s: {[book.seen for book in books]}")
         time.sleep(POLL_S)
-
-
-def state_of(home: Path, name: str) -> Any:
-    """At the end of its log. Raises RunError."""
-    command = [*immortal(home), "replay", name, "--state", "--json"]
-    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RunError(f"{name} can't be replayed: {result.stderr.strip()}")
-    return json.loads(result.stdout)["state"]["state"]
 
 
 def check(states: Mapping[str, Any], orders: int) -> None:
@@ -170,24 +98,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new one, where the logs stay")
     options = parser.parse_args()
-    if options.keep is None:
-        folder = Path(tempfile.mkdtemp(prefix="immortal-orderbook-"))
-    else:
-        options.keep.mkdir(parents=True)
-        folder = options.keep.absolute()
-    try:
+
+    def work(folder: Path) -> tuple[list[str], str]:
         elapsed_s = run(folder, options.orders, options.kills, random.Random(options.seed))
-        states = {name: state_of(folder / "registry", name) for name in BOOKS}
+        states = {name: supervised.final_state(folder / REGISTRY_NAME, name, FOLDER) for name in BOOKS}
         check(states, options.orders)
-    except RunError as error:
-        print(f"FAILED: {error}\nlogs and registry are kept in {folder}")
-        return 1
-    if options.keep is None:
-        shutil.rmtree(folder)
-    book = states[BOOKS[0]]
-    print(f"{3 * options.orders:,} orders to 5 books in {elapsed_s:.1f} s, {options.kills} kills")
-    print(f"five books alike: {book['traded']:,} traded, checksum {book['checksum']:08x}")
-    return 0
+        book = states[BOOKS[0]]
+        console.print(f"{3 * options.orders:,} orders to 5 books in {elapsed_s:.1f} s, {options.kills} kills")
+        return [], f"five books alike: {book['traded']:,} traded, checksum {book['checksum']:08x}"
+
+    return supervised.conclude(work, options.keep)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import hands
 
-from immortal.client import NotConnectable
 from immortal.client import connect as connect_client
 from immortal.patterns.queue import Queue, TaskFailed, connect
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from supervised import SUPERVISOR, Instance, register
 
 NAME = "jobs"
 TIMEOUT_S = 0.5  # of a try: below a stall
@@ -75,42 +76,7 @@ class Keeper:
         self._thread.join()
 
 
-class Broker:
-    """The queue's instance, under a supervisor."""
-
-    def __init__(self, home: Path) -> None:
-        self._command = [sys.executable, "-m", "immortal", "--home", str(home)]
-        self._log = (home.parent / "queue.log").open("wb")
-        subprocess.run([*self._command, "register", NAME, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=self._log)
-        self.start()
-
-    def start(self) -> None:
-        command = [*self._command, "run", NAME, "immortal.patterns.queue:Queue", "--restart"]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-
-    def kill(self) -> None:
-        """kill -9; app and coordinator die with it."""
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        self.kill()
-        self._log.close()
-
-
-def _wait_until_up(home: Path) -> None:
-    deadline_s = time.monotonic() + RESULT_S
-    while True:
-        try:
-            with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:
-                queue.overview("dead")
-            return
-        except NotConnectable:  # after a moment: its process has not begun yet
-            if time.monotonic() > deadline_s:
-                raise
-
-
-async def _run(home: Path, broker: Broker, tasks: int, kills: int) -> tuple[int, str]:
+async def _run(home: Path, broker: Instance, tasks: int, kills: int) -> tuple[int, str]:
     """(wrong results, why the poisonous task failed)"""
     async with connect(NAME, home=home, timeout=None) as jobs:
         poison = await jobs.submit("poison", tries=POISON_TRIES, dedup="poison")
@@ -126,8 +92,7 @@ async def _run(home: Path, broker: Broker, tasks: int, kills: int) -> tuple[int,
             right = await submitted[number].result(RESULT_S) == number * number
             done += 1
             if done in kill_at:
-                broker.kill()
-                broker.start()
+                broker.kill(SUPERVISOR)
             return right
 
         results = await asyncio.gather(*map(result, range(tasks)))
@@ -150,10 +115,11 @@ def main() -> int:
         parser.error("at least 1 task, 1 worker and 0 kills were expected")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
-        broker = Broker(home)
+        register(home, NAME)
+        broker = Instance(NAME, "immortal.patterns.queue:Queue", home, Path(folder), os.environ)
         keepers: list[Keeper] = []
         try:
-            _wait_until_up(home)
+            broker.until_ready()
             keepers += [Keeper(home, options.seed + index, options.pause) for index in range(options.workers)]
             wrong, reason = asyncio.run(_run(home, broker, options.tasks, options.kills))
             with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:

@@ -11,28 +11,23 @@ it is encrypted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import shutil
-import signal
-import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import wordcount
 from networks import ADDRESSES, Networks, NetworksError
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -43,22 +38,18 @@ from immortal.coordinator.peers import keys
 from immortal.log import open_reader
 from immortal.protocol.errors import ImmortalError
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import supervised
+from supervised import APP, COORDINATOR, REGISTRY_NAME, RunError, console
+
 LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
 STALLED_S = 60.0  # nothing has moved for so long: give up
-STOP_S = 60.0
-REGISTRY_NAME = "registry"
 PEER_PORT = 7400  # in a network of its own nobody else has it
-COORDINATOR, APP = "coordinator", "app"
 READER, COUNTER = "reader", "counter"
 APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
 SIDES = {name: side for side, name in enumerate(APPS)}
 KINDS = tuple((name, role) for name in APPS for role in (APP, COORDINATOR))
-console = Console()
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the text says why."""
 
 
 # --- the input -------------------------------------------------------------------------------------------------------
@@ -106,55 +97,31 @@ class Kill:
     recovery_s: float | None = None
 
 
-@dataclass
-class Instance:
-    """A supervisor with its two processes, watched through its log lines and the coordinator's own status."""
+class Instance(supervised.Instance):
+    """An instance, watched through its log lines and the coordinator's own status.
 
-    name: str
-    folder: Path
-    total: int
-    kills: list[Kill]
-    networks: Networks | None = None  # where each instance has its own
-    status: dict[str, Any] = field(default_factory=dict)
-    lines: int = 0  # how far it is
-    error: str | None = None
-    done: list[Kill] = field(default_factory=list)
+    ``networks``: where each instance has its own.
+    """
 
-    def start(self, home: Path, environment: dict[str, str]) -> None:
-        self.output = (home.parent / f"{self.name}.log").open("w")
-        self.last_lines: deque[str] = deque(maxlen=12)
-        self.pids: dict[str, int] = {}
-        command = [sys.executable, "-m", "immortal", "--home", str(home), "run", self.name, APPS[self.name]]
-        command += ["--restart", "--log-format", "json"]
-        self.supervisor = subprocess.Popen(
-            command if self.networks is None else self.networks.inside(SIDES[self.name], command),
-            cwd=Path(__file__).parent,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            process_group=0,
-        )
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        environment: Mapping[str, str],
+        total: int,
+        kills: list[Kill],
+        networks: Networks | None,
+    ) -> None:
+        self.folder, self.total, self.kills, self.networks = folder, total, kills, networks
+        self.status: dict[str, Any] = {}
+        self.lines = 0  # how far it is
+        self.error: str | None = None
+        self.done: list[Kill] = []
+        inside = list if networks is None else partial(networks.inside, SIDES[name])
+        super().__init__(name, APPS[name], folder.parent, Path(__file__).parent, environment, inside=inside)
         self.stopping = threading.Event()
-        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._read_log, self._watch)]
-        for thread in self.threads:
-            thread.start()
-
-    def _read_log(self) -> None:
-        """Keep the log, and know from it which processes run."""
-        assert self.supervisor.stderr is not None
-        for line in self.supervisor.stderr:
-            self.output.write(line)
-            self.output.flush()
-            self.last_lines.append(line.rstrip())
-            if line.startswith("{"):
-                try:
-                    event = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if event.get("message") == "started" and "app_pid" in event:
-                    self.pids = {APP: event["app_pid"], COORDINATOR: event["coordinator_pid"]}
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
+        self.watcher.start()
 
     def _watch(self) -> None:
         """Ask for the status, and kill when a kill is due and the one before is recovered from."""
@@ -183,11 +150,10 @@ class Instance:
                 self.done.append(killed[0])
                 killed = None
             self.lines = max(self.lines, self._progress(status))
-            if waiting and self.lines >= waiting[0].moment * self.total:
+            if waiting and self.lines >= waiting[0].moment * self.total and self.kill(waiting[0].role):
                 kill = waiting.popleft()
                 kill.line = self.lines
                 killed = (kill, time.monotonic(), status["epoch"])
-                os.kill(self.pids[kill.role], signal.SIGKILL)
                 continue
             self.status = status
 
@@ -209,17 +175,11 @@ class Instance:
 
     def stop_watching(self) -> None:
         self.stopping.set()
-        self.threads[1].join()
+        self.watcher.join()
 
     def end(self) -> None:
-        """Whatever state it is in: nothing of it runs afterwards."""
-        self.stopping.set()
-        if self.supervisor.poll() is None:
-            self.supervisor.kill()  # its two processes die with it
-        self.supervisor.wait()
-        for thread in self.threads:
-            thread.join()
-        self.output.close()
+        self.stop_watching()
+        super().end()
 
 
 def draw_kills(crashes: int, source: random.Random) -> list[Kill]:
@@ -245,21 +205,20 @@ def run(
     listing.write_text("".join(f"{file}\n" for file in files))
     environment = {**os.environ, "WORDCOUNT_FILES": str(listing)}
     registry = Registry(home)
-    instances = []
+    folders: dict[str, Path] = {}
     for name in (COUNTER, READER):
         trimming: dict[str, Any] = {"keep_checkpoints": None} if keep else {}
         peer = "tcp://127.0.0.1:*" if networks is None else f"tcp://{ADDRESSES[SIDES[name]]}:{PEER_PORT}"
         settings = registry.register(name, peer, **trimming)
         if networks is not None:
             keys.make(settings.folder)  # outside loopback nobody starts without
-        own = [kill for kill in kills if kill.name == name]
-        instances.append(Instance(name, settings.folder, total, own, networks))
-    started: list[Instance] = []
+        folders[name] = settings.folder
+    instances: list[Instance] = []
     try:
         started_s = time.monotonic()
-        for instance in instances:
-            instance.start(home, environment)
-            started.append(instance)
+        for name, place in folders.items():
+            own = [kill for kill in kills if kill.name == name]
+            instances.append(Instance(name, place, environment, total, own, networks))
         wait_until_complete(instances, total, len(kills))
         elapsed_s = time.monotonic() - started_s
         if networks is not None:
@@ -267,7 +226,7 @@ def run(
         stop_cleanly(instances)
         return elapsed_s
     finally:
-        for instance in started:
+        for instance in instances:
             instance.end()
 
 
@@ -285,7 +244,7 @@ def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: i
             for instance in instances:
                 progress.update(bars[instance.name], completed=instance.lines)
                 if instance.error is not None:
-                    raise failed(instance, instance.error)
+                    raise instance.failed(instance.error)
             recovered = sum(len(instance.done) for instance in instances)
             progress.update(kills_bar, completed=recovered)
             now = (recovered, *(instance.lines for instance in instances))
@@ -293,7 +252,7 @@ def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: i
                 before, moved_s = now, time.monotonic()
             elif time.monotonic() - moved_s > STALLED_S:
                 slowest = min(instances, key=lambda instance: instance.lines)
-                raise failed(slowest, f"nothing has moved for {STALLED_S:.0f} s; last status: {slowest.status}")
+                raise slowest.failed(f"nothing has moved for {STALLED_S:.0f} s; last status: {slowest.status}")
             time.sleep(POLL_S)
         for name in bars:
             progress.update(bars[name], completed=total)
@@ -303,27 +262,15 @@ def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: i
 def require_keys(instances: Sequence[Instance]) -> None:
     for instance in instances:
         if instance.status["security"]["key"] is None:
-            raise failed(instance, "what went over the cable was not encrypted")
+            raise instance.failed("what went over the cable was not encrypted")
     console.print("in two networks, with a cable between them; encrypted and authenticated with CURVE")
-
-
-def failed(instance: Instance, why: str) -> DemoError:
-    last = "\n".join(f"    {line}" for line in instance.last_lines)
-    return DemoError(f"{instance.name}: {why}\nthe last lines of its log ({instance.output.name}):\n{last}")
 
 
 def stop_cleanly(instances: Sequence[Instance]) -> None:
     for instance in instances:
         instance.stop_watching()
     for instance in instances:
-        instance.supervisor.terminate()
-    for instance in instances:
-        try:
-            status = instance.supervisor.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            raise failed(instance, f"it did not stop within {STOP_S:.0f} s") from None
-        if status != 0:
-            raise failed(instance, f"its supervisor ended with status {status}")
+        instance.stop()
 
 
 def final_state(folder: Path, name: str) -> dict[str, Any]:
@@ -333,7 +280,7 @@ def final_state(folder: Path, name: str) -> dict[str, Any]:
         summary = reader.summary()
         newest = summary.checkpoints[-1]
         if newest.sequence_id != summary.last_sequence_id:
-            raise DemoError(
+            raise RunError(
                 f"{name}: the last checkpoint is of record {newest.sequence_id},"
                 f" the log ends with record {summary.last_sequence_id}: the stop was not clean"
             )
@@ -373,14 +320,6 @@ def print_kills(kills: Sequence[Kill]) -> None:
     console.print(table)
 
 
-def new_folder(keep: Path | None) -> Path:
-    """Return the folder of logs and registry: the one to ``keep``, or one that is removed after success."""
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="immortal-demo-"))
-    keep.mkdir(parents=True, exist_ok=True)
-    return keep.absolute()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], prog="scripts/demo")
     parser.add_argument("files", nargs="*", type=Path, help="default: the source of Python's standard library")
@@ -412,33 +351,17 @@ def main() -> int:
     expected, total = plain_count(files)
     console.print(f"{total:,} lines of {len(files):,} files; {options.crashes} kills, seed {seed}")
     kills = draw_kills(options.crashes, random.Random(seed)) if total else []
-    folder = new_folder(options.keep)
-    try:
+
+    def work(folder: Path) -> tuple[list[str], str]:
         with ExitStack() as stack:
             networks = stack.enter_context(Networks()) if options.peer == "tcp" else None
             elapsed_s = run(folder, files, total, kills, keep=options.keep is not None, networks=networks)
         print_kills(sorted(kills, key=lambda kill: kill.line)) if kills else None
         differences = compare(folder, expected, total)
-    except (DemoError, NetworksError, ImmortalError) as error:
-        console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
-        console.print(f"logs and registry are kept in {folder}; seed {seed}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        if options.keep is None:
-            shutil.rmtree(folder)
-        return 130
-    console.print(f"{total / elapsed_s:,.0f} lines/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
-    if differences:
-        for difference in differences[:10]:
-            console.print(f"DIFFERENT: {difference}", style="bold red", markup=False, highlight=False)
-        console.print(f"{len(differences)} differences; logs and registry are kept in {folder}", highlight=False)
-        return 1
-    console.print("equal", style="bold green")
-    if options.keep is None:
-        shutil.rmtree(folder)
-    else:
-        console.print(f"the registry's home is {folder / REGISTRY_NAME}", highlight=False)
-    return 0
+        console.print(f"{total / elapsed_s:,.0f} lines/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
+        return differences, "equal"
+
+    return supervised.conclude(work, options.keep, f"; seed {seed}", (RunError, NetworksError, ImmortalError))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+from pyspark.sql.pandas.types import from_arrow_schema
 
-from immortal.pipeline.jobs.audit_report import AuditReport, LogReport
-from immortal.pipeline.jobs.audit_verdict import Result, judge
+from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, judge
 from immortal.pipeline.jobs.evidence import LOG, MARK, Row
 from immortal.pipeline.jobs.ordering import ordered_results
 from immortal.pipeline.jobs.sources import Fleet, rows_of
-from immortal.pipeline.jobs.stream_audit import Mark, Part, StreamAudit
+from immortal.pipeline.jobs.stream_audit import Mark, Part, Result, StreamAudit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -39,7 +39,6 @@ _RESULT = pa.schema(
         ("body", pa.string()),
     ]
 )
-_RESULT_SPARK = "what string, sender string, receiver string, first long, last long, body string"
 _RESULTS_PER_BATCH = 10_000
 
 
@@ -54,7 +53,7 @@ def results_of(spark: SparkSession, evidence: DataFrame, tolerance_ns: int = 0) 
     results = (
         evidence.repartition(partitions, "sender", "receiver")
         .sortWithinPartitions(*_ORDER)
-        .mapInArrow(partial(audit_partition, tolerance_ns=tolerance_ns), _RESULT_SPARK)
+        .mapInArrow(partial(audit_partition, tolerance_ns=tolerance_ns), from_arrow_schema(_RESULT))
         .toArrow()
     )
     yield from rows_of(results.to_batches())

@@ -18,11 +18,10 @@ import pyarrow as pa
 
 from immortal.coordinator.core.interfaces import IMPULSES
 from immortal.coordinator.log import verify_value
+from immortal.coordinator.log.record_decoder import packed_batches
 from immortal.pipeline.decode import (
     PADDING,
-    Batches,
     Longs,
-    Marks,
     Values,
     batch_ranges,
     binaries,
@@ -30,17 +29,17 @@ from immortal.pipeline.decode import (
     decode_messages,
     decode_names,
     decode_trailers,
+    of_usual,
     ordinals,
     verify_checks,
 )
 from immortal.pipeline.jobs.stream_audit import count_impulses
 from immortal.pipeline.reading import Gap, LogRange, read_range
-from immortal.protocol.batch import check_batch, decode_batch, decode_replayable_batch
-from immortal.protocol.errors import ImmortalError, RemoteProtocolError
-from immortal.protocol.messages import MessageType, RpcType
-from immortal.protocol.messages import decode_messages as decode_top_level
+from immortal.protocol.batch import check_batch
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import RpcType
 from immortal.protocol.record import HEADER_SIZE_BYTES
-from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
+from immortal.protocol.trailer import BatchKind, BatchSource
 
 MARK, BATCH, LOG = 0, 1, 2
 WHOLE_LOG = ""
@@ -62,10 +61,6 @@ EVIDENCE = pa.schema(
         ("payload", pa.binary()),
         ("reason", pa.string()),
     ]
-)
-EVIDENCE_SPARK = (
-    "sender string, receiver string, what int, sequence_id long, batch int, time_ns long, position long, items int,"
-    " impulses int, sent_ns long, checksum long, payload binary, reason string"
 )
 
 
@@ -142,7 +137,7 @@ def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iter
 
     usual = headers.usual
     keep = usual[batches.record]
-    kept = Batches(*(getattr(batches, name)[keep] for name in Batches.__dataclass_fields__))
+    kept = of_usual(batches, usual)
     senders = pa.array([name or instance for name in batch_names] + [IMPULSES], pa.string())
     sender = np.where(kept.kind == BatchKind.IMPULSES, len(batch_names), batch_name.to_numpy()[keep])
     yield _columns(
@@ -160,7 +155,7 @@ def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iter
         payload=binaries(values.raw, start[keep], end[keep]),
     )
     keep = usual[marks.record]
-    kept_marks = Marks(*(getattr(marks, name)[keep] for name in Marks.__dataclass_fields__))
+    kept_marks = of_usual(marks, usual)
     destinations = pa.array([name or instance for name in mark_names], pa.string())
     yield _columns(
         len(kept_marks.record),
@@ -217,17 +212,14 @@ def evidence_of_record(instance: str, sequence_id: int, value: bytes, committer_
     """The rows of one record, with one of LOG; of a damaged record only that one."""
     try:
         header, trailer = verify_value(value, sequence_id, committer_id)
-        payloads = batch_payloads(value[HEADER_SIZE_BYTES : header.size_bytes], trailer)
-        impulses = [
-            0 if batch.kind == BatchKind.INITIAL else count_impulses(payload)
-            for batch, payload in zip(trailer.batches, payloads, strict=True)
-        ]
+        batches = list(packed_batches(value[HEADER_SIZE_BYTES : header.size_bytes], trailer))
+        impulses = [_impulses(batch, payload) for batch, payload in batches]
     except ImmortalError as error:
         yield Row(WHOLE_LOG, instance, LOG, sequence_id, items=1, reason=str(error))
         return
     time_ns = trailer.time_ns
     reason = None
-    for index, (batch, payload) in enumerate(zip(trailer.batches, payloads, strict=True)):
+    for index, (batch, payload) in enumerate(batches):
         if batch.kind == BatchKind.INITIAL:
             if sequence_id:
                 reason = f"record {sequence_id} holds an initial message, which belongs in record 0"
@@ -258,41 +250,9 @@ def evidence_of_record(instance: str, sequence_id: int, value: bytes, committer_
     yield Row(WHOLE_LOG, instance, LOG, sequence_id, time_ns=time_ns, items=1, reason=reason)
 
 
-def batch_payloads(content: bytes, trailer: Trailer) -> list[bytes]:
-    """The messages of each batch, packed, in the trailer's order.
-
-    Raises RemoteProtocolError where record and trailer do not fit together.
-    """
-    payloads: list[bytes] = []
-    offset = 0
-    for message_type, start, end in decode_top_level(content):
-        message_start, offset = offset, end
-        if message_type == MessageType.INSTANCE_NAME or (message_type == MessageType.RECORD_TIME and not message_start):
-            continue  # neither is input
-        if len(payloads) == len(trailer.batches):
-            raise RemoteProtocolError(f"it has more batches than the {len(payloads)} of its trailer")
-        source = trailer.batches[len(payloads)]
-        payloads.append(_payload(content[message_start:end], message_type, start - message_start, source))
-    if len(payloads) != len(trailer.batches):
-        raise RemoteProtocolError(f"it has {len(payloads)} batches, its trailer names {len(trailer.batches)}")
-    return payloads
-
-
-def _payload(message: bytes, message_type: int, start: int, source: BatchSource) -> bytes:
-    if source.kind == BatchKind.INITIAL:
-        return message[start:]
-    if message_type == MessageType.RPC:
-        payload, count = message, 1
-    elif message_type in (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH):
-        data = message[start:]
-        if message_type == MessageType.RPC_BATCH:
-            count, inner = decode_batch(data)
-        else:
-            count, _, inner = decode_replayable_batch(data)
-        payload = data[inner:]
-    else:
-        raise RemoteProtocolError(f"it holds a message of type {message_type}, which is no input")
-    if count != source.count:
-        raise RemoteProtocolError(f"a batch of {count} messages where its trailer has {source.count}")
-    check_batch(payload, count)
-    return payload
+def _impulses(batch: BatchSource, payload: bytes) -> int:
+    """Count the impulses of a batch. Raises RemoteProtocolError for anything but RPCs."""
+    if batch.kind == BatchKind.INITIAL:
+        return 0
+    check_batch(payload, batch.count)
+    return count_impulses(payload)

@@ -41,8 +41,8 @@ from immortal.pipeline.jobs.sources import (
     write_atomically,
 )
 from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
-from immortal.pipeline.schema import SCHEMAS
-from immortal.pipeline.source import PARTITION_SIZE_BYTES, Options, RangeReader, split
+from immortal.pipeline.schema import OUTPUTS
+from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, split
 from immortal.protocol.checksum import crc64
 from immortal.protocol.files import FILE_MODE, make_folder, restrict_mode
 
@@ -76,9 +76,6 @@ class ExportReport:
     tables: list[str]
     instances: dict[str, InstanceExport] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)  # by table, of this run
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def export(
@@ -231,7 +228,7 @@ class _Run:
                     each.instance, self._checkpoint_ids.get(each.instance, 0)
                 ),
             }
-        instances = {name: log_state.to_json() for name, log_state in self._fleet.states.items()}
+        instances = {name: asdict(log_state) for name, log_state in self._fleet.states.items()}
         _write_state(self._folder, {**state, "run": self._report.run, "instances": {**state["instances"], **instances}})
 
 
@@ -341,7 +338,7 @@ def _raw(values: Values, wanted: LogRange) -> pa.RecordBatch:
 
 def _outputs(values: Values, wanted: LogRange) -> Iterator[pa.RecordBatch]:
     names = {"instance": "sender", "destination": "receiver"}
-    columns = [*SCHEMAS["outputs"].names, "time_ns"]
+    columns = [*OUTPUTS.names, "time_ns"]
     for batch in evidence_of_values(values, wanted.instance, wanted.committer_id):
         marks = batch.filter(pc.equal(batch["what"], MARK))
         if marks.num_rows:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from immortal.appsdk.ordering.messages import Proposed
 from immortal.appsdk.ordering.multicasts import decode_executed, decode_ordering_message, decode_propose
 from immortal.appsdk.ordering.send_queue import RUNS_IN_FLIGHT_MAX
-from immortal.pipeline.jobs.audit_report import Violation
 from immortal.pipeline.jobs.evidence import Row
+from immortal.pipeline.jobs.stream_audit import Result, Violation
 from immortal.protocol import decoding
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_messages
@@ -30,7 +30,6 @@ _MARKS_OF_OTHERS = tuple(_CALL + encode_zigzag(one) for one in (ORDERED_METHOD_I
 _MARK_OF_ONESELF = _CALL + encode_zigzag(EXECUTED_METHOD_ID)
 _PROPOSED_HERE, _PROPOSAL, _EXECUTED = "proposed here", "proposal", "executed"
 
-Result = tuple[str, str, str, int, int, str]
 Key = tuple[int, str, int]  # timestamp, sender, number
 Places = dict[tuple[str, int], tuple[int, int, str]]
 """Runs, by sender and number: timestamp, count of calls, and the log that said so first."""

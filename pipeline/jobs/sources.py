@@ -6,25 +6,25 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from immortal.coordinator.core.interfaces import ONESELF, LogSummary
 from immortal.coordinator.log import LogIdentity, is_locked, open_reader
 from immortal.pipeline.errors import SourceError
-from immortal.pipeline.jobs.evidence import EVIDENCE_SPARK, evidence_of_log, evidence_of_raw
+from immortal.pipeline.jobs.evidence import EVIDENCE, evidence_of_log, evidence_of_raw
 from immortal.pipeline.paths import log_folders
-from immortal.pipeline.reading import LogRange, close_shared, first_at, whole_range
-from immortal.pipeline.schema import SCHEMAS
-from immortal.pipeline.source import PARTITION_SIZE_BYTES, split
+from immortal.pipeline.reading import LogRange, close_shared, whole_range
+from immortal.pipeline.source import NO_LIMIT, PARTITION_SIZE_BYTES, SCHEMAS, split, within_time
 from immortal.protocol import decoding
-from immortal.protocol.files import opener
+from immortal.protocol.files import opener, sync_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -34,8 +34,8 @@ EXPORT_FILE_NAME = "_immortal_export.json"
 
 EXPORT_VERSION = 1
 RUN_PREFIX = "run-"
-NO_LIMIT_NS = (1 << 63) - 1
 TABLES = tuple(SCHEMAS)
+_EVIDENCE = from_arrow_schema(EVIDENCE)
 _ADDED = {"raw": "time_ns long, check long, day date", "outputs": "time_ns long, day date"}
 _RANGE = "folder string, instance string, committer_id long, first long, end long"
 
@@ -82,9 +82,6 @@ class LogState:
             summary.cut_sequence_id is not None,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LogState:
         sources = {name: (known[0], known[1]) for name, known in values["sources"].items()}
@@ -105,7 +102,6 @@ class Fleet(ABC):
 
     states: Mapping[str, LogState]
 
-    @abstractmethod
     def table(
         self,
         spark: SparkSession,
@@ -120,9 +116,16 @@ class Fleet(ABC):
 
         Raises SourceError.
         """
+        return self._table(spark, name, columns, only, decode)
 
     @abstractmethod
-    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:
+    def _table(
+        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
+    ) -> DataFrame:
+        """Do as :meth:`table`."""
+
+    @abstractmethod
+    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
         """The rows of immortal.pipeline.jobs.evidence, in no order; of the records between two times, both included."""
 
 
@@ -133,14 +136,8 @@ class LogFleet(Fleet):
         self.folders = list(folders)
         self.states = log_states(self.folders)
 
-    def table(
-        self,
-        spark: SparkSession,
-        name: str,
-        columns: Sequence[str] | None = None,
-        *,
-        only: Wanted | None = None,
-        decode: str | None = None,
+    def _table(
+        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
     ) -> DataFrame:
         options = {} if decode is None else {"decode": decode}
         if only is not None:
@@ -152,9 +149,9 @@ class LogFleet(Fleet):
             reader = reader.schema(StructType([SCHEMAS[name][column] for column in columns]))
         return reader.load()
 
-    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:
+    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
         ranges = log_ranges(self.folders, first_ns, last_ns)
-        return ranges_frame(spark, ranges).mapInArrow(evidence_of_log, EVIDENCE_SPARK)
+        return ranges_frame(spark, ranges).mapInArrow(evidence_of_log, _EVIDENCE)
 
 
 class ExportFleet(Fleet):
@@ -168,14 +165,8 @@ class ExportFleet(Fleet):
         self.exported: dict[str, dict[str, int]] = state["exported"]
         self.states = {name: LogState.from_json(values) for name, values in state["instances"].items()}
 
-    def table(
-        self,
-        spark: SparkSession,
-        name: str,
-        columns: Sequence[str] | None = None,
-        *,
-        only: Wanted | None = None,
-        decode: str | None = None,
+    def _table(
+        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
     ) -> DataFrame:
         if decode is not None:
             raise SourceError(f"{self.folder} is an export: options such as 'decode' are for logs")
@@ -196,13 +187,13 @@ class ExportFleet(Fleet):
             frame = frame.where(F.col("instance").isin(list(only.instances)) & sequence_id)
         return frame if columns is None else frame.select(*columns)
 
-    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:
+    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
         raw = self.table(spark, "raw")
-        if (first_ns, last_ns) != (0, NO_LIMIT_NS):
+        if (first_ns, last_ns) != (0, NO_LIMIT):
             raw = raw.where(raw["time_ns"].between(first_ns, last_ns))
         raw = raw.select("instance", "sequence_id", "value")
         committer_ids = {name: state.committer_id for name, state in self.states.items()}
-        return raw.mapInArrow(partial(evidence_of_raw, committer_ids=committer_ids), EVIDENCE_SPARK)
+        return raw.mapInArrow(partial(evidence_of_raw, committer_ids=committer_ids), _EVIDENCE)
 
 
 def exported_schema(table: str) -> str:
@@ -252,15 +243,12 @@ def log_states(folders: Iterable[str]) -> dict[str, LogState]:
     return states
 
 
-def log_ranges(folders: Iterable[str], first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> list[LogRange]:
+def log_ranges(folders: Iterable[str], first_ns: int = 0, last_ns: int = NO_LIMIT) -> list[LogRange]:
     """Cut the records that logs hold between two times into ranges for the workers."""
     parts: list[LogRange] = []
     try:
         for folder in folders:
-            wanted = whole_range(folder)
-            first = first_at(wanted, first_ns) if first_ns else wanted.first
-            end = first_at(wanted, last_ns + 1) if last_ns != NO_LIMIT_NS else wanted.end
-            parts += split(replace(wanted, first=first, end=end), PARTITION_SIZE_BYTES)
+            parts += split(within_time(whole_range(folder), first_ns, last_ns), PARTITION_SIZE_BYTES)
     finally:
         close_shared()
     return parts
@@ -280,11 +268,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:

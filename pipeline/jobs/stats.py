@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from immortal.pipeline.jobs.sources import Fleet
 
@@ -95,9 +95,6 @@ class Stats:
     bin_ns: int  # how long the parts are that the time is cut into
     bins: list[BinStats]  # in the order of time; without those in which a service did nothing
     talkers: list[TalkerStats]  # most bytes first
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def stats(spark: SparkSession, fleet: Fleet, *, decode: str | None = None) -> Stats:

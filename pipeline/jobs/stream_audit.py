@@ -38,6 +38,10 @@ FIRST_BATCHES_MAX = 1_000
 
 UNKNOWN = -1
 
+Result = tuple[str, str, str, int, int, str]
+"""What a worker says of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
+JSON. (Of "ordered" the numbers are the record and the batch.)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -103,6 +107,19 @@ class Finding:
     record: int
     text: str
     behind_record: int = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that must not be. ``first`` and ``last`` are positions in the stream (damage: records of the log)."""
+
+    kind: str
+    sender: str
+    receiver: str
+    first: int
+    last: int
+    record: int  # of the receiver's log, -1 where it shows in none
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

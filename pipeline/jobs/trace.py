@@ -16,8 +16,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from immortal.coordinator.core.interfaces import is_outside
 from immortal.pipeline.errors import PipelineError
@@ -68,9 +68,6 @@ class Trace:
     cut_off: bool  # there was more than could be followed
     lag_records: int
     within_ms: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

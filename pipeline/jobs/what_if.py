@@ -13,12 +13,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from immortal.pipeline.errors import PipelineError
 from immortal.pipeline.jobs.sources import log_states, rows_of
@@ -40,7 +41,6 @@ _RESULT = pa.schema(
         ("duration_s", pa.float64()),
     ]
 )
-_RESULT_SPARK = "instance string, status int, output string, error string, duration_s double"
 
 
 class WhatIfError(PipelineError):
@@ -80,9 +80,6 @@ class FleetResult:
     def exit_status(self) -> int:
         return FAILED if self.failed else DIFFERENT if self.different else SAME
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def what_if(
     spark: SparkSession,
@@ -107,7 +104,7 @@ def what_if(
         timeout_s=timeout_s,
     )
     frame = spark.createDataFrame(list(apps.items()), "instance string, app string").repartition(len(apps))
-    rows = rows_of(frame.mapInArrow(run, _RESULT_SPARK).toArrow().to_batches())
+    rows = rows_of(frame.mapInArrow(run, from_arrow_schema(_RESULT)).toArrow().to_batches())
     return summarize(
         InstanceResult(
             instance, apps[instance], status, duration_s, decoding.load_json(output) if output else None, error
@@ -192,19 +189,7 @@ def _run(
     instance: str, app: str, home: str, folder: str, code: str | None, options: Sequence[str], timeout_s: float
 ) -> tuple[int, str | None, str | None]:
     """(status, its JSON, or else what went wrong)."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "immortal",
-        "--home",
-        home,
-        "what-if",
-        instance,
-        "--app",
-        app,
-        "--json",
-    ]
+    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", instance, "--app", app, "--json"]
     command += [] if code is None else ["--code", code]
     process = subprocess.Popen(
         [*command, *options],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from immortal.coordinator.core.interfaces import IMPULSES
-from immortal.pipeline.jobs.audit_report import AuditReport, StreamReport
+from immortal.pipeline.jobs.audit_verdict import AuditReport, StreamReport
 from immortal.pipeline.jobs.export import ExportReport
 from immortal.pipeline.jobs.stats import Figures, Stats
 from immortal.pipeline.jobs.verify import VerifyReport
@@ -114,7 +114,7 @@ def stats_lines(stats: Stats, top: int) -> Iterator[str]:
     services = [
         (
             service.instance,
-            *_cells(service.figures),
+            *figure_cells(service.figures),
             f"{service.records:,}",
             f"{service.messages_median:,.0f}",
             f"{service.damaged:,}",
@@ -122,19 +122,25 @@ def stats_lines(stats: Stats, top: int) -> Iterator[str]:
         for service in stats.services
     ]
     yield from table_lines(heads, services, right=heads[1:])
-    methods = [(method.instance, method.method, *_cells(method.figures)) for method in stats.methods]
-    yield ""
-    yield from table_lines(("service", "method", *_FIGURES), methods[:top], right=_FIGURES)
-    if len(methods) > top:
-        yield f"and {len(methods) - top:,} more; --top shows them"
-    talkers = [(talker.sender, talker.receiver, *_cells(talker.figures)) for talker in stats.talkers]
-    yield ""
-    yield from table_lines(("from", "to", *_FIGURES), talkers[:top], right=_FIGURES)
-    if len(talkers) > top:
-        yield f"and {len(talkers) - top:,} more; --top shows them"
+    for pair, rows in ((("service", "method"), method_rows(stats)), (("from", "to"), talker_rows(stats))):
+        yield ""
+        yield from table_lines((*pair, *_FIGURES), rows[:top], right=_FIGURES)
+        if len(rows) > top:
+            yield f"and {len(rows) - top:,} more; --top shows them"
 
 
-def _cells(figures: Figures) -> tuple[str, ...]:
+def method_rows(stats: Stats) -> list[tuple[str, ...]]:
+    """Return a row of cells for each method: service, method, figures."""
+    return [(method.instance, method.method, *figure_cells(method.figures)) for method in stats.methods]
+
+
+def talker_rows(stats: Stats) -> list[tuple[str, ...]]:
+    """Return a row of cells for each pair of services: from, to, figures."""
+    return [(talker.sender, talker.receiver, *figure_cells(talker.figures)) for talker in stats.talkers]
+
+
+def figure_cells(figures: Figures) -> tuple[str, ...]:
+    """Format calls, bytes and times in ms, a cell of a table each."""
     times = (figures.median_ms, figures.p95_ms, figures.p99_ms, figures.max_ms)
     return (f"{figures.calls:,}", f"{figures.size_bytes:,}", *(f"{time:,.3f}" for time in times))
 

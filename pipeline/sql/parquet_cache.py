@@ -24,8 +24,8 @@ from msgspec import Struct
 from immortal.coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
 from immortal.coordinator.log import LogReader
 from immortal.coordinator.log.format import SEQUENCE_KEY
-from immortal.pipeline import columns
 from immortal.pipeline.reading import Gap, LogRange, read_open
+from immortal.pipeline.schema import MESSAGES, OUTPUTS, RECORDS
 from immortal.pipeline.tables import TableReader
 from immortal.protocol.files import acquire_lock, make_folder, open_lock
 from immortal.protocol.record import decode_header
@@ -40,9 +40,9 @@ _FORMAT = b"1"
 _NAME = re.compile(r"messages-(\d+)-(\d+)\.parquet")
 _COMPUTED = ("method", "arguments_json")  # by today's code, as they are asked for
 TABLES = {
-    "messages": pa.schema([field for field in columns.MESSAGES if field.name not in _COMPUTED]),
-    "records": columns.RECORDS,
-    "outputs": columns.OUTPUTS,
+    "messages": pa.schema([field for field in MESSAGES if field.name not in _COMPUTED]),
+    "records": RECORDS,
+    "outputs": OUTPUTS,
 }
 
 

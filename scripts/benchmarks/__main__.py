@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import importlib
 import json
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from immortal.bench.processes import BenchError
-from scripts.benchmarks.context import ROOT, Amounts, Context, prepare_environment
-from scripts.benchmarks.run import FORMAT_VERSION, PARTS, run_suite, show
-
-LOG_SIZE_GIB_MAX = 1000.0
-
-
-def _log_sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
-    if value is None:
-        return None
-    try:
-        sizes = [float(part) for part in value.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or not all(0 < size <= LOG_SIZE_GIB_MAX for size in sizes):
-        raise click.BadParameter(f"{value!r}; sizes in GiB were expected, as in 1,10,50")
-    return sizes
+from scripts.benchmarks.context import ROOT, Amounts, Context, describe, load_average, prepare_environment
+from scripts.benchmarks.figures import Figure, figures_of, number, spread
+from scripts.benchmarks.parts import PARTS
 
 
-def _peers(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
-    if value is None:
-        return None
-    try:
-        counts = [int(part) for part in value.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or not all(1 <= count <= 1000 for count in counts):
-        raise click.BadParameter(f"{value!r}; numbers of peers, 1 to 1000, were expected, as in 2,50,200")
-    return counts
+def _numbers(kind: type[float], highest: float, expected: str) -> Callable[..., list[float] | None]:
+    """A callback of click: numbers of that kind, above 0, with commas between them."""
+
+    def numbers_of(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
+        if value is None:
+            return None
+        try:
+            numbers = [kind(part) for part in value.split(",")]
+        except ValueError:
+            numbers = []
+        if not numbers or not all(0 < number <= highest for number in numbers):
+            raise click.BadParameter(f"{value!r}; {expected}")
+        return numbers
+
+    return numbers_of
+
+
+_log_sizes = _numbers(float, 1000, "sizes in GiB were expected, as in 1,10,50")
+_peers = _numbers(int, 1000, "numbers of peers, 1 to 1000, were expected, as in 2,50,200")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -72,7 +73,7 @@ def main(
     repeats: int | None,
     seconds: float | None,
     log_sizes: list[float] | None,
-    peers: list[int] | None,
+    peers: list[float] | None,
     folder: Path | None,
     json_file: Path | None,
     reports: tuple[Path, ...],
@@ -129,6 +130,104 @@ def _read(path: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise click.UsageError(f"{path} is of version {version}, {FORMAT_VERSION} was expected: run the suite again")
     return run
+
+
+# A run of the suite: its parts, one after the other, and all that came of them.
+
+
+FORMAT_VERSION = 1
+
+
+def run_suite(
+    context: Context, parts: Sequence[str], save: Callable[[dict[str, Any]], None], *, quick: bool
+) -> dict[str, Any]:
+    """Run the suite and return the content of the JSON file. A part that fails is noted; the others still run.
+
+    ``save`` gets it after each part, so that a run that is cut short leaves what it had.
+    """
+    begun = _now()
+    load = load_average()
+    results: dict[str, Any] = {}
+    whole: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "begun": begun,
+        "ended": begun,
+        "quick": quick,
+        "repeats": context.repeats,
+        "load": {"start": load, "end": load},
+        "machine": describe(context.folder),
+        "skipped": {},
+        "parts": results,
+    }
+    for name in parts:
+        module, title = PARTS[name]
+        part = getattr(importlib.import_module(f"scripts.benchmarks.parts.{module}"), name)
+        started_s = time.monotonic()
+        figures: list[Figure] = []
+        error = ""
+        try:
+            figures = part(context)
+        except BenchError as failed:
+            error = str(failed)
+        results[name] = {
+            "title": title,
+            "seconds": round(time.monotonic() - started_s, 1),
+            "error": error,
+            "load": load_average(),
+            "figures": [dataclasses.asdict(figure) for figure in figures],
+        }
+        whole["ended"] = _now()
+        whole["load"]["end"] = load_average()
+        whole["skipped"] = dict(sorted(context.skipped.items()))
+        save(whole)
+    return whole
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+# The figures on a terminal.
+
+
+def show(run: dict[str, Any], console: Console) -> None:
+    for part in run["parts"].values():
+        if part["error"]:
+            console.print(f"{part['title']}: failed: {part['error']}", markup=False, style="red")
+            continue
+        table = Table(title=f"{part['title']}: medians (lowest-highest)", title_justify="left")
+        table.add_column("")
+        table.add_column("")
+        table.add_column("", justify="right", no_wrap=True)
+        figures = figures_of(part)
+        for figure in figures:
+            heading = f"{figure.name}, {figure.unit}"
+            for implementation, values in figure.samples.items():
+                table.add_row(heading, implementation, spread(values))
+                heading = ""
+            table.add_section()
+        console.print(table)
+        for figure in figures:
+            for line in format_targets(figure):
+                console.print(f"target: {figure.name}: {line}", markup=False, highlight=False)
+    for what, why in run["skipped"].items():
+        console.print(f"skipped: {what}: {why}", markup=False)
+    loads = " and ".join(f"{run['load'][when][0]:.1f} at the {when}" for when in ("start", "end"))
+    console.print(f"load average: {loads}, on {run['machine']['cores']} cores")
+
+
+def format_targets(figure: Figure) -> list[str]:
+    lines = []
+    for target in figure.targets:
+        measured = target.measured(figure.samples)
+        if measured is None:
+            continue
+        verdict = "met" if target.met(figure.samples) else "missed"
+        value = number(measured)
+        times = " times" if target.against else ""
+        of = "" if target.of == "immortal" else f"{target.of}: "
+        lines.append(f"{of}{target.in_words(figure.unit)}: {value}{times}, {verdict}")
+    return lines
 
 
 if __name__ == "__main__":

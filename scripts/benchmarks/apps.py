@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from statistics import median
 
 import immortal
-from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc
-from immortal.bench.apps import Caller, course, say
-from scripts.benchmarks.rivals.steps import STEPS, step
+from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
+from immortal.bench.apps import Caller, course, say, stopwatch
+from scripts.benchmarks.rivals import STEPS, step
 
 HOLD_AT_ONCE = 500
 
@@ -141,18 +143,13 @@ class Holder(Immortal, checkpoint="fork"):
 DESTINATIONS_MAX = 16
 
 
-class Stopwatch:
-    """No part of the state: a replay measures nothing."""
-
-    def __init__(self) -> None:
-        self.latencies_ns: list[int] = []
-        self.clock_ns = time.perf_counter_ns
-
-    def note(self, latency_ns: int) -> None:
-        self.latencies_ns.append(latency_ns)
-
-
-_stopwatch = Stopwatch()
+async def timed(count: int, call: Callable[[int], Awaitable[object]]) -> None:
+    """Await calls with the numbers up to ``count``, one after the other, and note how long each took."""
+    clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
+    for number in range(count):
+        begun_ns = clock_ns()
+        await call(number)
+        note(clock_ns() - begun_ns)
 
 
 class Sink(Immortal):
@@ -197,14 +194,11 @@ class Fan(Immortal):
     @rpc
     async def ask(self, count: int, destinations: int, ordered: bool) -> None:
         """One after the other."""
-        sinks, clock_ns, note = self.sinks(destinations), _stopwatch.clock_ns, _stopwatch.note
-        for number in range(count):
-            begun_ns = clock_ns()
-            if ordered:
-                await immortal.multicast(sinks).note.all(number)
-            else:
-                await asyncio.gather(*(sink.note(number) for sink in sinks))
-            note(clock_ns() - begun_ns)
+        sinks = self.sinks(destinations)
+        if ordered:
+            await timed(count, lambda number: immortal.multicast(sinks).note.all(number))
+        else:
+            await timed(count, lambda number: asyncio.gather(*(sink.note(number) for sink in sinks)))
 
     @rpc
     def note(self, number: int) -> int:
@@ -214,23 +208,80 @@ class Fan(Immortal):
     async def ask_with_itself(self, count: int) -> None:
         """Ask one other and itself for all rounds, with no more processes than a plain call has."""
         both: list[type[Sink | Fan]] = [*self.sinks(1), type(self)]
-        clock_ns, note = _stopwatch.clock_ns, _stopwatch.note
-        for number in range(count):
-            begun_ns = clock_ns()
-            await immortal.multicast(both).note.all(number)
-            note(clock_ns() - begun_ns)
+        await timed(count, lambda number: immortal.multicast(both).note.all(number))
 
     @rpc
     async def ask_one(self, count: int) -> None:
         """Plain awaited calls of one destination."""
-        (sink,), clock_ns, note = self.sinks(1), _stopwatch.clock_ns, _stopwatch.note
-        for number in range(count):
-            begun_ns = clock_ns()
-            await sink.note(number)
-            note(clock_ns() - begun_ns)
+        await timed(count, self.sinks(1)[0].note)
 
     @query
     def p50_us(self) -> float:
         """Return the median latency of awaited calls since the last question, in µs."""
-        latencies_ns, _stopwatch.latencies_ns = _stopwatch.latencies_ns, []
+        latencies_ns = stopwatch.latencies_ns.copy()
+        stopwatch.latencies_ns.clear()
         return median(latencies_ns or [0]) / 1000
+
+
+# An instance that moves, and one that calls it all the time: for failover.py.
+
+
+PIECE_SIZE_BYTES = 1 << 20
+
+
+class _Kept(Immortal):
+    """Has a state of some size, and counts."""
+
+    count: int
+    ballast: list[bytes]
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ballast = []
+
+    @rpc
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Keeper(_Kept, formerly=("FormerKeeper",)):
+    @rpc
+    def grow(self, mib: int) -> None:
+        first = len(self.ballast)
+        self.ballast += [bytes([number % 251]) * PIECE_SIZE_BYTES for number in range(first, first + mib)]
+
+
+@upgrades(Keeper)
+class NextKeeper(_Kept):
+    """Version 2."""
+
+    @classmethod
+    def upgrade(cls, old: Keeper) -> NextKeeper:
+        new = cls()
+        new.count, new.ballast = old.count, old.ballast
+        return new
+
+
+@upgrades(NextKeeper)
+class FormerKeeper(_Kept, version=1):
+    """Version 1 again."""
+
+    @classmethod
+    def upgrade(cls, old: NextKeeper) -> FormerKeeper:
+        new = cls()
+        new.count, new.ballast = old.count, old.ballast
+        return new
+
+
+class Asker(Immortal):
+    """Calls one after the other, and writes down when each answer came: where ANSWERS says, and not in its state."""
+
+    keeper = peer(Keeper, "keeper")
+
+    @rpc
+    async def ask(self) -> None:
+        answers = os.open(os.environ["ANSWERS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        while True:
+            await self.keeper.add()
+            os.write(answers, b"%d\n" % time.monotonic_ns())

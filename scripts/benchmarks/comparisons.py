@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,15 @@ from immortal.bench.one_way import (
     Load,
     OneWay,
     immortal_streams,
-    read_counted,
-    write_plan,
 )
-from immortal.bench.processes import BenchError, cpu_s, start_module
+from immortal.bench.processes import BenchError, cpu_s, hear, start_module, tell
 from immortal.bench.workload import Measured
 from immortal.protocol import compiled
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, PURE, Figure, Target
 
 WARM_UP_BYTES = 2_000_000
+GRPC_MODULE = "scripts.benchmarks.rivals.grpc_calls"
 
 
 class Streams(Protocol):
@@ -61,8 +61,8 @@ class GrpcStreams:
         calls = each * load.senders * load.receivers
         before = self._cpu_s()
         for client in self._clients:
-            write_plan(client, {"sizes": load.sizes, "calls": each})
-        counted = [read_counted(client, lambda: None) for client in self._clients]
+            tell(client, json.dumps({"sizes": load.sizes, "calls": each}))
+        counted = [json.loads(hear(client, "a gRPC client")) for client in self._clients]
         expected = (calls, calls // len(load.sizes) * sum(load.sizes))
         if (sum(one["calls"] for one in counted), sum(one["bytes"] for one in counted)) != expected:
             raise BenchError(f"the gRPC servers counted {counted}; {expected} calls and bytes were sent")
@@ -76,15 +76,11 @@ class GrpcStreams:
 
 @contextlib.contextmanager
 def grpc_streams(senders: int = 1, receivers: int = 1) -> Iterator[GrpcStreams]:
-    module = "scripts.benchmarks.rivals.grpc_stream"
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(start_module(module, "server")) for _ in range(receivers)]
-        addresses = []
-        for server in servers:
-            if server.stdout is None or not (address := server.stdout.readline().strip()):
-                raise BenchError("a gRPC server did not start")
-            addresses.append(address)
-        clients = [stack.enter_context(start_module(module, "client", *addresses)) for _ in range(senders)]
+        servers = [stack.enter_context(start_module(GRPC_MODULE, "server", "stream")) for _ in range(receivers)]
+        addresses = [hear(server, "a gRPC server") for server in servers]
+        client = partial(start_module, GRPC_MODULE, "client", "stream", *addresses)
+        clients = [stack.enter_context(client()) for _ in range(senders)]
         yield GrpcStreams(clients, servers)
 
 
@@ -182,13 +178,10 @@ def grpc_caller(name: str, relays: int = 0) -> Iterator[Caller]:
     kind = name.removeprefix("grpc ")
     with contextlib.ExitStack() as stack:
         servers: dict[str, Popen[str]] = {}
-        address = ""
+        addresses: list[str] = []
         for index in range(relays + 1):
-            server = stack.enter_context(
-                start_module("scripts.benchmarks.rivals.grpc_echo", "server", kind, *([address] if address else []))
-            )
-            if server.stdout is None or not (address := server.stdout.readline().strip()):
-                raise BenchError(f"the server of {name} did not start")
+            server = stack.enter_context(start_module(GRPC_MODULE, "server", kind, *addresses[-1:]))
+            addresses.append(hear(server, f"the server of {name}"))
             servers[f"server {index + 1}" if relays else "server"] = server
-        client = stack.enter_context(start_module("scripts.benchmarks.rivals.grpc_echo", "client", kind, address))
+        client = stack.enter_context(start_module(GRPC_MODULE, "client", kind, addresses[-1]))
         yield Caller(name, {"client": client, **servers}, lambda: None)

@@ -19,8 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from immortal.bench.processes import BenchError
-from immortal.coordinator.service.process import die_with_parent
+from immortal.bench.processes import BenchError, start_module
 from immortal.protocol import distribution
 
 T = TypeVar("T")
@@ -187,20 +186,15 @@ def _commit() -> str:
 # Services of the suite beside plain processes: one `immortal run` each, which is ready when it is returned.
 
 
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
 def start_service(stack: ExitStack, home: Path, name: str, app: str) -> list[int]:
     """Register and run it until ``stack`` ends; the process IDs of its coordinator and its app. Raises BenchError."""
-    coordinator = [sys.executable, "-m", "immortal", "--home", str(home)]
-    register = [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"]
+    register = [sys.executable, "-m", "immortal", "--home", str(home), "register", name, "--peer", "tcp://127.0.0.1:*"]
     subprocess.run(register, check=True, stdout=subprocess.DEVNULL)
-    process = subprocess.Popen(
-        [*coordinator, "run", name, app],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=die_with_parent(os.getpid()),
-    )
-    stack.callback(process.wait)
-    stack.callback(process.kill)
+    run = start_module("immortal", "--home", str(home), "run", name, app, **{**QUIET, "stderr": subprocess.PIPE})
+    process = stack.enter_context(run)
     assert process.stderr is not None
     lines = process.stderr
     said = ""

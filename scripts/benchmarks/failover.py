@@ -33,21 +33,88 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psycopg
-
+from immortal.bench.workload import percentile
 from immortal.client import connect, start
 from immortal.coordinator.instances.registry import free_port
 from scripts.benchmarks.context import ROOT, describe, load_average, prepare_environment
-from scripts.benchmarks.failover_report import histogram, put, section, share_ms
 from scripts.benchmarks.rivals.servers import postgres
+
+BEGIN, END = "<!-- failover -->", "<!-- end of failover -->"
+STEPS_MS = (10, 20, 50, 100, 200, 500, 1000)
+LINES_MAX = 20
+BAR_MAX = 60
+HOW = {
+    "kill": "kill -9 of the machine",
+    "migrate": "`immortal migrate`",
+    "stop": "SIGTERM",
+    "upgrade": "a rolling upgrade",
+}
+
+
+def histogram(waits_ms: Sequence[float]) -> list[str]:
+    """A line for each step between the least and the most: the smallest steps that give LINES_MAX lines at most."""
+    least, most = min(waits_ms), max(waits_ms)
+    step = next((step for step in STEPS_MS if most // step - least // step < LINES_MAX), STEPS_MS[-1])
+    counts = Counter(int(wait // step) for wait in waits_ms)
+    a_mark = max(1.0, max(counts.values()) / BAR_MAX)
+    return [
+        f"{place * step:>6,} to {(place + 1) * step:>6,} ms {counts[place]:>4} {'#' * round(counts[place] / a_mark)}"
+        for place in range(min(counts), max(counts) + 1)
+    ]
+
+
+def section(runs: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        BEGIN,
+        "## Takeovers and moves of an instance in PostgreSQL",
+        "",
+        "The longest time between two answers, of a caller that makes one call after the other. Two machines (for a",
+        "kill each is a PID namespace with its own host name), the database, a peer and an outside client that call,",
+        "all on one machine. Written by `python -m scripts.benchmarks.failover --report FILE ...`.",
+        "",
+        "| | state | lease | times | who waits | p50 | p90 | p99 | most |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in runs:
+        for who, waits_ms in run["waits_ms"].items():
+            shares = " | ".join(f"{percentile(sorted(waits_ms), percent):,.0f} ms" for percent in (50, 90, 99))
+            lines.append(
+                f"| {HOW[run['how']]} | {run['state_mib']:,} MiB | {run['lease_s']} s | {len(waits_ms)} | a {who} "
+                f"| {shares} | {max(waits_ms):,.0f} ms |"
+            )
+    for run in runs:
+        machine, load = run["machine"], run["load"]
+        lines += [
+            "",
+            f"{machine['processor']}, {machine['cores']} cores, commit {machine['commit']}; load average"
+            f" {load[0][0]} at the start, {load[1][0]} at the end.",
+        ]
+    return "\n".join([*lines, END])
+
+
+def section_of(text: str) -> str:
+    """Return the section as it stands in ``text``; "" if there is none."""
+    return text[text.index(BEGIN) : text.index(END) + len(END)] if BEGIN in text and END in text else ""
+
+
+def put(path: Path, new: str) -> None:
+    """In place of the section that is there, or at the end."""
+    text = path.read_text() if path.exists() else ""
+    old = section_of(text)
+    path.write_text(text.replace(old, new) if old else f"{text.rstrip()}\n\n{new}\n".lstrip())
+
+
+# Two machines, and what moves between them.
+
 
 WAIT_S = 120.0
 SETTLED_S = 1.0  # of calls before each move, and behind it
-APPS = "scripts.benchmarks.failover_apps"
+APPS = "scripts.benchmarks.apps"
 
 
 class Machine:
@@ -56,27 +123,17 @@ class Machine:
     def __init__(self, home: Path, *, alone: bool) -> None:
         self.home = home
         self._alone = alone
+        self._command = [sys.executable, "-m", "immortal", "--home", str(home)]
         self.process: subprocess.Popen[bytes] | None = None
 
     def immortal(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "immortal", "--home", str(self.home), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        done = subprocess.run([*self._command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
         if done.returncode:
             raise SystemExit(f"{' '.join(arguments)}: {done.stderr}")
         return done.stdout
 
     def start(self, name: str, app: str, **environment: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "immortal",
-            "--home",
-            str(self.home),
-            "run",
-            name,
-            f"{APPS}:{app}",
-            "--restart",
-        ]
+        command = [*self._command, "run", name, f"{APPS}:{app}", "--restart"]
         if self._alone:
             named = ["sh", "-c", f'hostname {self.home.name}; exec "$@"', "sh", *command]
             command = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", *named]
@@ -134,6 +191,8 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 class World:
     def __init__(self, folder: Path, url: str, options: argparse.Namespace) -> None:
+        import psycopg
+
         alone = options.how == "kill"
         self._database = psycopg.connect(url, autocommit=True)
         self._options = options
@@ -258,8 +317,8 @@ def made(options: argparse.Namespace) -> Iterator[World]:
 
 
 def told(what: str, waits_ms: list[float]) -> None:
-    at = {share: share_ms(waits_ms, share) for share in (0.5, 0.9, 0.99)}
-    print(f"{what}: p50 {at[0.5]:.0f} ms, p90 {at[0.9]:.0f}, p99 {at[0.99]:.0f}, most {max(waits_ms):.0f}")
+    p50, p90, p99 = (percentile(sorted(waits_ms), percent) for percent in (50, 90, 99))
+    print(f"{what}: p50 {p50:.0f} ms, p90 {p90:.0f}, p99 {p99:.0f}, most {max(waits_ms):.0f}")
     for line in histogram(waits_ms):
         print(f"  {line}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Better = Literal["higher", "lower"]
@@ -69,16 +69,14 @@ class Figure:
     x: float | None = None
     x_label: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Figure:
         return cls(**{**data, "targets": [Target(**target) for target in data["targets"]]})
 
 
-def median(values: list[float]) -> float:
-    return statistics.median(values)
+def figures_of(part: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a part, as the file of a run has it."""
+    return [Figure.from_json(data) for data in part["figures"]]
 
 
 def number(value: float) -> str:
@@ -93,5 +91,5 @@ def number(value: float) -> str:
 
 def spread(values: list[float]) -> str:
     """Median, and lowest to highest if there were several."""
-    middle = number(median(values))
+    middle = number(statistics.median(values))
     return middle if len(values) < 2 else f"{middle} ({number(min(values))}-{number(max(values))})"

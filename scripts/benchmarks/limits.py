@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from immortal.bench.machine import append_latencies, append_rate
-from immortal.bench.processes import BenchError, start_module
+from immortal.bench.processes import BenchError, append_latencies, append_rate, hear, start_module
 from immortal.bench.workload import percentile
 
 DISK_SECONDS = 0.5
@@ -102,9 +101,8 @@ class Loopback:
 @contextlib.contextmanager
 def loopback() -> Iterator[Loopback]:
     with start_module("scripts.benchmarks.limits") as other:
-        if other.stdout is None or not (port := other.stdout.readline().strip()):
-            raise BenchError("the other end of the TCP connection did not start")
-        with socket.create_connection(("127.0.0.1", int(port))) as connection:
+        port = int(hear(other, "the other end of the TCP connection"))
+        with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield Loopback(connection)
 

@@ -100,36 +100,48 @@ class Receiver:
         self._thread.join()
 
 
+def send_all(sender: Messenger, endpoint: str, messages: int, sent: Callable[[int], None] = lambda number: None) -> int:
+    """Send numbered messages, and wait for all replies; how many came. ``sent``: called behind each.
+
+    Raises TimeoutError when nothing moves any more.
+    """
+    room, called_back = threading.Semaphore(WAITING_MAX), 0
+
+    def replied(parts: list[bytes]) -> None:
+        nonlocal called_back
+        called_back += 1
+        room.release()
+
+    def wait() -> None:
+        if not room.acquire(timeout=DEADLINE_S):
+            raise TimeoutError(f"after {called_back} of {messages} messages nothing comes back")
+
+    for number in range(messages):
+        wait()
+        sender.send_message(endpoint, number.to_bytes(4, "little"), replied)
+        sent(number)
+    for _ in range(WAITING_MAX):
+        wait()
+    return called_back
+
+
 def measure(messages: int, cut_every: int) -> Figures:
     """Send ``messages`` and wait for all replies. Raises TimeoutError when nothing moves any more."""
     figures = Figures(messages)
     receiver = Receiver(figures)
-    room = threading.Semaphore(WAITING_MAX)
-    done = threading.Event()
-
-    def called_back(parts: list[bytes]) -> None:
-        figures.called_back += 1
-        room.release()
-        if figures.called_back == messages:
-            done.set()
-
     started_s = time.monotonic()
     memory_kib = 0
     servers, sender = Messenger(), Messenger(retry=RETRY)
     with servers, sender, FaultProxy(servers.listen("tcp://127.0.0.1:*", receiver.loop, ordered=True)) as proxy:
-        for number in range(messages):
-            if not room.acquire(timeout=DEADLINE_S):
-                raise TimeoutError(f"after {figures.called_back} of {messages} messages nothing comes back")
-            sender.send_message(proxy.endpoint, number.to_bytes(4, "little"), called_back)
+
+        def sent(number: int) -> None:
+            nonlocal memory_kib
             if number % cut_every == cut_every - 1:
                 figures.cuts += proxy.cut()
             if number == messages // 10:
                 memory_kib = _memory_kib()
-        last = -1
-        while not done.wait(DEADLINE_S):
-            if figures.called_back == last:
-                raise TimeoutError(f"after {last} of {messages} messages nothing comes back")
-            last = figures.called_back
+
+        figures.called_back = send_all(sender, proxy.endpoint, messages, sent)
         figures.seconds = time.monotonic() - started_s
         figures.sent_again = sender.counters().retried
         figures.duplicates_dropped = servers.counters().duplicates_dropped
@@ -167,7 +179,7 @@ def measure_loss(messages: int, loss: float, *, ordered: bool) -> LossFigures:
     """Send ``messages`` and wait for all replies. Raises TimeoutError when nothing moves any more."""
     figures = LossFigures(ordered, messages)
     deliveries = bytearray(messages)
-    room, last, called_back = threading.Semaphore(WAITING_MAX), -1, 0
+    last = -1
 
     def loop(received: Received) -> None:
         nonlocal last
@@ -176,11 +188,6 @@ def measure_loss(messages: int, loss: float, *, ordered: bool) -> LossFigures:
         figures.out_of_order += number != last + 1
         last = number
         received.reply(b"done")
-
-    def replied(parts: list[bytes]) -> None:
-        nonlocal called_back
-        called_back += 1
-        room.release()
 
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     servers, sender = Messenger(), Messenger(retry=LOSSY_RETRY)
@@ -191,11 +198,7 @@ def measure_loss(messages: int, loss: float, *, ordered: bool) -> LossFigures:
             servers.listen("tcp://127.0.0.1:*", loop, ordered=ordered), loss=loss, reordered=LOSSY_LATE_SHARE
         ) as network,
     ):
-        for number in range(messages):
-            _acquire(room, lambda: called_back)
-            sender.send_message(network.endpoint, number.to_bytes(4, "little"), replied)
-        for _ in range(WAITING_MAX):
-            _acquire(room, lambda: called_back)
+        send_all(sender, network.endpoint, messages)
         figures.seconds = time.monotonic() - started_s
         figures.cpu_seconds = time.process_time() - started_cpu_s
         figures.sends_per_message = sender.counters().sent / messages
@@ -203,11 +206,6 @@ def measure_loss(messages: int, loss: float, *, ordered: bool) -> LossFigures:
         figures.lost, figures.late = network.lost_count, network.late_count
     figures.not_once = messages - deliveries.count(1)
     return figures
-
-
-def _acquire(room: threading.Semaphore, progress: Callable[[], int]) -> None:
-    if not room.acquire(timeout=DEADLINE_S):
-        raise TimeoutError(f"after {progress()} messages nothing comes back")
 
 
 def _memory_kib() -> int:

@@ -6,6 +6,7 @@ python -m scripts.benchmarks.pipeline_source
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import select
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -22,17 +23,17 @@ import click
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
+from immortal.bench.processes import hear, start_module
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.log import RowLogStore, create_log, open_reader
 from immortal.pipeline.session import session
-from immortal.protocol.batch import encode_batch
+from immortal.pipeline.synthetic_logs import Input, PlannedRecord, encode_planned
 from immortal.protocol.checksum import crc64
-from immortal.protocol.extensions import encode_record_time
 from immortal.protocol.messages import RpcType, encode_incoming_rpc
-from immortal.protocol.record import encode_record
-from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.protocol.trailer import BatchKind, OutputMarkEntry
 
 _COMMITTER_ID = 7
+_MODULE = "scripts.benchmarks.pipeline_source"
 _METHOD_ID = 343_311
 _COMMIT_SIZE_BYTES = 8 << 20
 _LARGE_SIZES_BYTES = (64, 4 << 10, 64 << 10, 1 << 20)
@@ -43,12 +44,9 @@ _PAYLOADS = 64  # different ones; what they hold does not matter, only that they
 
 def record_value(sequence_id: int, time_ns: int, first_position: int, payloads: list[bytes]) -> bytes:
     """A record of one batch, as a coordinator writes it."""
-    payload = b"".join(payloads)
-    content = encode_record_time(time_ns) + encode_batch(payload, len(payloads)) + payload
-    record = encode_record(_COMMITTER_ID, sequence_id, content)
-    source = BatchSource(BatchKind.STREAM, "sender", first_position, len(payloads), time_ns - 1000)
-    trailer = Trailer(time_ns, [source], [OutputMarkEntry("receiver", sequence_id + 1, sequence_id)])
-    return record + encode_trailer(trailer, int.from_bytes(record[8:16], "little"))
+    batch = Input(BatchKind.STREAM, "sender", first_position, len(payloads), time_ns - 1000, b"".join(payloads))
+    record = PlannedRecord(time_ns, [batch], [OutputMarkEntry("receiver", sequence_id + 1, sequence_id)])
+    return encode_planned(record, _COMMITTER_ID, sequence_id)
 
 
 def calls(size_bytes: int) -> list[bytes]:
@@ -172,18 +170,9 @@ class Written:
 class LiveWriter:
     """A process that writes a log beside us."""
 
-    def __init__(self, folder: Path, load: Load) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.benchmarks.pipeline_source",
-            "write",
-            str(folder),
-            *map(str, astuple(load)),
-        ]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.process.stdout.readline()  # the log is there
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        hear(process, "a live writer")  # the log is there
 
     @property
     def is_running(self) -> bool:
@@ -200,21 +189,11 @@ class LiveWriter:
         commits, size_bytes = self.process.communicate()[0].split()
         return Written(int(commits), int(size_bytes))
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.release()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
 
 @contextlib.contextmanager
 def writer(folder: Path, load: Load) -> Iterator[LiveWriter]:
-    live = LiveWriter(folder, load)
-    try:
-        yield live
-    finally:
-        live.end()
+    with start_module(_MODULE, "write", str(folder), json.dumps(asdict(load))) as process:
+        yield LiveWriter(process)
 
 
 @dataclass
@@ -367,22 +346,10 @@ def is_open(pipe: IO[str]) -> bool:
 
 @main.command(hidden=True)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.argument("records_per_commit", type=int)
-@click.argument("commits_per_s", type=float)
-@click.argument("seconds", type=float)
-@click.argument("commits_max", type=int)
-@click.argument("commits_per_checkpoint", type=int)
-@click.argument("until_released", type=bool)
-def write(
-    folder: Path,
-    records_per_commit: int,
-    commits_per_s: float,
-    seconds: float,
-    commits_max: int,
-    commits_per_checkpoint: int,
-    until_released: bool,
-) -> None:
+@click.argument("load_json")
+def write(folder: Path, load_json: str) -> None:
     """Do what Load says, and print what Written holds."""
+    load = Load(**json.loads(load_json))
     store = create_log(folder, folder.name, committer_id=_COMMITTER_ID)
     some = calls(1024)
     sequence_id = commits = 0
@@ -390,20 +357,20 @@ def write(
     click.echo("writing")
     while True:
         now = time.perf_counter() - start
-        is_over = (seconds and now >= seconds) or (commits_max and commits >= commits_max)
-        if is_over and not (until_released and is_open(sys.stdin)):
+        is_over = (load.seconds and now >= load.seconds) or (load.commits and commits >= load.commits)
+        if is_over and not (load.until_released and is_open(sys.stdin)):
             break
-        if commits_per_s and commits > now * commits_per_s:
-            time.sleep(commits / commits_per_s - now)
+        if load.commits_per_s and commits > now * load.commits_per_s:
+            time.sleep(commits / load.commits_per_s - now)
         time_ns = time.time_ns()
         records = []
-        for _ in range(records_per_commit):
+        for _ in range(load.records_per_commit):
             payloads = [some[sequence_id % _PAYLOADS]]
             records.append((sequence_id, record_value(sequence_id, time_ns, sequence_id + 1, payloads)))
             sequence_id += 1
         store.commit(Transaction(records=records))
         commits += 1
-        if commits_per_checkpoint and commits % commits_per_checkpoint == 0:
+        if load.commits_per_checkpoint and commits % load.commits_per_checkpoint == 0:
             checkpoint_and_trim(store, commits, sequence_id - 1, time_ns)
     store.close()
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())

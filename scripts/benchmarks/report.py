@@ -7,22 +7,23 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from scripts.benchmarks.failover_report import put, section_of
-from scripts.benchmarks.figures import IMMORTAL, LIMITS, Figure, Target, median, number, spread
-from scripts.benchmarks.run import PARTS, figures_of
+from scripts.benchmarks.failover import put, section_of
+from scripts.benchmarks.figures import IMMORTAL, LIMITS, Figure, Target, figures_of, number, spread
+from scripts.benchmarks.parts import TITLES
 
 Run = dict[str, Any]
 
 
 def write_report(runs: Sequence[Run], docs: Path) -> Path:
     """Write figures.txt and its charts to ``docs``/benchmarks; where it is. Several runs become one table."""
-    merged = {name: _merge([run["parts"][name] for run in runs if name in run["parts"]]) for name in PARTS}
+    merged = {name: _merge([run["parts"][name] for run in runs if name in run["parts"]]) for name in TITLES}
     figures = [figure for some in merged.values() for figure in some]
     groups: dict[str, list[Figure]] = {}
     for figure in figures:
@@ -42,7 +43,7 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
         by_run=by_run if len(runs) > 1 else [],
         measured=_measured,
         immortal=IMMORTAL,
-        parts=[{"title": _title(PARTS[name]), "figures": some} for name, some in merged.items() if some],
+        parts=[{"title": _title(TITLES[name]), "figures": some} for name, some in merged.items() if some],
         charts={group: os.path.relpath(path, docs) for group, path in charts.items()},
         left_out=list(_left_out(runs)),
         loads=[run["load"][when][0] for run in runs for when in ("start", "end")],
@@ -96,7 +97,7 @@ def _left_out(runs: Sequence[Run]) -> Iterator[str]:
         for part in run["parts"].values():
             if part["error"]:
                 yield f"Run {index}: {part['title']}: failed: {part['error'].splitlines()[0]}"
-        missing = [title for name, title in PARTS.items() if name not in run["parts"]]
+        missing = [title for name, title in TITLES.items() if name not in run["parts"]]
         if missing:
             yield f"Run {index} did not have: {'; '.join(missing)}"
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from immortal import Immortal, peer, rpc
+from immortal.bench.processes import memory_of
 from immortal.protocol.extensions import decode_app_batch
 from immortal.protocol.messages import MessageType, decode_incoming_rpc, decode_messages
 from immortal.protocol.readers import BlobData, Message, MessageReader
@@ -167,13 +168,6 @@ class Driver:
         return self.gaps_s[-1]
 
 
-def resident_mib(process_id: int) -> int:
-    for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) >> 10
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One checkpoint of one app under load."""
@@ -209,7 +203,7 @@ def measure(cls: str, shape: str, size_mib: int) -> Measured:
         steady_s = driver.keep_busy(None, STEADY_S)
         steady = (driver.calls_back - before) / steady_s
         steady_gap_s = driver.longest_gap_s()
-        resident = resident_mib(app.pid)
+        resident = memory_of(app.pid).resident >> 20
         driver.blob_bytes = 0
         before = driver.calls_back
         connection.sendall(control(MessageType.TAKE_CHECKPOINT))

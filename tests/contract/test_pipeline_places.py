@@ -32,8 +32,7 @@ from immortal.log import open_log, open_reader
 from immortal.pipeline.errors import LogChangedError, SourceError
 from immortal.pipeline.paths import log_folders
 from immortal.pipeline.reading import close_shared
-from immortal.pipeline.schema import SCHEMAS
-from immortal.pipeline.source import Options, RangePartition, Reader, StreamReader
+from immortal.pipeline.source import SCHEMAS, Options, RangePartition, Reader, StreamReader
 from tests.faults.sample_log import put_checkpoint
 from tests.helpers.pipeline_logs import (
     RecordSpec,

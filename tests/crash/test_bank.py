@@ -70,7 +70,7 @@ def test_the_books_are_looked_at_closely(home: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(BANK))
     import run  # type: ignore[import-not-found]
 
-    states = {name: run.final_state(home, name) for name in run.APPS}
+    states = {name: run.supervised.final_state(home, name, run.FOLDER) for name in run.APPS}
     assert run.problems_of(states, TRANSFERS, 3) == []
     done = next(number for number, found in states["teller"]["outcomes"].items() if found == ["done"])
     payee = run.bank.order(int(done)).payee_bank

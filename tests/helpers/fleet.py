@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,12 +16,11 @@ from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.log import open_log, open_reader, verify_value
 from immortal.pipeline.jobs.audit import audit_rows
-from immortal.pipeline.jobs.audit_report import AuditReport
-from immortal.pipeline.jobs.audit_verdict import judge
+from immortal.pipeline.jobs.audit_verdict import AuditReport, judge
 from immortal.pipeline.jobs.evidence import Row, evidence_of_values, gap_rows
 from immortal.pipeline.jobs.sources import LogState, log_ranges, log_states
 from immortal.pipeline.reading import Gap, close_shared, read_range
-from immortal.pipeline.synthetic_logs import Ending, Fleet, Input, PlannedRecord, write_planned
+from immortal.pipeline.synthetic_logs import Ending, Fleet, Input, PlannedLog, PlannedRecord
 from immortal.protocol.batch import decode_batch
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
@@ -357,3 +356,15 @@ def _stream_problems(
             if crc64(b"".join(calls), before[1]) != mark[1]:
                 yield from (("content", position) for position in positions)
         before = mark
+
+
+def write_planned(
+    folder: Path, name: str, committer_ids: dict[str, int], records: Iterable[PlannedRecord], ending: Ending
+) -> Path:
+    """Write one log of records that were kept in memory, perhaps altered; its folder."""
+    path = folder / name / "log"
+    log = PlannedLog(path, name, committer_ids[name])
+    for record in records:
+        log.append(record, committer_ids)
+    log.finish(ending, committer_ids)
+    return path

@@ -20,19 +20,22 @@ VERSION_MIN = 15
 
 
 def binaries() -> Path | None:
-    """The newest server that is installed, and new enough."""
+    """The newest server that is installed as Debian does it, and new enough; else the one in PATH."""
     versions = [path for path in BINARIES.glob("*") if path.name.isdecimal() and int(path.name) >= VERSION_MIN]
     newest = max(versions, key=lambda path: int(path.name), default=None)
     found = None if newest is None else newest / "bin"
+    if found is None and (on_path := shutil.which("initdb")) is not None:
+        found = Path(on_path).resolve().parent
     return found if found is not None and (found / "initdb").exists() else None
 
 
 class Postgres:
-    """Runs until :meth:`stop`. ``folder``: of its socket and its data."""
+    """Runs until :meth:`stop`. ``folder``: of its socket and its data, within ``place``."""
 
-    def __init__(self, programs: Path) -> None:
+    def __init__(self, programs: Path, place: Path | None = None, *settings: str) -> None:
         self._programs = programs
-        self.folder = Path(tempfile.mkdtemp(prefix="immortal-postgres-"))
+        self._settings = settings
+        self.folder = Path(tempfile.mkdtemp(prefix="immortal-postgres-", dir=place))
         self._data = self.folder / "data"
         self._user = user_of_servers()
         if self._user is not None:
@@ -44,6 +47,7 @@ class Postgres:
 
     def start(self) -> None:
         arguments = ["-D", str(self._data), "-k", str(self.folder), "-c", "listen_addresses=", "-c", "fsync=on"]
+        arguments += self._settings
         with self._log.open("ab") as log:
             self._server = subprocess.Popen(
                 [self._programs / "postgres", *arguments], stdout=log, stderr=log, cwd=self.folder, user=self._user

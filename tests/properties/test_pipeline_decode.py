@@ -13,7 +13,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.log import check_value
 from immortal.pipeline.decode import PADDING, Values
-from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.source import SCHEMAS
 from immortal.pipeline.tables import TableReader
 from immortal.protocol.checksum import crc64
 from immortal.protocol.trailer import BatchKind

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.benchmarks.figures import Figure, Target
+from scripts.benchmarks.parts import PARTS
 from scripts.benchmarks.report import write_report
-from scripts.benchmarks.rivals.servers import postgres_programs
-from scripts.benchmarks.run import PARTS
+from tests.helpers.postgres import binaries
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +68,7 @@ def test_figures_in_json(run: tuple[Path, str, dict[str, Any]]) -> None:
     assert {"immortal", "grpc asyncio", "bare Python loop"} == set(figures["1000 awaited calls outstanding"].samples)
 
 
-@pytest.mark.skipif(postgres_programs() is None, reason="there is no PostgreSQL")
+@pytest.mark.skipif(binaries() is None, reason="there is no PostgreSQL")
 def test_a_log_in_postgresql_is_beside_one_in_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("psycopg", reason="psycopg is not installed")
     file = tmp_path / "figures.json"
@@ -109,9 +111,19 @@ def test_called_wrongly(arguments: list[str], words: str) -> None:
     assert words in " ".join(bench(*arguments, status=2).replace("│", " ").split())
 
 
-def test_each_part_is_a_module() -> None:
-    modules = {path.stem for path in (ROOT / "scripts/benchmarks/parts").glob("*.py")} - {"__init__"}
-    assert modules == set(PARTS)
+def test_each_part_is_a_function() -> None:
+    found = {}
+    for path in (ROOT / "scripts/benchmarks/parts").glob("[!_]*.py"):
+        module = importlib.import_module(f"scripts.benchmarks.parts.{path.stem}")
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and getattr(value, "__annotations__", None) == {
+                "context": "Context",
+                "return": "list[Figure]",
+            }:
+                found[name] = path.stem
+    assert {name: module for name, module in found.items() if not name.startswith("_")} == {
+        name: module for name, (module, _) in PARTS.items()
+    }
 
 
 def test_targets() -> None:
@@ -130,7 +142,7 @@ def test_each_run_keeps_its_own_figures_in_the_report(run: tuple[Path, str, dict
 
     def one(speed: float) -> dict[str, Any]:
         figure = Figure("speed", "calls/s", "higher", {"immortal": [speed]}, [Target("at least", 5.0)])
-        return {**result, "parts": {"start": {**result["parts"]["start"], "figures": [figure.to_json()]}}}
+        return {**result, "parts": {"start": {**result["parts"]["start"], "figures": [asdict(figure)]}}}
 
     report = write_report([one(2.0), one(6.0), one(4.0)], tmp_path).read_text()
     assert "| speed | at least 5 calls/s | 4 (2; 6; 4), **missed** |" in report

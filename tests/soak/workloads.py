@@ -179,7 +179,7 @@ class Bank:
 
     def _state(self, service: Service) -> Any:
         final_state(service.name, service.settings.log)
-        return self._books.final_state(self._home, service.name)
+        return self._books.supervised.final_state(self._home, service.name, self._books.FOLDER)
 
 
 class Shop:

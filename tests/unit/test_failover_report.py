@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: 'scripts/setup dev' does it")
 
-from scripts.benchmarks.failover_report import histogram, put, section, section_of
+from scripts.benchmarks.failover import histogram, put, section, section_of
 from scripts.benchmarks.report import write_report
 
 WAITS_MS = {"peer": [900.0, 940.0, 960.0, 1010.0], "client": [905.0]}

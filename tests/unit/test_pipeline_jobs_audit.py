@@ -9,11 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from immortal.pipeline.jobs.audit_report import AuditReport, LogReport, Violation
-from immortal.pipeline.jobs.audit_verdict import impossible_orders, judge
+from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, impossible_orders, judge
 from immortal.pipeline.jobs.evidence import LOG, Row, evidence_of_raw, evidence_of_record, evidence_of_values
 from immortal.pipeline.jobs.sources import log_states
-from immortal.pipeline.jobs.stream_audit import Needs
+from immortal.pipeline.jobs.stream_audit import Needs, Violation
 from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
 from immortal.pipeline.synthetic_logs import encode_planned
 from immortal.protocol.messages import RpcType, encode_incoming_rpc

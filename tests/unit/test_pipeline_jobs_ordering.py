@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from immortal.pipeline.jobs.audit import audit_rows
-from immortal.pipeline.jobs.audit_report import Violation
-from immortal.pipeline.jobs.audit_verdict import Result
 from immortal.pipeline.jobs.evidence import evidence_of_record
 from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit
+from immortal.pipeline.jobs.stream_audit import Result, Violation
 from immortal.replay.sources import RecordedLog
 from immortal.testing import Environment
 from tests.helpers.ordering_runs import NAMES, Member

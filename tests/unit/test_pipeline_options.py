@@ -11,8 +11,7 @@ from immortal.errors import LoadError
 from immortal.pipeline.arguments import decode_targets
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.reading import close_shared, whole_range
-from immortal.pipeline.schema import SCHEMAS
-from immortal.pipeline.source import Options, Reader, StreamReader, shares, split
+from immortal.pipeline.source import SCHEMAS, Options, Reader, StreamReader, shares, split
 from tests.helpers.pipeline_logs import make_log, random_specs
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from immortal.pipeline.jobs.audit_report import AuditReport, LogReport, StreamReport, Violation
+from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, StreamReport
 from immortal.pipeline.jobs.export import ExportReport, InstanceExport
 from immortal.pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats, bin_size_ns
+from immortal.pipeline.jobs.stream_audit import Violation
 from immortal.pipeline.jobs.trace import Node, Trace
 from immortal.pipeline.jobs.verify import Problem, VerifyReport
 from immortal.pipeline.jobs.what_if import InstanceResult, summarize
-from immortal.pipeline.report.charts import bars, matrix, over_time
-from immortal.pipeline.report.pages import duration_text, stats_page, trace_svg
+from immortal.pipeline.report.pages import bars, duration_text, matrix, over_time, stats_page, trace_svg
 from immortal.pipeline.report.text import audit_lines, export_lines, stats_lines, verify_lines, what_if_lines
 
 NAMES = ["<script>alert(1)</script>", "b&b", *(f"service-{number:02}" for number in range(30))]
@@ -239,7 +240,7 @@ def test_a_what_if_of_a_fleet_is_summed_up() -> None:
         "not worked out: what 4 other calls to itself would do (b)",
     ]
     assert summary.not_worked_out == {"b": ["what 4 other calls to itself would do"]}
-    assert summary.to_json()["not_worked_out"] == summary.not_worked_out
+    assert asdict(summary)["not_worked_out"] == summary.not_worked_out
     assert "c: error: no such class" in lines
     assert lines[-1] == "1 the same, 1 different, 1 failed: 20 records with 40 messages"
     assert summarize(iter(results[:2])).exit_status == 3

@@ -1,1 +1,26 @@
-"""The parts: what is measured."""
+"""The parts: what is measured. Each is the function of its name, in a module that has those of one subject."""
+
+from __future__ import annotations
+
+PARTS = {
+    "one_way": ("calls", "one-way calls by size, and what they cost"),
+    "calls": ("calls", "awaited calls"),
+    "queries": ("calls", "calls from outside, logged and not"),
+    "shapes": ("calls", "fan-out, fan-in, a chain of five"),
+    "durable": ("durable", "a durable handler of three steps"),
+    "database": ("durable", "a log in PostgreSQL"),
+    "recovery": ("life_cycle", "replay, and kill -9"),
+    "checkpoint": ("life_cycle", "checkpoint pauses"),
+    "start": ("life_cycle", "start and idle memory"),
+    "growth": ("life_cycle", "growth: log, state, peers, waiting handlers"),
+    "slow_disk": ("variants", "slower disks"),
+    "curve": ("variants", "encrypted peers"),
+    "pirate": ("patterns", "request-reply to a pool of servers"),
+    "queue": ("patterns", "a queue of tasks"),
+    "harmony": ("patterns", "a batch of tasks"),
+    "clone": ("clone", "copies of a table"),
+    "ordering": ("ordering", "multicasts in one order"),
+}
+"""By name: the module, and the title."""
+
+TITLES = {name: title for name, (_, title) in PARTS.items()}

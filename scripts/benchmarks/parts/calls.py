@@ -1,26 +1,42 @@
-"""Awaited calls between two services, both logs durable: one at a time, and more."""
+"""Calls between two services and more, one-way and awaited, and calls from outside."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from immortal.bench.calls import immortal_caller
-from immortal.bench.workload import Measured
+from immortal.bench.calls import immortal_caller, running
+from immortal.bench.one_way import ImmortalStreams, Load, OneWay, immortal_streams
+from immortal.bench.processes import BenchError, register
+from immortal.bench.workload import Measured, argument, measured
+from immortal.client import connect
 from scripts.benchmarks.comparisons import (
     GRPC_ASYNCIO,
     GRPC_THREADS,
+    SIZE_BYTES,
+    Streams,
     calls_by,
+    codec_targets,
     grpc_caller,
+    grpc_streams,
+    immortal_by_codec,
     latency_figure,
     rate_figure,
+    rates,
+    streams_by,
 )
 from scripts.benchmarks.context import Context
-from scripts.benchmarks.figures import DISK, HANDLER, TCP, Figure, Target
-from scripts.benchmarks.limits import disk_latency_us, handler_rate, loopback
+from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, PURE, TCP, Figure, Target
+from scripts.benchmarks.limits import disk_latency_us, disk_rate, handler_rate, loopback
 
 
-def run(context: Context) -> list[Figure]:
+def calls(context: Context) -> list[Figure]:
+    """Awaited calls between two services, both logs durable: one at a time, and more."""
     figures: list[Figure] = []
     with context.home() as home, ExitStack() as stack:
         ours = stack.enter_context(immortal_caller(home / "home"))
@@ -71,3 +87,223 @@ def _one_at_a_time(measured: dict[str, list[Measured]], limited: dict[str, list[
     ]
     rate = rate_figure(f"{name}, rate", measured, [], group="awaited calls", x=1, x_label="calls outstanding")
     return [*figures, rate]
+
+
+# One-way calls by size, with what they cost in CPU time and memory.
+
+
+GRPC = "grpc stream"
+MIXED = Load((16, 1024, 64, 256), receivers=4)
+_BY_CALLS_MAX = 1 << 10  # larger ones are compared in MB/s
+
+
+def one_way(context: Context) -> list[Figure]:
+    """One-way calls by size, with what they cost in CPU time and memory."""
+    figures: list[Figure] = []
+    with context.home() as home, immortal_by_codec(home) as ours, grpc_streams() as theirs, loopback() as tcp:
+        streams: dict[str, Streams] = {**ours, GRPC: theirs}
+        for size_bytes in context.amounts.sizes:
+            limits: dict[str, Callable[[], float]] = {
+                DISK: partial(disk_rate, home, max(size_bytes, 1 << 20)),
+                TCP: tcp.rate,
+                HANDLER: partial(handler_rate, size_bytes),
+            }
+            what = f"one-way {format_size(size_bytes)}"
+            measured, limited = streams_by(context, streams, Load((size_bytes,)), what, limits)
+            figures.append(_rate(what, size_bytes, measured, limited))
+            if size_bytes == 16:
+                figures += _costs(measured)
+                figures.append(_memory(ours[IMMORTAL]))
+    figures.append(_mixed(context))
+    return figures
+
+
+def _rate(what: str, size_bytes: int, measured: dict[str, list[OneWay]], limited: dict[str, list[float]]) -> Figure:
+    """Small calls are counted, of large ones the bytes."""
+    by_calls = size_bytes <= _BY_CALLS_MAX
+    size = max(1, size_bytes)
+    samples = {
+        name: [rate if by_calls else rate * size / 1e6 for rate in turns] for name, turns in rates(measured).items()
+    }
+    for name in (DISK, TCP):
+        samples[name] = [rate / size if by_calls else rate / 1e6 for rate in limited[name]]
+    if by_calls:
+        samples[HANDLER] = limited[HANDLER]
+    targets = []
+    if size_bytes == 16:
+        targets = [
+            *codec_targets(1.0e6, 2.0e6),
+            Target("at least", 50, GRPC),
+        ]
+    elif size_bytes in (64 << 10, 1 << 20):
+        targets = [Target("at least", 0.6, DISK), Target("at least", 1.0, GRPC, note="the aim")]
+    return Figure(
+        what,
+        "calls/s" if by_calls else "MB/s",
+        "higher",
+        samples,
+        targets,
+        group="one-way, calls/s" if by_calls else "one-way, MB/s",
+        x=size_bytes,
+        x_label="size of the argument, bytes",
+    )
+
+
+def _costs(measured: dict[str, list[OneWay]]) -> list[Figure]:
+    """CPU seconds per million calls, which are µs per call."""
+    spent: dict[str, list[float]] = {}
+    for codec, end in ((IMMORTAL, ""), (PURE, ", pure Python")):
+        for one in measured.get(codec, ()):
+            for process, seconds in one.cpu_s.items():
+                spent.setdefault(f"{process}{end}", []).append(1e6 * seconds / one.calls)
+    coordinators = {name: values for name, values in spent.items() if "coordinator" in name}
+    total = {name: [1e6 * sum(one.cpu_s.values()) / one.calls for one in runs] for name, runs in measured.items()}
+    unit = "CPU s per million calls"
+    return [
+        Figure(
+            "one-way 16 B: CPU of each process",
+            unit,
+            "lower",
+            spent,
+            [Target("at most", 1.0, of=name) for name in coordinators],
+        ),
+        Figure("one-way 16 B: CPU of all processes", unit, "lower", total),
+    ]
+
+
+def _memory(ours: ImmortalStreams) -> Figure:
+    samples: dict[str, list[float]] = {}
+    for name, service in ours.services.items():
+        coordinator, app = service.peak_memory_mib()
+        samples[f"{name}'s coordinator"] = [coordinator]
+        samples[f"{name}'s app"] = [app]
+    targets = [Target("at most", 100, of=name) for name in samples if "coordinator" in name]
+    return Figure("one-way 16 B: peak memory", "MiB", "lower", samples, targets)
+
+
+def _mixed(context: Context) -> Figure:
+    with (
+        context.home() as home,
+        immortal_by_codec(home, receivers=MIXED.receivers) as ours,
+        grpc_streams(receivers=MIXED.receivers) as theirs,
+    ):
+        limits: dict[str, Callable[[], float]] = {
+            DISK: lambda: disk_rate(home) / MIXED.mean_size_bytes,
+            HANDLER: partial(handler_rate, round(MIXED.mean_size_bytes)),
+        }
+        streams: dict[str, Streams] = {**ours, GRPC: theirs}
+        measured, limited = streams_by(context, streams, MIXED, "mixed sizes, four destinations", limits)
+    targets = codec_targets(300e3, 1.0e6)
+    name = f"one-way {', '.join(map(str, sorted(MIXED.sizes)))} B mixed, four destinations"
+    return Figure(name, "calls/s", "higher", {**rates(measured), **limited}, targets)
+
+
+def format_size(size_bytes: int) -> str:
+    if size_bytes >= 1 << 20:
+        return f"{size_bytes >> 20} MiB"
+    return f"{size_bytes >> 10} KiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"
+
+
+# More than two services: fan-out, fan-in, and a chain of five.
+
+
+GRPC = "grpc stream"
+CHAIN = {
+    "caller": "immortal.bench.apps:Caller",
+    "callee": "scripts.benchmarks.apps:Relay",
+    "relay-1": "scripts.benchmarks.apps:Relay1",
+    "relay-2": "scripts.benchmarks.apps:Relay2",
+    "relay-3": "immortal.bench.apps:Callee",
+}
+
+
+def shapes(context: Context) -> list[Figure]:
+    """More than two services: fan-out, fan-in, and a chain of five."""
+    peers = context.amounts.peers
+    return [
+        _one_way(context, f"one-way 16 B, fan-out to {peers}", Load((16,), receivers=peers)),
+        _one_way(context, f"one-way 16 B, fan-in from {peers}", Load((16,), senders=peers)),
+        *_chain(context),
+    ]
+
+
+def _one_way(context: Context, name: str, load: Load) -> Figure:
+    with (
+        context.home() as home,
+        immortal_streams(home, load.senders, load.receivers) as ours,
+        grpc_streams(load.senders, load.receivers) as theirs,
+    ):
+        streams: dict[str, Streams] = {IMMORTAL: ours, GRPC: theirs}
+        limits = {DISK: lambda: disk_rate(home) / load.mean_size_bytes, HANDLER: lambda: handler_rate(load.sizes[0])}
+        measured, limited = streams_by(context, streams, load, name, limits)
+    return Figure(name, "calls/s", "higher", {**rates(measured), **limited})
+
+
+def _chain(context: Context) -> list[Figure]:
+    name = "a chain of 5 services"
+    with context.home() as home, ExitStack() as stack:
+        ours = stack.enter_context(immortal_caller(home / "home", CHAIN))
+        theirs = stack.enter_context(grpc_caller(GRPC_ASYNCIO, relays=len(CHAIN) - 2))
+        tcp = stack.enter_context(loopback())
+        limits = {DISK: lambda: disk_latency_us(home, 50), TCP: lambda: tcp.round_trip_us(50)}
+        one, limited = calls_by(context, [ours, theirs], 1, f"{name}, one awaited call", limits)
+        many, _ = calls_by(context, [ours, theirs], 64, f"{name}, 64 awaited calls")
+    return [
+        latency_figure(f"{name}, one awaited call", "p50", one, [], limited),
+        latency_figure(f"{name}, one awaited call", "p99", one, []),
+        rate_figure(f"{name}, 64 awaited calls outstanding", many, []),
+    ]
+
+
+# What an outside caller waits for: a call, which is logged, and a query, which is not.
+
+
+LOGGED, QUERY = f"{IMMORTAL}, a logged call", f"{IMMORTAL}, a query"
+NAME = "asked"
+APP = "scripts.benchmarks.apps:Asked"
+_WARM_UP_S = 0.2
+
+
+async def _loop(client: Any, first: int, until_s: float, latencies_ns: list[int], *, is_query: bool) -> None:
+    ask = client.query.same if is_query else client.echo
+    number = first
+    while time.perf_counter() < until_s:
+        data = argument(number, SIZE_BYTES)
+        begun_ns = time.perf_counter_ns()
+        answer = await ask(data)
+        latencies_ns.append(time.perf_counter_ns() - begun_ns)
+        if answer != data:
+            raise BenchError(f"call {number} got the answer {answer!r}")
+        number += 1
+
+
+def _turn(home: Path, outstanding: int, seconds: float, *, is_query: bool) -> Measured:
+    return asyncio.run(_asked(home, outstanding, seconds, is_query=is_query))
+
+
+async def _asked(home: Path, outstanding: int, seconds: float, *, is_query: bool) -> Measured:
+    async with connect(NAME, home=home) as client:
+        for duration_s in (_WARM_UP_S, seconds):
+            latencies_ns: list[int] = []
+            begun_s = time.perf_counter()
+            async with asyncio.TaskGroup() as group:
+                for index in range(outstanding):
+                    loop = _loop(client, index << 32, begun_s + duration_s, latencies_ns, is_query=is_query)
+                    group.create_task(loop)
+            took_s = time.perf_counter() - begun_s
+    return measured(latencies_ns, took_s)
+
+
+def queries(context: Context) -> list[Figure]:
+    """Measures what an outside caller waits for: a call, which is logged, and a query, which is not."""
+    figures: list[Figure] = []
+    with context.home() as home, running(register(home, {NAME: APP}, {})):
+        for outstanding, what in ((1, "one call from outside at a time"), (64, "64 calls from outside outstanding")):
+            turns = {
+                name: partial(_turn, home, outstanding, context.amounts.seconds, is_query=is_query)
+                for name, is_query in ((LOGGED, False), (QUERY, True))
+            }
+            results = context.interleave(turns, what)
+            figures += [latency_figure(what, percentile, results, []) for percentile in ("p50", "p99")]
+            figures.append(rate_figure(what, results, []))
+    return figures

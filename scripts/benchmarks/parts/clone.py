@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ import zmq
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.replica import Options, Replica
 from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
-from immortal.bench.processes import BenchError
+from immortal.bench.processes import BenchError, hear, start_module, tell
 from immortal.client import connect
-from immortal.coordinator.service.process import die_with_parent
 from immortal.patterns.clone import Change, Table
 from immortal.patterns.clone import connect as connect_clone
 from scripts.benchmarks.context import Context, start_service
@@ -42,67 +41,32 @@ _WAIT_S = 60.0
 class _Copies:
     """Many clients, in a few processes, that follow the table or ``publishers``."""
 
-    def __init__(self, home: Path, clients: int, publishers: Sequence[str] = ()) -> None:
-        command = [sys.executable, "-m", "scripts.benchmarks.parts.clone", "prices", str(home)]
-        self._processes = [
-            subprocess.Popen(
-                [*command, str(clients // _PROCESSES), *publishers],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                preexec_fn=die_with_parent(os.getpid()),
-            )
-            for _ in range(_PROCESSES)
-        ]
+    def __init__(self, stack: ExitStack, home: Path, clients: int, publishers: Sequence[str] = ()) -> None:
+        swarm = partial(start_module, __name__, "prices", str(home), str(clients // _PROCESSES), *publishers)
+        self._processes = [stack.enter_context(swarm()) for _ in range(_PROCESSES)]
         for process in self._processes:
-            if self._line(process) != "ready":
-                raise BenchError("the copies of a table did not come")
+            hear(process, "a process with copies of a table")
 
     def wait(self, number: int) -> list[dict[str, Any]]:
         """Wait until all copies have update ``number``."""
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{number}\n")
-            process.stdin.flush()
-        return [json.loads(self._line(process)) for process in self._processes]
-
-    def _line(self, process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+            tell(process, str(number))
+        return [json.loads(hear(process, "a process with copies")) for process in self._processes]
 
 
 @contextlib.contextmanager
 def _processes(home: Path) -> Iterator[str]:
     """A table, a forwarder of it, and one that follows the forwarder: where that one publishes."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
-    quiet = subprocess.DEVNULL
-    with contextlib.ExitStack() as stack:
-
-        def start(command: list[str]) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=quiet,
-                text=True,
-                env=environment,
-                preexec_fn=die_with_parent(os.getpid()),
-            )
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-            return process
-
+    with ExitStack() as stack:
         start_service(stack, home, "prices", "immortal.patterns.clone:Table")
         place = ""
         for _ in range(2):
             upstream = ["--upstream", place] if place else []
-            forwarder = start([sys.executable, "-m", "immortal.patterns.clone", "forward", "prices", *upstream])
-            assert forwarder.stdout is not None
-            place = forwarder.stdout.readline().split()[-1]
+            forward = start_module(
+                "immortal.patterns.clone", "forward", "prices", *upstream, env=environment, stderr=subprocess.DEVNULL
+            )
+            place = hear(stack.enter_context(forward), "a forwarder").split()[-1]
         yield place
 
 
@@ -157,7 +121,8 @@ def _entitled(table: Table) -> Iterator[None]:
     table.disentitle("*")
 
 
-def run(context: Context) -> list[Figure]:
+def clone(context: Context) -> list[Figure]:
+    """Changes of a table: how many a second, and how long until the last of many copies has one."""
     figures = []
     with context.home() as home, _processes(home) as leaf, connect(Table, "prices", home=home) as table:
         for clients, publishers, what, meanwhile in (
@@ -167,10 +132,9 @@ def run(context: Context) -> list[Figure]:
             (CLIENTS, (), f"{CLIENTS} copies, entitled to a subtree", _entitled(table)),
             (MANY_CLIENTS, (), f"{MANY_CLIENTS} copies", contextlib.nullcontext()),
         ):
-            with contextlib.ExitStack() as stack:
+            with ExitStack() as stack:
                 stack.enter_context(meanwhile)
-                copies = _Copies(home, clients, publishers)
-                stack.callback(copies.end)
+                copies = _Copies(stack, home, clients, publishers)
                 turn = partial(_rate, table, copies, context.amounts.seconds)
                 name = f"changes of a table, {what}"
                 figures.append(Figure(name, "changes/s", "higher", context.interleave({IMMORTAL: turn}, name)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +10,90 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from immortal.bench.processes import BenchError
+from immortal.bench.processes import BenchError, hear, start_module, tell
 from immortal.client import connect
-from immortal.coordinator.service.process import die_with_parent
 from scripts.benchmarks.apps import Fan, Sink
-from scripts.benchmarks.context import Context
+from scripts.benchmarks.context import Context, start_service
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target
-from scripts.benchmarks.rivals.sequencer import SEQUENCER, Sequencer, sequencer
-from scripts.benchmarks.rivals.servers import postgres_programs
+from scripts.benchmarks.rivals.servers import postgres
+from tests.helpers.postgres import binaries
+
+SEQUENCER = "sequencer (postgresql)"
+SCHEMA = """
+CREATE TABLE sequencer (last bigint NOT NULL);
+INSERT INTO sequencer VALUES (0);
+CREATE TABLE messages (number bigint PRIMARY KEY, data bytea NOT NULL)
+"""
+_POLL_S = 0.001
+_WAIT_S = 120.0
+
+
+class Sequencer:
+    """``receivers`` processes that read."""
+
+    def __init__(self, stack: contextlib.ExitStack, url: str, receivers: int) -> None:
+        import psycopg
+
+        self._connection = stack.enter_context(psycopg.connect(url, autocommit=True))
+        self._connection.execute(SCHEMA)
+        self._receivers = [stack.enter_context(start_module(__name__, url)) for _ in range(receivers)]
+
+    def send(self, count: int) -> None:
+        """So many messages, in one transaction: the row is locked meanwhile, so others wait for their numbers."""
+        with self._connection.cursor() as cursor, self._connection.transaction():
+            cursor.execute("UPDATE sequencer SET last = last + %s RETURNING last", (count,))
+            row = cursor.fetchone()
+            assert row is not None
+            first = row[0] - count + 1
+            with cursor.copy("COPY messages FROM STDIN (FORMAT BINARY)") as copy:
+                copy.set_types(["int8", "bytea"])
+                for index in range(count):
+                    copy.write_row((first + index, index.to_bytes(16, "big")))
+
+    def last(self) -> int:
+        row = self._connection.execute("SELECT last FROM sequencer").fetchone()
+        assert row is not None
+        last: int = row[0]
+        return last
+
+    def wait(self) -> None:
+        """Wait until all receivers have all messages."""
+        last = self.last()
+        for receiver in self._receivers:
+            tell(receiver, str(last))
+        for receiver in self._receivers:
+            if (said := hear(receiver, "a receiver of the sequencer")) != "done":
+                raise BenchError(f"a receiver of the sequencer is {said}")
+
+
+@contextlib.contextmanager
+def sequencer(folder: Path, receivers: int) -> Iterator[Sequencer]:
+    """Raises BenchError where there is no PostgreSQL."""
+    with postgres(folder) as url, contextlib.ExitStack() as stack:
+        yield Sequencer(stack, url, receivers)
+
+
+def _receive(url: str) -> None:
+    """Read in order; each line of stdin is a number to come to."""
+    import psycopg
+
+    have = 0
+    with psycopg.connect(url, autocommit=True) as connection:
+        for line in sys.stdin:
+            until, deadline_s = int(line), time.monotonic() + _WAIT_S
+            while have < until and time.monotonic() < deadline_s:
+                rows = connection.execute(
+                    "SELECT number, data FROM messages WHERE number > %s ORDER BY number LIMIT 5000", (have,)
+                ).fetchall()
+                for number, _ in rows:
+                    have = number
+                if not rows:
+                    time.sleep(_POLL_S)
+            print("done" if have >= until else "late", flush=True)
+
+
+# Multicasts in one order.
+
 
 UNORDERED = "plain calls, no order"
 ONE_CALL = "one plain awaited call"
@@ -31,16 +105,10 @@ _READY_S = 60.0
 
 @contextlib.contextmanager
 def _running(home: Path, destinations: int) -> Iterator[None]:
-    coordinator = [sys.executable, "-m", "immortal", "--home", str(home)]
     apps = {"fan": "Fan"} | {f"d{number}": "Sink" for number in range(destinations)}
-    quiet = subprocess.DEVNULL
     with contextlib.ExitStack() as stack:
         for name, cls in apps.items():
-            subprocess.run([*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=quiet)
-            command = [*coordinator, "run", name, f"scripts.benchmarks.apps:{cls}"]
-            process = subprocess.Popen(command, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent(os.getpid()))
-            stack.callback(process.wait)
-            stack.callback(process.kill)
+            start_service(stack, home, name, f"scripts.benchmarks.apps:{cls}")
         yield
 
 
@@ -78,7 +146,8 @@ def _p50_us(fan: Any, ask: Callable[[], Any]) -> float:
     return latency_us
 
 
-def run(context: Context) -> list[Figure]:
+def ordering(context: Context) -> list[Figure]:
+    """Multicasts in one order, by destinations: beside them the same fan-out without an order, and a sequencer."""
     figures = []
     for destinations in context.amounts.multicast_destinations:
         with context.home() as home, _running(home, destinations), contextlib.ExitStack() as stack:
@@ -104,7 +173,7 @@ def run(context: Context) -> list[Figure]:
                 IMMORTAL: partial(_rate, fan, sinks, context.amounts.seconds, ordered=True),
                 UNORDERED: partial(_rate, fan, sinks, context.amounts.seconds, ordered=False),
             }
-            if postgres_programs() is not None:
+            if binaries() is not None:
                 rival = stack.enter_context(sequencer(context.folder, destinations))
                 turns[SEQUENCER] = partial(_sequenced, rival, context.amounts.seconds)
             targets = [Target("at least", 50_000)] if destinations == 3 else []
@@ -120,3 +189,7 @@ def _all_rounds(context: Context, fan: Any) -> Figure:
     }
     targets = [Target("at most", 3, ONE_CALL)]
     return Figure(what, "µs", "lower", context.interleave(asks, what), targets, note=ALL_ROUNDS_NOTE)
+
+
+if __name__ == "__main__":
+    _receive(sys.argv[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shutil
 import socket
 import subprocess
@@ -16,23 +15,12 @@ from pathlib import Path
 from immortal.bench.processes import BenchError
 from immortal.coordinator.service.process import die_with_parent
 from scripts.benchmarks.context import ROOT
+from tests.helpers.postgres import Postgres, binaries
 
 START_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
 RESTATE_FOLDER = ROOT / ".bench"  # where scripts/bench has npm install it
-POSTGRES_SETTINGS = ("-c", "listen_addresses=", "-c", "max_connections=600")
-_UNPRIVILEGED = ("postgres", "nobody")
-
-
-def postgres_programs() -> Path | None:
-    """The folder with ``initdb`` and ``postgres``; None: there is no PostgreSQL."""
-    found = shutil.which("initdb")
-    folders = [Path(found).resolve().parent] if found else []
-    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    for folder in folders:
-        if (folder / "initdb").exists() and (folder / "postgres").exists():
-            return folder
-    return None
+POSTGRES_SETTINGS = ("-c", "max_connections=600")
 
 
 @contextlib.contextmanager
@@ -41,34 +29,14 @@ def postgres(folder: Path) -> Iterator[str]:
 
     Raises BenchError.
     """
-    programs = postgres_programs()
+    programs = binaries()
     if programs is None:
         raise BenchError("there is no PostgreSQL: neither initdb in PATH nor /usr/lib/postgresql")
-    as_user = _as_unprivileged()
-    home = Path(tempfile.mkdtemp(prefix="immortal-postgres-", dir=folder))
+    server = Postgres(programs, folder, *POSTGRES_SETTINGS)
     try:
-        home.chmod(0o755)
-        data, sockets = home / "data", home / "s"
-        for made in (data, sockets):
-            made.mkdir()
-            if as_user:
-                shutil.chown(made, as_user[2])
-        _run([*as_user, str(programs / "initdb"), "-D", str(data), "-U", "bench", "-A", "trust", "-E", "UTF8"], home)
-        with open(home / "log", "w") as log:
-            server = subprocess.Popen(
-                [*as_user, str(programs / "postgres"), "-D", str(data), "-k", str(sockets), *POSTGRES_SETTINGS],
-                cwd=home,
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            ready = [str(programs / "pg_isready"), "-q", "-h", str(sockets)]  # its socket is there before
-            _wait(lambda: subprocess.run(ready, check=False).returncode == 0, server, home / "log", "PostgreSQL")
-            yield f"postgresql://bench@/postgres?host={sockets}"
-        finally:
-            _stop(server, data / "postmaster.pid")
+        yield server.url()
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        server.remove()
 
 
 def postgres_database(url: str, name: str) -> str:
@@ -171,40 +139,9 @@ def restate(folder: Path) -> Iterator[Restate]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _as_unprivileged() -> list[str]:
-    """Return the prefix for a command that refuses to run as root."""
-    if os.geteuid() != 0:
-        return []
-    runuser = shutil.which("runuser")
-    if runuser is None:
-        raise BenchError("PostgreSQL refuses root, and there is no runuser")
-    known = {entry.pw_name for entry in pwd.getpwall()}
-    for name in _UNPRIVILEGED:
-        if name in known:
-            return [runuser, "-u", name, "--"]
-    raise BenchError("PostgreSQL refuses root, and there is no user 'postgres' or 'nobody'")
-
-
-def _run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchError(f"{command[-1]} ended with status {done.returncode}: {done.stderr[-500:]}")
-
-
 def _wait(is_ready: Callable[[], bool], server: subprocess.Popen[bytes], log: Path, name: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not is_ready():
         if server.poll() is not None or time.monotonic() > deadline:
             raise BenchError(f"{name} did not start: {log.read_text()[-1500:]}")
         time.sleep(POLL_INTERVAL_S)
-
-
-def _stop(server: subprocess.Popen[bytes], pid_file: Path) -> None:
-    """SIGINT to the server itself: runuser passes no signal on."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError, IndexError):
-        os.kill(int(pid_file.read_text().splitlines()[0]), 2)
-    try:
-        server.wait(20)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()

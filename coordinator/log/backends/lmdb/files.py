@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from immortal.coordinator.core.errors import LogError, LogFormatError
 from immortal.coordinator.log.backends.lmdb.pages import decode_meta
+from immortal.protocol.files import sync_folder
 
 DATA_FILE_NAME = "data.mdb"
 FILES_BESIDE = ("journal", "high-water-mark")  # only a complete log has them
@@ -204,15 +205,6 @@ def first_unreadable(path: Path) -> str | None:
 
 
 # Syncing folders: which files exist, and under which names.
-
-
-def sync_folder(path: Path) -> None:
-    """Sync the folder ``path``: its files' names. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_names(path: Path) -> None:

@@ -15,11 +15,10 @@ from msgspec import Struct
 
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.log.backend import Mac, View
-from immortal.coordinator.log.backends.lmdb.files import sync_folder
 from immortal.coordinator.log.format import MAC_SIZE_BYTES, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, check_value, first_and_last_sequence_id
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE
+from immortal.protocol.files import FILE_MODE, sync_folder
 from immortal.protocol.varint import Readable
 
 FILE_NAME = "high-water-mark"

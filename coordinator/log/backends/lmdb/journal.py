@@ -20,11 +20,10 @@ import msgspec
 from msgspec import Struct
 
 from immortal.coordinator.log.backend import Row
-from immortal.coordinator.log.backends.lmdb.files import sync_folder
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE
+from immortal.protocol.files import FILE_MODE, sync_folder
 
 FILE_NAME = "journal"
 PARTIAL_FILE_NAME = "journal.new"  # its name until it has all its blocks: a shorter journal was truncated

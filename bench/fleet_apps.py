@@ -1,15 +1,56 @@
-"""The services of the isolation benchmark: a hub, and the receivers that it calls, all of them alike."""
+"""The services of `immortal bench --fleet`, `--isolation` and `--failing`."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from datetime import UTC, datetime, timedelta
-from types import new_class
-from typing import Any
 
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
+
+# A fleet: each calls its neighbours, and checks that each of them calls in order.
+
+
+NAME_VARIABLE = "IMMORTAL_BENCH_NAME"
+NEIGHBOURS_VARIABLE = "IMMORTAL_BENCH_NEIGHBOURS"  # names, with commas between them
+CALLS_VARIABLE = "IMMORTAL_BENCH_CALLS"  # for each of them
+NEIGHBOURS = [name for name in os.environ.get(NEIGHBOURS_VARIABLE, "").split(",") if name]
+
+
+class Member(Immortal):
+    locals().update({f"neighbour{index}": peer(lambda: Member, name) for index, name in enumerate(NEIGHBOURS)})
+    begun: bool
+    taken: dict[str, int]
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.taken = {}
+
+    @impulse(id=1)
+    def begin(self, name: str, calls: int) -> None:
+        if self.begun:
+            return  # the hook runs at each start
+        self.begun = True
+        for number in range(1, calls + 1):
+            for index in range(len(NEIGHBOURS)):
+                getattr(self, f"neighbour{index}").take.fork(name, number)
+
+    @rpc(id=2)
+    def take(self, sender: str, number: int) -> None:
+        before = self.taken.get(sender, 0)
+        if number != before + 1:
+            raise ValueError(f"call {number} of {sender} came behind its call {before}")
+        self.taken[sender] = number
+
+    @on_primary
+    def drive(self, impulses: Impulses) -> None:
+        impulses.begin(os.environ[NAME_VARIABLE], int(os.environ[CALLS_VARIABLE]))
+
+
+# A hub, and the receivers that it calls, all of them alike: --isolation.
+
 
 RECEIVERS = [f"receiver{number}" for number in range(10)]
 FILL_SIZE_BYTES = 1024
@@ -34,7 +75,8 @@ class Receiver(Immortal):
         self.latencies_us.setdefault(window, []).append(now_us - due_us)
 
 
-class _Hub(Immortal):
+class Hub(Immortal):
+    locals().update({name: peer(Receiver, name) for name in RECEIVERS})
     filling: bool
 
     def __init__(self) -> None:
@@ -90,10 +132,27 @@ def _sample(impulses: Impulses, window: int, rate: float, count: int, begin_us: 
         impulses.flush()
 
 
-def _with_receivers(namespace: dict[str, Any]) -> None:
-    namespace["__module__"] = __name__
-    for name in RECEIVERS:
-        namespace[name] = peer(Receiver, name)
+# A state of a given size, a call that works and one that fails: --failing.
 
 
-Hub: Any = new_class("Hub", (_Hub,), {}, _with_receivers)
+STATE_SIZE_VARIABLE = "IMMORTAL_BENCH_STATE_SIZE"
+ROW_SIZE_BYTES = 1000
+ENCODED_ROW_SIZE_BYTES = 1024  # at most: what a state of 1 MiB holds is a small state's, with what is in front
+
+
+class Ledger(Immortal):
+    rows: list[bytes]
+    count: int
+
+    def __init__(self) -> None:
+        self.rows = [
+            bytes(ROW_SIZE_BYTES) for _ in range(int(os.environ[STATE_SIZE_VARIABLE]) // ENCODED_ROW_SIZE_BYTES)
+        ]
+        self.count = 0
+
+    @rpc
+    def book(self, works: bool) -> int:
+        self.count += 1
+        if not works:
+            raise ValueError("as it was asked to")
+        return self.count

@@ -1,0 +1,210 @@
+"""Instances under `immortal run --restart`, for the programs here that kill them and read their logs afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+STOP_S = 60.0
+REGISTRY_NAME = "registry"
+console = Console()
+KEEP_ALL = ("--keep-checkpoints", "all")
+"""Options of an instance whose log is looked at afterwards: with every checkpoint the whole log is kept."""
+APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"
+
+
+class RunError(Exception):
+    """The run can't go on; the text says why."""
+
+
+def immortal(home: Path) -> list[str]:
+    return [sys.executable, "-m", "immortal", "--home", str(home)]
+
+
+def register(home: Path, name: str, *options: str) -> None:
+    command = [*immortal(home), "register", name, "--peer", "tcp://127.0.0.1:*", *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+class Instance:
+    """A supervisor with its two processes; which these are is in its log lines.
+
+    ``folder``: where its app is. ``on_line``: gets what its app prints. ``inside``: wraps the command.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        app: str,
+        home: Path,
+        folder: Path,
+        environment: Mapping[str, str],
+        on_line: Callable[[str], None] | None = None,
+        inside: Callable[[Sequence[str]], Sequence[str]] = lambda command: command,
+    ) -> None:
+        self.name = name
+        self.log_file = home.parent / f"{name}.log"
+        self.last_lines: deque[str] = deque(maxlen=12)
+        self.changed = threading.Condition()
+        self.starts = 0  # of the two processes
+        self.ready = 0  # the last of the starts that has come as far as that
+        self._command = inside([*immortal(home), "run", name, app, "--restart", "--log-format", "json"])
+        self._folder, self._environment, self._on_line = folder, environment, on_line
+        self._readers: list[threading.Thread] = []
+        self.start()
+
+    def start(self) -> None:
+        self._pids: dict[str, int] = {}
+        self.supervisor = subprocess.Popen(
+            self._command,
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=None if self._on_line is None else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            process_group=0,
+        )
+        for work in (self._read_log, *([] if self._on_line is None else [self._read_output])):
+            self._readers.append(threading.Thread(target=work, args=(self.supervisor,), daemon=True))
+            self._readers[-1].start()
+
+    def _read_output(self, supervisor: subprocess.Popen[str]) -> None:
+        assert supervisor.stdout is not None
+        assert self._on_line is not None
+        for line in supervisor.stdout:
+            self._on_line(line)
+
+    def _read_log(self, supervisor: subprocess.Popen[str]) -> None:
+        """Keep the log, and know from it which processes run."""
+        assert supervisor.stderr is not None
+        with self.log_file.open("a") as log:
+            for line in supervisor.stderr:
+                log.write(line)
+                log.flush()
+                self.last_lines.append(line.rstrip())
+                try:
+                    event = json.loads(line) if line.startswith("{") else {}
+                except json.JSONDecodeError:
+                    continue
+                with self.changed:
+                    if event.get("message") == "started" and "app_pid" in event and supervisor is self.supervisor:
+                        self._pids = {APP: event["app_pid"], COORDINATOR: event["coordinator_pid"]}
+                        self.starts += 1
+                    elif event.get("message") == "ready":
+                        self.ready = self.starts
+                    self.changed.notify_all()
+
+    def until_ready(self) -> None:
+        """Wait until the last start has come as far as that. Raises RunError."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: 0 < self.starts == self.ready, STOP_S):
+                raise self.failed(f"it did not come up within {STOP_S:.0f} s")
+
+    def kill(self, role: str) -> bool:
+        """Kill a process with kill -9. False if there is none of that role just now: it is being started again."""
+        if role == SUPERVISOR:
+            self.supervisor.kill()
+            self.supervisor.wait()
+            self.start()
+            return True
+        pid = self._pids.pop(role, None)
+        if pid is None:
+            return False
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it left by itself, after the other one of the two
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raises RunError where the supervisor has ended."""
+        if self.supervisor.poll() is not None:
+            raise self.failed(f"its supervisor ended with status {self.supervisor.returncode}")
+
+    def stop(self) -> None:
+        """Stop cleanly, with a last checkpoint. Raises RunError."""
+        with self.changed:  # one that starts, or is killed just now, would end at the signal with another status
+            if not self.changed.wait_for(lambda: len(self._pids) == 2 and self.starts == self.ready, STOP_S):
+                raise self.failed(f"it did not come up within {STOP_S:.0f} s")
+        self.supervisor.terminate()
+        try:
+            status = self.supervisor.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise self.failed(f"it did not stop within {STOP_S:.0f} s") from None
+        if status != 0:
+            raise self.failed(f"its supervisor ended with status {status}")
+
+    def failed(self, why: str) -> RunError:
+        last = "\n".join(f"    {line}" for line in self.last_lines)
+        return RunError(f"{self.name}: {why}\nthe last lines of its log ({self.log_file}):\n{last}")
+
+    def end(self) -> None:
+        """Whatever state it is in: nothing of it runs afterwards."""
+        if self.supervisor.poll() is None:
+            self.supervisor.kill()  # its two processes die with it
+        self.supervisor.wait()
+        for reader in self._readers:
+            reader.join()
+
+
+def final_state(home: Path, name: str, folder: Path) -> Any:
+    """The attributes at the end of the log, as `immortal replay` shows them. Raises RunError."""
+    command = [*immortal(home), "replay", name, "--state", "--json"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RunError(f"{name} can't be replayed: {result.stderr.strip()}")
+    return json.loads(result.stdout)["state"]["state"]
+
+
+def conclude(
+    work: Callable[[Path], tuple[list[str], str]],
+    keep: Path | None,
+    note: str = "",
+    errors: tuple[type[Exception], ...] = (RunError,),
+) -> int:
+    """Do ``work`` in a folder, print what is wrong, or else what it says; the exit status.
+
+    ``keep``: a new folder that stays; without it the folder goes, unless something is wrong. ``note``: for who repeats
+    the run. ``errors``: of ``work``, which end it.
+    """
+    if keep is None:
+        folder = Path(tempfile.mkdtemp(prefix="immortal-example-"))
+    else:
+        keep.mkdir(parents=True, exist_ok=True)
+        folder = keep.absolute()
+    kept = f"logs and registry are kept in {folder}{note}"
+    try:
+        problems, verdict = work(folder)
+    except errors as error:
+        console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
+        console.print(kept, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        if keep is None:
+            shutil.rmtree(folder)
+        return 130
+    if problems:
+        for problem in problems[:10]:
+            console.print(f"WRONG: {problem}", style="bold red", markup=False, highlight=False)
+        console.print(f"{len(problems)} problems; {kept}", highlight=False)
+        return 1
+    console.print(verdict, style="bold green", highlight=False)
+    if keep is None:
+        shutil.rmtree(folder)
+    else:
+        console.print(f"the registry's home is {folder / REGISTRY_NAME}", highlight=False)
+    return 0
