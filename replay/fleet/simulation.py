@@ -62,6 +62,7 @@ from immortal.replay.fleet.player import (
     Turn,
     first_checkpoint,
 )
+from immortal.replay.result import Sink
 
 DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that nobody ran
 OTHER_MESSAGES_MAX = 100_000  # that no log has: services that call each other for ever are stopped there
@@ -279,7 +280,7 @@ class Simulation:
             recorded = Recorded(log, route, self._logs.code(name), self._logs.outsiders)
             self._recorded[name] = recorded
         definition = changed or self._logs.code(name)
-        player = Player(source, route, definition, is_new=True, outsiders=self._logs.outsiders)
+        player = Player(source, route, definition, Sink(), is_new=True, outsiders=self._logs.outsiders)
         service = Service(name, recorded, player, why, time_ns=recorded.log.begin_ns)
         service.state_cause = why
         service.joined_ns = -1 if why is None else self._now_ns
@@ -368,7 +369,7 @@ class Simulation:
             slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
             for index, slot in enumerate(slots[: part.stop])
         ]
-        turn = service.player.give(record.sequence_id, record.time_ns, given, is_logs=is_last)
+        turn = service.player.give_slots(record.sequence_id, record.time_ns, given, is_logs=is_last)
         places = [(record.sequence_id, index) for index in part if index not in absent]
         self._take(service, turn, record.time_ns, places, causes)
 
@@ -430,7 +431,7 @@ class Simulation:
 
     def _give_other(self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None) -> None:
         time_ns = max(time_ns, service.time_ns)
-        turn = service.player.give(place[0], time_ns, slots, is_logs=False)
+        turn = service.player.give_slots(place[0], time_ns, slots, is_logs=False)
         service.player.dispatcher.expect(service.reached + 1)
         self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
 
