@@ -17,8 +17,8 @@ _COMMANDS = {
         "dev": ("immortal.cli.project", "Run a project here: one log, code reloaded when saved."),
         "up": ("immortal.cli.project", "Start a project's services in the background."),
         "down": ("immortal.cli.project", "Stop a project's services cleanly."),
-        "ps": ("immortal.cli.project_status", "List a project's services and their state."),
-        "logs": ("immortal.cli.project_status", "Show what a project's services printed."),
+        "ps": ("immortal.cli.status", "List a project's services and their state."),
+        "logs": ("immortal.cli.status", "Show what a project's services printed."),
         "systemd": ("immortal.cli.project", "Print systemd units for a project."),
     },
     "Instances": {
