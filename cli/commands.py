@@ -52,8 +52,8 @@ _COMMANDS = {
     },
     "Call": {
         "call": ("immortal.cli.client", "Call a method of an instance and print its result."),
-        "serve": ("immortal.web.serve_command", "Serve instances over HTTP, as JSON."),
-        "openapi": ("immortal.web.serve_command", "Print what 'serve' serves, as OpenAPI 3.1."),
+        "serve": ("immortal.web.command", "Serve instances over HTTP, as JSON."),
+        "openapi": ("immortal.web.command", "Print what 'serve' serves, as OpenAPI 3.1."),
         "queue": ("immortal.cli.client", "Show a task queue; retry or drop its tasks."),
         "group": ("immortal.cli.handlers", "Show a multicast group; expel a dead member."),
     },
