@@ -17,8 +17,8 @@ _COMMANDS = {
         "dev": ("immortal.cli.project", "Run a project here: one log, code reloaded when saved."),
         "up": ("immortal.cli.project", "Start a project's services in the background."),
         "down": ("immortal.cli.project", "Stop a project's services cleanly."),
-        "ps": ("immortal.cli.project_status", "List a project's services and their state."),
-        "logs": ("immortal.cli.project_status", "Show what a project's services printed."),
+        "ps": ("immortal.cli.status", "List a project's services and their state."),
+        "logs": ("immortal.cli.status", "Show what a project's services printed."),
         "systemd": ("immortal.cli.project", "Print systemd units for a project."),
     },
     "Instances": {
@@ -52,8 +52,8 @@ _COMMANDS = {
     },
     "Call": {
         "call": ("immortal.cli.client", "Call a method of an instance and print its result."),
-        "serve": ("immortal.web.serve_command", "Serve instances over HTTP, as JSON."),
-        "openapi": ("immortal.web.serve_command", "Print what 'serve' serves, as OpenAPI 3.1."),
+        "serve": ("immortal.web.command", "Serve instances over HTTP, as JSON."),
+        "openapi": ("immortal.web.command", "Print what 'serve' serves, as OpenAPI 3.1."),
         "queue": ("immortal.cli.client", "Show a task queue; retry or drop its tasks."),
         "group": ("immortal.cli.handlers", "Show a multicast group; expel a dead member."),
     },

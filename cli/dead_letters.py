@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from immortal.cli.options import InstanceCommandGroup, app_name, message_id, name_argument, settings_with_log
+from immortal.cli.options import (
+    InstanceCommandGroup,
+    app_name,
+    ask_coordinator,
+    message_id,
+    name_argument,
+    pass_settings_of,
+    settings_with_log,
+)
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
@@ -45,25 +52,12 @@ def dead_letters(ctx: click.Context, name: str, as_json: bool) -> None:
     that record it is.
     """
     if ctx.invoked_subcommand is None:
-        _list(_settings_of(ctx), as_json)
+        _list(settings_with_log(ctx.ensure_object(Registry), name), as_json)
     elif as_json:
         raise click.UsageError("--json stands alone here: 'show' has its own, and 'export' gives JSON")
 
 
-def _settings_of(ctx: click.Context) -> InstanceSettings:
-    """Return the settings of the instance that the group was given. Raises RegistryError, ConfigError."""
-    return settings_with_log(ctx.ensure_object(Registry), ctx.params["name"])
-
-
-def _pass_settings(function: Callable[..., None]) -> Callable[..., None]:
-    @click.pass_context
-    @functools.wraps(function)
-    def with_settings(ctx: click.Context, *arguments: Any, **options: Any) -> None:
-        assert ctx.parent is not None
-        function(_settings_of(ctx.parent), *arguments, **options)
-
-    return with_settings
-
+_pass_settings = pass_settings_of(settings_with_log)
 
 _app_option = click.option(
     "--app", metavar="MODULE:CLASS", callback=app_name, help="The class that decodes arguments.  [default: its own]"
@@ -148,7 +142,7 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
     """Forget them for good. The instance must be running."""
     chosen = _chosen(settings, ids, all_of_them)
     if control.running(settings.folder) is None:
-        raise _not_running(settings)
+        raise FailedError(_not_running(settings))
     if not yes:
         what = "all dead letters" if all_of_them else counted(len(chosen["keys"]), "dead letter")
         click.confirm(f"Drop {what} of {settings.name} for good?", abort=True)
@@ -174,18 +168,12 @@ def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: b
 
 
 def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
-    try:
-        request = {**request, "who": operator_name()}
-        answer = control.query(settings.folder, verb, REQUEST_TIMEOUT_S, argument=request)
-    except control.NotRunningError:
-        raise _not_running(settings) from None
-    if "error" in answer:
-        raise FailedError(str(answer["error"]))
-    return answer
+    request = {**request, "who": operator_name()}
+    return ask_coordinator(settings, verb, request, timeout_s=REQUEST_TIMEOUT_S, not_running=_not_running(settings))
 
 
-def _not_running(settings: InstanceSettings) -> FailedError:
-    return FailedError(
+def _not_running(settings: InstanceSettings) -> str:
+    return (
         f"{settings.name!r} does not run, and only its coordinator may change its dead letters: start it with"
         f" 'immortal run {settings.name}'"
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
 
-from immortal.cli.options import InstanceCommandGroup, name_argument, pass_registry
+from immortal.cli.options import InstanceCommandGroup, ask_coordinator, name_argument, pass_registry, pass_settings_of
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
@@ -49,26 +48,12 @@ def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
     shows the oldest. Handlers with a schedule follow, with the time of their next run.
     """
     if ctx.invoked_subcommand is None:
-        _list(_settings_of(ctx), as_json)
+        _list(ctx.ensure_object(Registry).load(name), as_json)
     elif as_json:
         raise click.UsageError("--json stands alone here: 'explain' has its own")
 
 
-def _settings_of(ctx: click.Context) -> InstanceSettings:
-    """Return the settings of the instance that the group was given. Raises RegistryError, ConfigError."""
-    return ctx.ensure_object(Registry).load(ctx.params["name"])
-
-
-def _pass_settings(function: Callable[..., None]) -> Callable[..., None]:
-    @click.pass_context
-    @functools.wraps(function)
-    def with_settings(ctx: click.Context, *arguments: Any, **options: Any) -> None:
-        assert ctx.parent is not None
-        function(_settings_of(ctx.parent), *arguments, **options)
-
-    return with_settings
-
-
+_pass_settings = pass_settings_of(Registry.load)
 _id_argument = click.argument("wanted", metavar="ID", type=click.IntRange(1, (1 << 63) - 1))
 
 
@@ -198,20 +183,11 @@ def _order(settings: InstanceSettings, verb: str, request: Values) -> None:
 
 
 def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
-    try:
-        answer = control.query(settings.folder, verb, REQUEST_TIMEOUT_S, argument=request)
-    except control.NotRunningError as error:
-        if error.is_elsewhere:
-            raise
-        raise FailedError(
-            f"{settings.name!r} does not run, and only its app knows what its handlers wait for: start it with "
-            f"'immortal run {settings.name}'; without it, 'immortal replay {settings.name} --state' shows who waits"
-        ) from None
-    except control.RefusedError as error:
-        raise FailedError(error.reason) from None
-    if "error" in answer:
-        raise FailedError(str(answer["error"]))
-    return answer
+    not_running = (
+        f"{settings.name!r} does not run, and only its app knows what its handlers wait for: start it with "
+        f"'immortal run {settings.name}'; without it, 'immortal replay {settings.name} --state' shows who waits"
+    )
+    return ask_coordinator(settings, verb, request, timeout_s=REQUEST_TIMEOUT_S, not_running=not_running)
 
 
 # --- what a handler says ---------------------------------------------------------------------------------------------
@@ -281,7 +257,15 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
     silent = [one for one in newest["members"] if one not in found]
     if as_json:
         instances = [{"instance": one, **values} for one, values in found.items()]
-        echo_json({"name": name, **_view(newest), "silent": silent, "instances": instances})
+        echo_json(
+            {
+                "name": name,
+                "view": newest["view"],
+                "members": newest["members"],
+                "silent": silent,
+                "instances": instances,
+            }
+        )
         return
     echo(printable(f"{name}: view {newest['view']}, members {', '.join(newest['members'])}"))
     if silent:
@@ -329,13 +313,14 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
         runs = ", which runs," if member in found else ""
         click.confirm(f"Expel {member}{runs} from {name}?", abort=True)
     by = max(others, key=lambda one: int(found[one]["view"]))
+    settings = registry.load(by)
     request = {"group": name, "member": member, "who": operator_name()}
-    answer = _query(registry, by, "expel", request)
+    answer = ask_coordinator(settings, "expel", request, timeout_s=TIMEOUT_S)
     if not answer["done"]:
         raise FailedError(printable(str(answer["text"])))
     deadline = time.monotonic() + timeout_s
     while True:
-        values = _groups(_query(registry, by, "handlers", {})).get(name)
+        values = _groups(ask_coordinator(settings, "handlers", {}, timeout_s=TIMEOUT_S)).get(name)
         if values is not None and member not in values["members"]:
             echo(printable(f"{member} is expelled from {name}: view {values['view']}, {', '.join(values['members'])}"))
             return
@@ -374,17 +359,3 @@ def _groups(answer: Values) -> dict[str, Values]:
 
 def _newest(found: dict[str, Values]) -> Values:
     return max(found.values(), key=lambda one: (one["view"], one["is_member"]))
-
-
-def _view(values: Values) -> Values:
-    return {"view": values["view"], "members": values["members"]}
-
-
-def _query(registry: Registry, name: str, verb: str, request: Values) -> Values:
-    try:
-        answer = control.query(registry.load(name).folder, verb, TIMEOUT_S, argument=request)
-    except control.RefusedError as error:
-        raise FailedError(error.reason) from None
-    if "error" in answer:
-        raise FailedError(str(answer["error"]))
-    return answer

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from immortal.cli.options import name_argument, pass_registry
+from immortal.cli.options import ask_coordinator, name_argument, pass_registry, timeout_option
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry
@@ -35,18 +35,10 @@ STOP_POLL_S = 0.05
 HEIR_S = 2.0  # for who follows to take over
 _WORKS = ("normal", "taking a checkpoint")
 
-timeout_option = click.option(
-    "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=STOP_TIMEOUT_S,
-    show_default=True,
-    help="How long to wait for it.",
-)
-
 
 @click.command()
 @name_argument
-@timeout_option
+@timeout_option(STOP_TIMEOUT_S)
 @pass_registry
 def stop(registry: Registry, name: str, timeout_s: float) -> None:
     """Stop an instance cleanly, with a checkpoint, and wait until it has ended.
@@ -74,7 +66,7 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
 
 @click.command()
 @name_argument
-@timeout_option
+@timeout_option(STOP_TIMEOUT_S)
 @pass_registry
 def restart(registry: Registry, name: str, timeout_s: float) -> None:
     """Stop an instance cleanly and start it again, with the code as it is now, and wait until it works.
@@ -216,7 +208,6 @@ def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) 
 def _refuse_strangers(settings: InstanceSettings) -> None:
     """One that is just starting by hand says nothing of itself yet, and holds its log."""
     from immortal.coordinator.log import is_locked
-    from immortal.coordinator.log.open import place_of
 
     place = place_of(settings.log)
     if place.is_shared and (holder := place.holder()) is not None:
@@ -227,8 +218,6 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
 
 def _heir(settings: InstanceSettings) -> str | None:
     """Return the host that has the instance now, if any; a follower that takes over needs a moment for that."""
-    from immortal.coordinator.log.open import place_of
-
     place = place_of(settings.log)
     if not place.is_shared:
         return None
@@ -284,15 +273,11 @@ def migrate(registry: Registry, name: str, to: str, wait: bool, as_json: bool) -
             "postgresql://... --switch' brings it into a database, once it is stopped"
         )
     try:
-        answer = control.query(settings.folder, "hand-over", argument={"to": to, "who": operator_name()})
+        answer = ask_coordinator(settings, "hand-over", {"to": to, "who": operator_name()})
     except control.NotRunningError:
         holder = place.holder()
         where = "it runs nowhere" if holder is None else f"{holder} has it: ask there"
         raise FailedError(f"{name!r} does not run here, so nothing can be handed over; {where}") from None
-    except control.RefusedError as error:
-        raise FailedError(error.reason) from None
-    if "error" in answer:
-        raise FailedError(str(answer["error"]))
     successor, deadline_s = str(answer["to"]), time.monotonic() + TIMEOUT_S
     while place.holder() != successor or place.endpoint() is None:
         if not wait and time.monotonic() > deadline_s:

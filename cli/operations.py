@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from immortal.cli.options import app_name, name_argument, pass_registry
+from immortal.cli.options import app_name, ask_coordinator, name_argument, pass_registry, timeout_option
 from immortal.cli.project import project_with
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs, upgrade_mark
@@ -28,13 +28,7 @@ CHECKPOINT_TIMEOUT_S = 60.0
 
 @click.command()
 @name_argument
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=CHECKPOINT_TIMEOUT_S,
-    show_default=True,
-    help="How long to wait for it.",
-)
+@timeout_option(CHECKPOINT_TIMEOUT_S)
 @json_option
 @pass_registry
 def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -> None:
@@ -189,18 +183,8 @@ def resume(registry: Registry, name: str, as_json: bool) -> None:
 
 
 def _ask(registry: Registry, name: str, verb: str) -> Values:
-    folder = registry.load(name).folder
-    try:
-        answer = control.query(folder, verb, argument={"who": operator_name()})
-    except control.NotRunningError as error:
-        if error.is_elsewhere:
-            raise
-        raise FailedError(f"{name!r} does not run, so there is nothing to {verb}: 'immortal run {name}'") from None
-    except control.RefusedError as error:
-        raise FailedError(error.reason) from None
-    if "error" in answer:
-        raise FailedError(str(answer["error"]))
-    return answer
+    not_running = f"{name!r} does not run, so there is nothing to {verb}: 'immortal run {name}'"
+    return ask_coordinator(registry.load(name), verb, {"who": operator_name()}, not_running=not_running)
 
 
 # clock: the time of a running instance, as it follows the clock of its machine.

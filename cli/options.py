@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log.moment import MomentError, Time, parse_moment
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.notices import LOG_FORMATS, LOG_LEVELS
+from immortal.coordinator.operator import control
 from immortal.protocol.command_line import Commands, FailedError
 from immortal.protocol.distribution import add_extra
 from immortal.protocol.errors import ImmortalError
@@ -39,6 +41,11 @@ def instance_name(ctx: click.Context, parameter: click.Parameter, value: str | N
     except ConfigError as error:
         hint = "; URLs of logs are for 'immortal log diff' and 'immortal pipeline'" if "://" in value else ""
         raise click.BadParameter(f"{error}{hint}") from None
+
+
+def instance_names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str | None, ...]:
+    """A click callback for several names, each once."""
+    return tuple(instance_name(ctx, parameter, one) for one in dict.fromkeys(value))
 
 
 def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -66,7 +73,7 @@ class _Ports(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
         return found[0], found[1] if len(found) > 1 else None
 
 
-def app_port_option(name: str = "app") -> Callable[[_Function], _Function]:
+def app_port_option(name: str = "app") -> Callable[[Function], Function]:
     """Ports of an app that is started by hand; None: free ones."""
     return click.option(
         f"--{name}-port", type=_Ports(), metavar="PORT[:SEND_PORT]", help=f"Where the app of --{name} - comes in."
@@ -99,6 +106,41 @@ def name_argument(function: Function) -> Function:
     return click.argument("name", callback=instance_name, shell_complete=complete_instance)(function)
 
 
+def timeout_option(default: float, help_text: str = "How long to wait for it.") -> Callable[[Function], Function]:
+    return click.option(
+        "--timeout-s",
+        type=click.FloatRange(min=0, min_open=True),
+        default=default,
+        show_default=True,
+        help=help_text,
+    )
+
+
+def ask_coordinator(
+    settings: InstanceSettings,
+    verb: str,
+    request: Mapping[str, Any],
+    *,
+    timeout_s: float = control.QUERY_TIMEOUT_S,
+    not_running: str = "",
+) -> dict[str, Any]:
+    """Return the answer of a running coordinator. ``not_running``: what to say where it does not run on any machine.
+
+    Raises FailedError with what it says against it, ControlError.
+    """
+    try:
+        answer = control.query(settings.folder, verb, timeout_s, argument=dict(request))
+    except control.NotRunningError as error:
+        if error.is_elsewhere or not not_running:
+            raise
+        raise FailedError(not_running) from None
+    except control.RefusedError as error:
+        raise FailedError(error.reason) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    return answer
+
+
 class InstanceCommandGroup(Commands):
     """A group that takes an instance's name, and by itself shows something of it."""
 
@@ -107,6 +149,21 @@ class InstanceCommandGroup(Commands):
         if len(args) == 2 and args[1].startswith("-"):
             args = [args[1], args[0]]
         return super().parse_args(ctx, args)
+
+
+def pass_settings_of(load: Callable[[Registry, str], InstanceSettings]) -> Callable[[Callable[..., None]], Any]:
+    """Make a decorator for commands of such a group: they get the settings of its instance, as ``load`` has them."""
+
+    def pass_settings(function: Callable[..., None]) -> Callable[..., None]:
+        @click.pass_context
+        @functools.wraps(function)
+        def with_settings(ctx: click.Context, *arguments: Any, **options: Any) -> None:
+            assert ctx.parent is not None
+            function(load(ctx.ensure_object(Registry), ctx.parent.params["name"]), *arguments, **options)
+
+        return with_settings
+
+    return pass_settings
 
 
 def log_output_options(function: Function) -> Function:
@@ -182,7 +239,6 @@ pass_registry = click.make_pass_decorator(Registry)
 
 
 _SETTING = re.compile(r"(?<![/\w])[a-z]+(_[a-z]+)+")  # in a text; options have names of their own
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Number(click.IntRange):
@@ -227,7 +283,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
         return meant
 
 
-def _option(setting: Setting, default: str | None = None) -> Callable[[_Function], _Function]:
+def _option(setting: Setting, default: str | None = None) -> Callable[[Function], Function]:
     details: dict[str, Any] = {"required": setting.is_required and default is None}
     if setting.type is bool:
         details |= {"is_flag": True, "default": None}
@@ -251,12 +307,12 @@ def _as_option(match: re.Match[str]) -> str:
     return _flag(match[0]) if match[0] in settings_of(InstanceSettings) else match[0]
 
 
-def start_option(name: str) -> Callable[[_Function], _Function]:
+def start_option(name: str) -> Callable[[Function], Function]:
     """The option that changes setting ``name`` for one start; None where it is not given."""
     return _option(settings_of(InstanceSettings)[name], "that of the settings")
 
 
-def register_options(function: _Function) -> _Function:
+def register_options(function: Function) -> Function:
     """One for each setting that has a single value, as it stands in a file; None where it is not given."""
     for setting in reversed(list(settings_of(InstanceSettings).values())):
         if setting.is_single:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from immortal.cli.options import Function, debugpy_option
+from immortal.cli.options import Function, debugpy_option, timeout_option
 from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.project.new_project import TEMPLATES, make_project
@@ -155,7 +155,7 @@ RUNS_ALREADY = "runs already"
 
 @click.command()
 @click.argument("path", required=False, type=click.Path(path_type=Path))
-@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=TIMEOUT_S, show_default=True)
+@timeout_option(TIMEOUT_S)
 @click.option("--upgrade", is_flag=True, help="Upgrade the services whose class is of another version than their log.")
 @click.option("--keep", is_flag=True, hidden=True, help="Be the process in the background.")
 @click.pass_context
@@ -293,7 +293,6 @@ def _holder_of(project: Project) -> RunLockHolder:
 
 def _elsewhere(registry: Registry, name: str) -> str:
     """Say who runs an instance that the project did not start; "" if nobody does."""
-    from immortal.coordinator.instances.registry import RegistryError
     from immortal.coordinator.operator import control
 
     with contextlib.suppress(RegistryError):
@@ -305,7 +304,7 @@ def _elsewhere(registry: Registry, name: str) -> str:
 
 @click.command()
 @project_option
-@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=TIMEOUT_S, show_default=True)
+@timeout_option(TIMEOUT_S)
 @click.pass_context
 def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
     """Stop all services of a project cleanly, each with a checkpoint, and wait until they have ended.

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 
 import click
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
-from immortal.cli.options import Advance, message_id, name_argument, pass_registry, progress_bar, settings_with_log
+from immortal.cli.options import (
+    Advance,
+    ask_coordinator,
+    message_id,
+    name_argument,
+    pass_registry,
+    progress_bar,
+    settings_with_log,
+)
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogLockedError
 from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
@@ -71,8 +79,6 @@ def recover(
 
 
 def _check(settings: InstanceSettings, as_json: bool, *, tries: bool) -> int:
-    from immortal.coordinator.instances import own_logs
-
     verification = own_logs.verify(settings)
     findings = list(verification.findings())
     can_recover = not verification.fatal
@@ -140,7 +146,6 @@ def _verdict(name: str, verification: LogVerification) -> str:
 
 
 def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
-    from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log.cut import CutRefusedError, LogCutter
 
     stop = _stop(verification)
@@ -169,7 +174,6 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
 
 
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
-    from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log.cut import LogCutter
 
     control.refuse_running(settings.folder)
@@ -292,21 +296,16 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
         return False
     request = {"sequence_id": sequence_id, "message_index": index, "reason": reason, "who": operator_name()}
     try:
-        answer = control.query(settings.folder, "skip", argument=request)
+        answer = ask_coordinator(settings, "skip", request)
     except control.NotRunningError:
         return False  # it stopped just now
-    except control.RefusedError as error:
-        raise FailedError(error.reason) from None
     if not answer.get("skipped"):
-        raise FailedError(str(answer.get("error", f"the coordinator's answer is {answer}")))
+        raise FailedError(f"the coordinator's answer is {answer}")
     return True
 
 
 def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str, *, handled: bool) -> None:
-    from msgspec.structs import replace
-
     from immortal.coordinator.core.interfaces import AuditEntry, Transaction
-    from immortal.coordinator.instances import own_logs
     from immortal.protocol.verdicts import VerdictKind
 
     if handled and (state := check_state_is_savable(settings)).message != (sequence_id, index):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from immortal.cli.options import Moment, complete_instance, instance_name, pass_registry, trust_pickle_option
+from immortal.cli.options import Moment, complete_instance, instance_names, pass_registry, trust_pickle_option
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import MomentError, Time
 from immortal.pipeline.sql.opening import open_sql, wrong_query
@@ -26,16 +26,18 @@ _ROWS_AT_ONCE = 1_000
 _ROWS_OF_A_GROUP = 100_000  # of a Parquet file
 
 
-def _names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str | None, ...]:
-    return tuple(instance_name(ctx, parameter, one) for one in dict.fromkeys(value))
-
-
 @click.command()
 @click.argument("query")
 @click.option(
-    "-i", "--instance", "names", multiple=True, callback=_names, shell_complete=complete_instance, metavar="NAME",
+    "-i",
+    "--instance",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    callback=instance_names,
+    shell_complete=complete_instance,
     help="Only this one, and others that are given so.  [default: all that have a log]",
-)  # fmt: skip
+)
 @click.option("--at", type=Moment(), help="As of then: a time (UTC unless it says), or a record of the only instance.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, an object for each row.")

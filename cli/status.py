@@ -1,19 +1,32 @@
-"""status: live instances are asked, the logs of stopped ones are read."""
+"""Commands that show what runs: status, health; ps and logs of a project.
+
+Live instances are asked, the logs of stopped ones are read.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from immortal.cli.options import complete_instance, instance_name, name_argument, pass_registry
+from immortal.cli.options import (
+    complete_instance,
+    instance_name,
+    instance_names,
+    name_argument,
+    pass_registry,
+    timeout_option,
+)
+from immortal.cli.project import project_of, project_option
 from immortal.coordinator.core.life_cycle.session import WORKS, Phase
+from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.follower_places import FOLDER_NAME
-from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
 from immortal.coordinator.operator import control
 from immortal.presenters.handlers import format_waits
 from immortal.presenters.status import _keys, age_text, format_unsaved, instance_status, multicasts, problems
@@ -27,10 +40,6 @@ from immortal.protocol.command_line import (
     size_text,
 )
 from immortal.protocol.safe_output import printable
-
-if TYPE_CHECKING:
-    pass
-
 
 ASKED_AT_ONCE_MAX = 8
 SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
@@ -139,13 +148,7 @@ _READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
 @name_argument
 @click.option("--live", "only_live", is_flag=True, help="The coordinator answers, whatever its app does.")
 @click.option("--ready", is_flag=True, help="As without an option: it also works, or follows and keeps up.")
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=control.QUERY_TIMEOUT_S,
-    show_default=True,
-    help="How long to wait for the answer.",
-)
+@timeout_option(control.QUERY_TIMEOUT_S, "How long to wait for the answer.")
 @pass_registry
 def health(registry: Registry, name: str, only_live: bool, ready: bool, timeout_s: float) -> None:
     """Say whether NAME is well: status 0, or 1 with the reason, for probes.
@@ -173,3 +176,112 @@ def _answering(folder: Path) -> Path:
     """Return the folder that answers for the instance: its own, or its first follower's here if it does not run."""
     followers = sorted(folder.glob(f"{FOLDER_NAME}/*")) if control.running(folder) is None else ()
     return next((one for one in followers if control.running(one) is not None), folder)
+
+
+# ps: the services of a project, what runs and what does not.
+
+
+_COLUMNS = {
+    "service": "name",
+    "state": "state",
+    "up": "up",
+    "pid": "pid",
+    "record": "record",
+    "backlog": "backlog",
+}
+_COLUMNS |= {"app": "app", "version": "version", "peers at": "peer"}
+
+
+@click.command()
+@project_option
+@json_option
+@click.pass_context
+def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
+    """Show all services of a project: what runs, since when, and what does not."""
+    from immortal.coordinator.project.run_lock import holder
+
+    project, registry = project_of(ctx, path)
+    found = holder(project.home)
+    names = [*dict.fromkeys([*project.names(), *registry.names()])]
+    with ThreadPoolExecutor(ASKED_AT_ONCE_MAX) as pool:
+        rows = list(pool.map(lambda name: _service_row(registry, name), names))
+    if as_json:
+        keeper_row = None if found is None else {"command": found.what, "pid": found.pid}
+        echo_json({"project": project.name(), "keeper": keeper_row, "services": rows})
+        return
+    _print_services(rows)
+    if found is not None:
+        echo(f"by '{found.what}', process {found.pid}")
+
+
+def _service_row(registry: Registry, name: str) -> dict[str, Any]:
+    try:
+        settings = registry.load(name)
+    except UnknownInstanceError:
+        return {"name": name, "state": "not registered yet"}
+    status = instance_status(registry, name)
+    running = control.running(settings.folder)
+    row = {
+        "name": name,
+        "state": status["state"],
+        "up_s": None if running is None else round(max(0.0, time.time() - running.started_ns / 1e9), 3),
+        "pid": status.get("supervisor_pid") or status.get("pid"),
+        "record": status.get("sequence_id"),
+        "backlog": status.get("backlog_records"),
+        "app": settings.app,
+        "version": status.get("version"),
+        "peer": settings.peer,
+        "problems": problems(status),
+    }
+    return row | ({"error": status["error"]} if "error" in status else {})
+
+
+def _print_services(rows: list[dict[str, Any]]) -> None:
+    shown = [row | {"up": None if row.get("up_s") is None else age_text(row["up_s"])} for row in rows]
+    cells = [["-" if row.get(key) is None else str(row[key]) for key in _COLUMNS.values()] for row in shown]
+    print_table([*_COLUMNS], cells, right=("up", "pid", "record", "backlog", "version"))
+    for row in rows:
+        for problem in row.get("problems", ()):
+            echo(problem)
+
+
+# logs: what the services of a project that runs in the background have said.
+
+
+_POLL_S = 0.2
+
+
+@click.command()
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=instance_names, shell_complete=complete_instance)
+@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.option("-n", "--tail", "count", type=click.IntRange(min=0), help="The last lines of each only.")
+@project_option
+@click.pass_context
+def logs(ctx: click.Context, names: tuple[str, ...], follow: bool, count: int | None, path: Path | None) -> None:
+    """Show what the services have said under 'immortal up', all or those named, by time.
+
+    Times are UTC. The last 40 MiB of each are kept, in HOME/NAME/output.log and the files before it.
+    """
+    from immortal.coordinator.project.output import Console, Tail, merge_by_time
+
+    project, registry = project_of(ctx, path)
+    known = [*dict.fromkeys([*project.names(), *registry.names()])]
+    if unknown := [name for name in names if name not in known]:
+        raise FailedError(f"there is no service {unknown[0]!r}; there are: {', '.join(known)}")
+    tails = [Tail(project.home, name) for name in names or known]
+    console = Console([tail.name for tail in tails], sys.stdout)
+
+    def show(name: str, line: str) -> None:
+        at, _, rest = line.partition(" ")
+        level, _, text = rest.partition(" ")
+        of_coordinator: Level | None = level if level in ("debug", "info", "warning", "error") else None  # type: ignore[assignment]
+        console.line(name, text if of_coordinator else f"{at} {'':<7} {text}", of_coordinator, at)
+
+    with contextlib.suppress(KeyboardInterrupt) if follow else contextlib.nullcontext():
+        for name, line in merge_by_time(tails, count):
+            show(name, line)
+        while follow:
+            time.sleep(_POLL_S)
+            for tail in tails:
+                for line in tail.new_lines():
+                    show(tail.name, line)

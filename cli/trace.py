@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 import click
 
-from immortal.cli.options import Moment, complete_instance, instance_name, pass_registry, settings_with_log
+from immortal.cli.options import Moment, complete_instance, instance_names, pass_registry, settings_with_log
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import Time
@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 _PROBLEMS_SHOWN_MAX = 10
 
 
-def _names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str | None, ...]:
-    return tuple(instance_name(ctx, parameter, one) for one in dict.fromkeys(value))
+_names_argument = click.argument(
+    "names",
+    metavar="NAME...",
+    nargs=-1,
+    required=True,
+    callback=instance_names,
+    shell_complete=complete_instance,
+)
 
 
 @click.group(cls=Commands)
@@ -37,7 +43,7 @@ def trace() -> None:
 
 
 @trace.command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=_names, shell_complete=complete_instance)
+@_names_argument
 @click.option("--from", "first", type=Moment(), help="The first record's sequence ID, or a time (UTC unless it says).")
 @click.option("--to", "last", type=Moment(), help="The last record's, or a time.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="For Perfetto.")
@@ -63,8 +69,7 @@ def export(
         raise click.UsageError("give one of --perfetto FILE and --otlp FILE|URL")
     if len(names) > 1 and (isinstance(first, int) or isinstance(last, int)):
         raise click.UsageError("record numbers are each log's own: with several NAMEs, --from and --to take times")
-    from immortal.replay.trace import exporters as otlp_form
-    from immortal.replay.trace import exporters as perfetto_form
+    from immortal.replay.trace import exporters
     from immortal.replay.trace.messages import by_time
     from immortal.replay.trace.spans import Spans
     from immortal.replay.trace.timings import Timings
@@ -79,14 +84,14 @@ def export(
         messages = by_time(sources)
         if perfetto is not None:
             with _new_file(perfetto) as file:
-                count = perfetto_form.write(messages, spans, file)
+                count = exporters.write(messages, spans, file)
             echo(f"{counted(count, 'message')} in {perfetto}: open it in https://ui.perfetto.dev")
         elif otlp is not None and "://" in otlp:
-            count = otlp_form.send_all(spans.all_of(messages), otlp_form.to_endpoint(otlp))
+            count = exporters.send_all(spans.all_of(messages), exporters.to_endpoint(otlp))
             echo(f"{counted(count, 'span')} sent to {otlp}")
         elif otlp is not None:
             with _new_file(Path(otlp)) as binary:
-                count = otlp_form.send_all(spans.all_of(messages), otlp_form.into_file(binary))
+                count = exporters.send_all(spans.all_of(messages), exporters.into_file(binary))
             echo(f"{counted(count, 'span')} in {otlp}")
     for source in sources:
         for problem in source.timings.problems if source.timings is not None else ():
@@ -136,7 +141,7 @@ def _new_file(path: Path) -> IO[bytes]:
 
 
 @trace.command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=_names, shell_complete=complete_instance)
+@_names_argument
 @click.option("--otlp", metavar="URL", required=True, help="The endpoint, such as http://127.0.0.1:4318.")
 @click.option("--from", "first", type=Moment(), help="Where to begin.  [default: with what comes from now on]")
 @click.option(

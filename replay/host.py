@@ -29,9 +29,18 @@ from immortal.protocol.trailer import decode_trailer
 from immortal.replay.app_process import LEAVE_S, AppCommand, AppProcess, exit_text, read_code
 from immortal.replay.errors import AppExitedError, ReplayError
 from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until
-from immortal.replay.positions import KeptImpulses, Outputs
 from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
+from immortal.replay.session import (
+    BlobPiece,
+    Ended,
+    Event,
+    KeptImpulses,
+    NumbersDrawn,
+    Outputs,
+    ReplaySession,
+    Tells,
+    VerdictGiven,
+)
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by its socket
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much

@@ -20,9 +20,8 @@ from immortal.protocol import decoding
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.system_methods import REASON_CHARACTERS_MAX
-from immortal.web.errors import WebError
-from immortal.web.rendering import page
-from immortal.web.site import form_of, settings_of, site_of, text_of
+from immortal.web import WebError
+from immortal.web.site import form_of, instance_page, settings_of, site_of, text_of
 
 ANSWER_S = 30.0
 
@@ -50,9 +49,12 @@ class Action(Struct, frozen=True):
     fields: tuple[Field, ...] = ()
 
 
-def do(settings: InstanceSettings, action: Action, fields: Values) -> str:
-    """Ask the coordinator, which notes it in the audit log; what it says. Raises WebError, ControlError."""
-    return action.done(ask(settings, action.verb, action.request(fields)))
+def do(settings: InstanceSettings, action: Action, fields: Values) -> tuple[list[str], list[str]]:
+    """Ask the coordinator, which notes it in the audit log; what was done, and what was not, in words."""
+    try:
+        return [action.done(ask(settings, action.verb, action.request(fields)))], []
+    except ImmortalError as error:
+        return [], [str(error)]
 
 
 def ask(settings: InstanceSettings, verb: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -284,16 +286,15 @@ def require_actions(request: Request, actions: Mapping[str, Action], key: str) -
 
 
 def confirm(request: Request) -> Response:
-    action, site, settings = require_actions(request, ACTIONS, "action"), site_of(request), settings_of(request)
+    action, settings = require_actions(request, ACTIONS, "action"), settings_of(request)
     given = {field.name: text_of(request, field.name) for field in action.fields if field.is_given}
     for name, value in given.items():
         if not value:
             raise WebError(f"{name}= is missing")
-    return page(
+    return instance_page(
+        request,
         "action.html",
-        site=site,
-        tab="overview",
-        name=settings.name,
+        "overview",
         action=action,
         target=f"do/{request.path_params['action']}",
         given=given,
@@ -311,20 +312,19 @@ def _warnings(action: Action, settings: InstanceSettings, peer: str) -> list[str
 
 
 async def act(request: Request) -> Response:
-    action, site, settings = require_actions(request, ACTIONS, "action"), site_of(request), settings_of(request)
+    return await carry_out(request, ACTIONS, "action", "overview", do)
+
+
+async def carry_out(
+    request: Request,
+    actions: Mapping[str, Action],
+    key: str,
+    tab: str,
+    do: Callable[[InstanceSettings, Action, Values], tuple[list[str], list[str]]],
+) -> Response:
+    """Do what a form says, and show what ``do`` tells: what was done, and what was not, in words."""
+    action, settings = require_actions(request, actions, key), settings_of(request)
     form = await form_of(request)
-    said, problem = "", ""
-    try:
-        said = await to_thread.run_sync(lambda: do(settings, action, form))
-    except ImmortalError as error:
-        problem = str(error)
-    return page(
-        "done.html",
-        409 if problem else 200,
-        site=site,
-        tab="overview",
-        name=settings.name,
-        action=action,
-        said=said,
-        problem=problem,
-    )
+    said, problems = await to_thread.run_sync(lambda: do(settings, action, form))
+    status, texts = 409 if problems else 200, {"said": "\n".join(said), "problem": "\n".join(problems)}
+    return instance_page(request, "done.html", tab, status, action=action, **texts)

@@ -26,8 +26,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from immortal.web import WebError
 from immortal.web.connections import PLACE
-from immortal.web.errors import WebError
 
 VISITOR = "immortal.visitor"
 """Under this name the scope of a request has its Visitor, or None."""

@@ -1,29 +1,92 @@
-"""web: the page of a fleet."""
+"""web, serve and openapi: the page of a fleet, HTTP in front of instances, and its description."""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import Struct
 
-from immortal.cli.options import pass_registry
+from immortal.cli.options import Function, pass_registry
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import distribution
-from immortal.protocol.command_line import FailedError, echo
+from immortal.protocol.command_line import FailedError, echo, echo_json
 
-LOOPBACK = "127.0.0.1"
+if TYPE_CHECKING:
+    from immortal.appsdk.handlers.definition import Definition
+
+CONNECTIONS_MAX = 1_000
+STOP_S = 5  # for answers that are on their way
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_targets = click.argument("targets", nargs=-1, metavar="[NAME[=MODULE:CLASS]]...")
+
+
+class _Address(Struct, frozen=True):
+    """Address that a server listens at. ``tls``: its certificate and key."""
+
+    host: str
+    port: int
+    tls: tuple[Path, Path] | None
+    token_file: Path | None
+
+
+def _address_options(port: int, token_help: str, or_else: str) -> Callable[[Function], Function]:
+    """Options that say where to listen; the command gets an ``address``. ``or_else``: what does without TLS."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def with_address(
+            *arguments: Any,
+            port: int,
+            host: str,
+            tls_cert: Path | None,
+            tls_key: Path | None,
+            token_file: Path | None,
+            **options: Any,
+        ) -> Any:
+            if (tls_cert is None) != (tls_key is None):
+                raise click.UsageError("--tls-cert and --tls-key go together")
+            if not is_loopback(host) and (tls_cert is None or token_file is None):
+                raise click.UsageError(
+                    f"--host {host} can be reached from other machines: --tls-cert, --tls-key and --token-file are"
+                    f" needed with it{or_else}"
+                )
+            tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
+            return function(*arguments, address=_Address(host, port, tls, token_file), **options)
+
+        for option in (
+            click.option("--token-file", type=click.Path(dir_okay=False, path_type=Path), help=token_help),
+            click.option("--tls-key", type=_FILE, help="Its private key (PEM)."),
+            click.option("--tls-cert", type=_FILE, help="The certificate (PEM)."),
+            click.option(
+                "--host", default="127.0.0.1", show_default=True, help="The address; another one needs TLS and a token."
+            ),
+            click.option(
+                "--port",
+                type=click.IntRange(0, 65535),
+                default=port,
+                show_default=True,
+                help="The port; 0 takes a free one.",
+            ),
+        ):
+            with_address = option(with_address)
+        return with_address  # type: ignore[return-value]
+
+    return decorate
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port; 0 takes a free one.  [default: 0]")
-@click.option("--host", default=LOOPBACK, show_default=True, help="The address; another one needs TLS and a token.")
-@click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The certificate (PEM).")
-@click.option("--tls-key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Its private key (PEM).")
-@click.option(
-    "--token-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="A file of mode 0600 with the token that opens the page.  [default: a new one at each start]",
+@_address_options(
+    0,
+    "A file of mode 0600 with the token that opens the page.  [default: a new one at each start]",
+    " (or leave --host out, and come in by a tunnel, such as 'ssh -L')",
 )
 @click.option(
     "--reader-token-file",
@@ -34,28 +97,12 @@ LOOPBACK = "127.0.0.1"
     "--allow-actions", is_flag=True, help="Let who has the token also change things; each is in the audit log."
 )
 @pass_registry
-def web(
-    registry: Registry,
-    port: int,
-    host: str,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    token_file: Path | None,
-    reader_token_file: Path | None,
-    allow_actions: bool,
-) -> None:
+def web(registry: Registry, address: _Address, reader_token_file: Path | None, allow_actions: bool) -> None:
     """Serve a page of all instances: what runs, what waits, the log of each, and any moment of it.
 
     It prints the address, with the token in it, and serves until Ctrl-C. Start it in the folder of the apps' modules,
     as 'immortal replay'. Who has the token sees all states, and can run code as you, in a copy of an app.
     """
-    if (tls_cert is None) != (tls_key is None):
-        raise click.UsageError("--tls-cert and --tls-key go together")
-    if not is_loopback(host) and (tls_cert is None or token_file is None):
-        raise click.UsageError(
-            f"--host {host} can be reached from other machines: --tls-cert, --tls-key and --token-file are needed with"
-            " it (or leave --host out, and come in by a tunnel, such as 'ssh -L')"
-        )
     try:
         import jinja2  # noqa: F401
         import sse_starlette  # noqa: F401
@@ -66,16 +113,17 @@ def web(
     from immortal.web.auth import new_token, read_token
     from immortal.web.server import serve
 
-    token = new_token() if token_file is None else read_token(token_file)
+    token = new_token() if address.token_file is None else read_token(address.token_file)
     reader = None if reader_token_file is None else read_token(reader_token_file)
-    tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
-    shown = token if token_file is None else None
+    shown = token if address.token_file is None else None
 
     def ready(url: str) -> None:
         echo(f"{url}/login?token={shown}" if shown else f"{url}/")
 
     with registry.kept():
-        serve(registry, host, port, tls, token, reader, allow_actions=allow_actions, ready=ready)
+        serve(
+            registry, address.host, address.port, address.tls, token, reader, allow_actions=allow_actions, ready=ready
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -86,3 +134,90 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@click.command()
+@_targets
+@_address_options(
+    8080,
+    "A file of mode 0600 with the token that each request brings.",
+    ", or a web server of yours in front of --host 127.0.0.1",
+)
+@click.option("--identity", help="The client name, with a key of its own, by which instances know the requests.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=20.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a request waits for its answer.",
+)
+@pass_registry
+def serve(
+    registry: Registry, targets: tuple[str, ...], address: _Address, identity: str | None, timeout: float
+) -> None:
+    """Serve instances over HTTP: POST /NAME/HANDLER calls, GET /NAME/QUERY asks; JSON both ways.
+
+    All instances of this home whose class is known, or those that are named. The header Idempotency-Key makes a call
+    happen once, however often it is sent; ?wait=0 answers at once, with the address of the result. /openapi.json
+    describes it all. Start it in the folder of the apps' modules.
+    """
+    try:
+        import uvicorn
+
+        from immortal.appsdk.integrations.asgi import Service, gateway
+    except ImportError as error:
+        raise FailedError(f"the gateway needs {error.name}: {distribution.add_extra('http')}") from None
+    from immortal.web.auth import read_token
+    from immortal.web.connections import listen, make_config, url_of
+
+    found = find_classes(registry, targets)
+    options: dict[str, Any] = {"home": registry.home, "timeout": timeout, "identity": identity}
+    services: list[Service[Any]] = [Service(one.cls, name, **options) for name, one in found.items()]
+    listener = listen(address.host, address.port)
+    token = None if address.token_file is None else read_token(address.token_file)
+    config = make_config(gateway(services, token=token), address.tls, STOP_S, limit_concurrency=CONNECTIONS_MAX)
+    echo(f"{url_of(listener, address.host, address.tls)} serves {', '.join(found)}")
+    with registry.kept():
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+@click.command("openapi")
+@_targets
+@pass_registry
+def openapi(registry: Registry, targets: tuple[str, ...]) -> None:
+    """Print the OpenAPI 3.1 description of what 'immortal serve' serves, for generators of clients."""
+    try:
+        from immortal.appsdk.integrations.asgi.gateway import openapi as described
+    except ImportError as error:
+        raise FailedError(str(error)) from None
+    echo_json(described(find_classes(registry, targets), "Immortal services"))
+
+
+def find_classes(registry: Registry, targets: tuple[str, ...]) -> dict[str, Definition]:
+    """Return the classes of instances, by name: of all whose class is known, or those that are named.
+
+    Raises FailedError, RegistryError; what a module raises as it is imported passes.
+    """
+    from immortal.appsdk.errors import LoadError
+    from immortal.appsdk.handlers.definition import definition_of
+    from immortal.appsdk.running.runner import load
+
+    sys.path.insert(0, os.getcwd())
+    apps: dict[str, str | None] = {}
+    for target in targets:
+        name, _, given = target.partition("=")
+        apps[name] = given or registry.load(name).app
+    if not targets:
+        apps = {name: app for name in registry.names() if (app := registry.load(name).app) is not None}
+        if not apps:
+            raise FailedError(f"no instance of {registry.home} has run yet: name them, as NAME=MODULE:CLASS")
+    found = {}
+    for name, module in apps.items():
+        if module is None:
+            raise FailedError(f"the class of {name!r} is not known, as it has not run yet: {name}=MODULE:CLASS")
+        try:
+            found[name] = definition_of(load(module))
+        except LoadError as error:
+            raise FailedError(str(error)) from None
+    return found

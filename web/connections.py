@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
+import ssl
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import h11
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from immortal.web import WebError
 
 CONNECTIONS_MAX = 256
 ADDRESS_MAX = 64  # strangers of one address
@@ -185,3 +192,52 @@ def _network(address: str) -> str:
     if ip.version == 4:
         return address
     return str(ip.ipv4_mapped or ipaddress.ip_network((int(ip), 64), strict=False))
+
+
+# The socket and the settings of a server.
+
+
+def make_config(app: ASGIApp, tls: tuple[Path, Path] | None, stop_s: int, **more: Any) -> uvicorn.Config:
+    """Return the settings of a server of HTTP, with ``tls``, a certificate and its key, of HTTPS.
+
+    ``stop_s``: how long answers that are on their way may take at its end, in s. Raises WebError.
+    """
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        proxy_headers=False,
+        h11_max_incomplete_event_size=HEADERS_SIZE_BYTES_MAX,
+        log_level="error",  # a warning tells of each stranger that speaks no HTTP
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=stop_s,
+        ssl_certfile=None if tls is None else tls[0],
+        ssl_keyfile=None if tls is None else tls[1],
+        **more,
+    )
+    try:
+        config.load()
+    except (ssl.SSLError, OSError) as error:
+        raise WebError(f"the certificate and its key can't be used: {error}") from None
+    return config
+
+
+def listen(host: str, port: int) -> Listener:
+    """Open the socket of a server. Raises WebError."""
+    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise WebError(
+            f"{host}:{port} can't be listened at: {error.strerror or os.strerror(error.errno or 0)}"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket, host: str, tls: object | None) -> str:
+    """Return the URL of a server without a path."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'http' if tls is None else 'https'}://{shown}:{listener.getsockname()[1]}"

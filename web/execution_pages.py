@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from anyio import to_thread
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -27,9 +26,9 @@ from immortal.protocol.executions import (
     label_of,
     open_index,
 )
-from immortal.web.actions import Action, Field, ask, json_of, number_in, ordered, reason_of, require_actions
-from immortal.web.rendering import page, render
-from immortal.web.site import form_of, number_of, settings_of, site_of, text_of
+from immortal.web.actions import Action, Field, ask, carry_out, json_of, number_in, ordered, reason_of, require_actions
+from immortal.web.rendering import render
+from immortal.web.site import instance_page, number_of, settings_of, site_of, text_of
 
 SHOWN_MAX = 100
 SEARCH_S = 10.0
@@ -48,7 +47,7 @@ def routes() -> list[Route]:
 
 def executions(request: Request) -> Response:
     """The newest that are like the form says; ``before`` goes on behind one."""
-    site, settings = site_of(request), settings_of(request)
+    settings = settings_of(request)
     filters = {key: text_of(request, key) for key in FILTERS}
     found: list[Execution] = []
     problem, older = "", ""
@@ -64,11 +63,10 @@ def executions(request: Request) -> Response:
     if len(found) > SHOWN_MAX:
         found.pop()
         older = f"?{urlencode({**filters, 'began': found[-1].began_ns, 'before': found[-1].id})}"
-    return page(
+    return instance_page(
+        request,
         "executions.html",
-        site=site,
-        tab="executions",
-        name=settings.name,
+        "executions",
         filters=filters,
         states=STATES,
         found=[(one, execution_row(one)) for one in found],
@@ -99,11 +97,10 @@ def execution(request: Request) -> Response:
     view = execution_view(site.registry, settings, key_of_id(request.path_params["id"]))
     one = view["execution"]
     verbs = [verb for verb in ORDERS if (verb == "restart" or one.state == "waiting") and one.key > 0]
-    return page(
+    return instance_page(
+        request,
         "execution.html",
-        site=site,
-        tab="executions",
-        name=settings.name,
+        "executions",
         **view,
         row=execution_row(one),
         waits_for=[(wait["step"], format_wait(wait)) for wait in view["waits"]],
@@ -180,17 +177,16 @@ ORDERS = {
 
 def confirm(request: Request) -> Response:
     """Show what is meant: what a search found, or ``ids``."""
-    action, site, settings = require_actions(request, ORDERS, "verb"), site_of(request), settings_of(request)
+    action, settings = require_actions(request, ORDERS, "verb"), settings_of(request)
     query = _query({key: text_of(request, key) for key in FILTERS})
     found = chosen(settings, action.verb, query, text_of(request, "ids").split())
     if not found:
         raise ExecutionsError(f"no execution that is like that can be given a {action.verb}")
     title = f"{action.title}: {len(found):,}"
-    return page(
+    return instance_page(
+        request,
         "action.html",
-        site=site,
-        tab="executions",
-        name=settings.name,
+        "executions",
         action=structs.replace(action, title=title),
         target=f"executions/do/{action.verb}",
         given={"ids": " ".join(one.id for one in found), "event": text_of(request, "event")},
@@ -201,19 +197,7 @@ def confirm(request: Request) -> Response:
 
 
 async def act(request: Request) -> Response:
-    action, site, settings = require_actions(request, ORDERS, "verb"), site_of(request), settings_of(request)
-    form = await form_of(request)
-    said, problems = await to_thread.run_sync(lambda: _do(settings, action, form))
-    return page(
-        "done.html",
-        409 if problems else 200,
-        site=site,
-        tab="executions",
-        name=settings.name,
-        action=action,
-        said="\n".join(said),
-        problem="\n".join(problems),
-    )
+    return await carry_out(request, ORDERS, "verb", "executions", _do)
 
 
 def _do(settings: InstanceSettings, action: Action, form: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,8 @@
-"""One instance: what it is at, whom it talks to, which handlers wait."""
+"""The fleet at a glance, and one instance: what it is at, whom it talks to, which handlers wait."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from anyio import to_thread
 from msgspec import Struct, field
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from immortal.appsdk.client import CallRaised, ClientError, connect
@@ -24,9 +25,11 @@ from immortal.presenters.handlers import describe_wait_end, format_caller, forma
 from immortal.protocol import decoding
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text
-from immortal.web.errors import WebError
+from immortal.web import WebError
+from immortal.web.auth import COOKIE_AGE_S, LOGIN_PATH, cookie_name, origin_of
+from immortal.web.fleet import Row
 from immortal.web.rendering import page, render
-from immortal.web.site import Site, form_of, settings_of, site_of, stream
+from immortal.web.site import LOOK_S, Site, form_of, instance_page, settings_of, site_of, stream, text_of
 
 ASK_S = 1.5  # an app that is busy for longer is said to be
 HANDLERS_SHOWN_MAX = 200
@@ -45,7 +48,7 @@ def routes() -> list[Route]:
 
 def instance(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
-    return page("instance.html", site=site, tab="overview", name=settings.name, **_view(site, settings))
+    return instance_page(request, "instance.html", "overview", **_view(site, settings))
 
 
 def instance_live(request: Request) -> EventSourceResponse:
@@ -59,17 +62,16 @@ def instance_live(request: Request) -> EventSourceResponse:
 
 def handler(request: Request) -> Response:
     """One that waits: its arguments, its steps, its lines."""
-    site, settings = site_of(request), settings_of(request)
+    settings = settings_of(request)
     number = request.path_params["task"]
     answer = control.query(settings.folder, "handlers", 10.0, argument={"task": number})
     found = with_times(answer.get("handler"))
     waits = [] if found is None else [_wait(settings.name, found, wait) for wait in found["waits"]]
-    return page(
+    return instance_page(
+        request,
         "handler.html",
+        "overview",
         404 if found is None else 200,
-        site=site,
-        tab="overview",
-        name=settings.name,
         number=number,
         one=found,
         waits=waits,
@@ -221,11 +223,10 @@ def letters(request: Request) -> Response:
     with site.logs.reader(settings) as reader:
         count = len(reader.summary().letters)
         found = dead_letter_rows(reader, LETTERS_SHOWN_MAX)
-    return page(
+    return instance_page(
+        request,
         "dead_letters.html",
-        site=site,
-        tab="overview",
-        name=settings.name,
+        "overview",
         letters=found,
         count=count,
         may_act=site.allow_actions and control.running(settings.folder) is not None,
@@ -247,22 +248,21 @@ def query_routes() -> list[Route]:
 
 
 def queries(request: Request) -> Response:
-    return _page(site_of(request), settings_of(request))
+    return _query_page(request)
 
 
 async def ask(request: Request) -> Response:
-    site, settings = site_of(request), settings_of(request)
     form = await form_of(request)
-    return await to_thread.run_sync(lambda: _asked(site, settings, form.get("query", ""), form.get("arguments", "")))
+    return await to_thread.run_sync(lambda: _asked(request, form.get("query", ""), form.get("arguments", "")))
 
 
-def _asked(site: Site, settings: InstanceSettings, query: str, text: str) -> Response:
+def _asked(request: Request, query: str, text: str) -> Response:
     answer, problem = "", ""
     try:
-        answer = _answer(site, settings, query, _arguments(text))
+        answer = _answer(site_of(request), settings_of(request), query, _arguments(text))
     except (WebError, ClientError, TypeError) as error:
         problem = str(error)
-    return _page(site, settings, query=query, arguments=text, answer=answer, problem=problem)
+    return _query_page(request, query=query, arguments=text, answer=answer, problem=problem)
 
 
 def _arguments(text: str) -> list[Any]:
@@ -287,15 +287,14 @@ def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[
     return printable_json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def _page(
-    site: Site, settings: InstanceSettings, query: str = "", arguments: str = "", answer: str = "", problem: str = ""
+def _query_page(
+    request: Request, query: str = "", arguments: str = "", answer: str = "", problem: str = ""
 ) -> Response:
-    methods, why = site.logs.methods(settings)
-    return page(
+    methods, why = site_of(request).logs.methods(settings_of(request))
+    return instance_page(
+        request,
         "queries.html",
-        site=site,
-        tab="queries",
-        name=settings.name,
+        "queries",
         queries=sorted(name.rpartition(".")[2] for (to, _), name in methods.items() if to == QUERIES),
         why=why,
         query=query,
@@ -304,3 +303,96 @@ def _page(
         left_out=max(0, len(answer) - SHOWN_CHARACTERS_MAX),
         problem=problem,
     )
+
+
+# The fleet: the login, and all instances at a glance.
+
+
+WARM_UP_S = 1.0  # for the first look at all instances, before the URL is printed
+
+
+def fleet_routes() -> list[Route]:
+    return [
+        Route("/", fleet),
+        Route("/live/fleet", fleet_live),
+        Route(LOGIN_PATH, login),
+    ]
+
+
+def warm_up(site: Site) -> None:
+    """Look at all instances, and load what the first page needs, so that it comes fast."""
+    site.fleet.look(0.0)
+    page("login.html", site=site, wrong=False)
+    page("fleet.html", site=site, **_shown(site.fleet.rows(), "", ""))
+    site.fleet.look(WARM_UP_S)
+
+
+def login(request: Request) -> Response:
+    """Let the browser in if it has the right token; without a token, ask for it."""
+    site = site_of(request)
+    given = request.query_params.get("token", "")
+    if site.token.lets_look(given.strip()):
+        response: Response = RedirectResponse("/", 303)
+        scheme, host = request.app.state.scheme, request.headers.get("host", "")
+        response.set_cookie(
+            cookie_name(scheme, host),
+            site.token.cookie(origin_of(scheme, host), time.time()),
+            max_age=COOKIE_AGE_S,
+            httponly=True,
+            samesite="lax",
+            secure=scheme == "https",
+        )
+        return response
+    return page("login.html", 401 if given else 200, site=site, wrong=bool(given))
+
+
+def fleet(request: Request) -> Response:
+    return page("fleet.html", site=site_of(request), **_fleet_view(site_of(request), request))
+
+
+def fleet_live(request: Request) -> EventSourceResponse:
+    site = site_of(request)
+
+    names: list[str] | None = None
+
+    def look() -> Iterator[tuple[str, str]]:
+        nonlocal names
+        site.fleet.look(LOOK_S)
+        view = _fleet_view(site, request)
+        before, names = names, [row.name for row in view["rows"]]
+        yield "tiles", render("_tiles.html", **view)
+        if before is not None and before != names:  # instances were added or removed
+            yield "rows", render("_rows.html", **view)
+        for row in view["rows"]:
+            yield f"row-{row.name}", str(row.cells)
+
+    return stream(request, look)
+
+
+def _fleet_view(site: Site, request: Request) -> dict[str, Any]:
+    return _shown(site.fleet.rows(), text_of(request, "show"), text_of(request, "q"))
+
+
+def _shown(rows: list[Row], show: str, wanted: str) -> dict[str, Any]:
+    counts = Counter(_group(row) for row in rows)
+    shown = [
+        row
+        for row in rows
+        if wanted.lower() in row.name.lower()
+        and (not show or show == _group(row) or (show == "problems" and row.problems))
+    ]
+    return {
+        "rows": shown,
+        "total": len(rows),
+        "show": show,
+        "q": wanted,
+        "counts": {
+            "running": counts["running"],
+            "stopped": counts["stopped"],
+            "problems": sum(bool(row.problems) for row in rows),
+        },
+    }
+
+
+def _group(row: Row) -> str:
+    return "stopped" if row.tone == "off" else "running" if "pid" in row.status else "other"

@@ -14,11 +14,10 @@ from starlette.routing import Route
 
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.config.values import check_app
-from immortal.web.errors import WebError
+from immortal.web import WebError
+from immortal.web.jobs import Found, Order, SqlOrder
 from immortal.web.rendering import page, render
-from immortal.web.site import Site, form_of, place_in, settings_of, site_of, stream
-from immortal.web.sql_jobs import Found, SqlOrder
-from immortal.web.what_if_jobs import Order
+from immortal.web.site import Site, form_of, instance_page, place_in, settings_of, site_of, stream
 
 
 def routes() -> list[Route]:
@@ -35,11 +34,10 @@ def what_if(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     with site.logs.reader(settings) as reader:
         summary = reader.summary()
-    return page(
+    return instance_page(
+        request,
         "what_if.html",
-        site=site,
-        tab="what-if",
-        name=settings.name,
+        "what-if",
         app=settings.app or "",
         checkpoints=[one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id],
         last=summary.last_sequence_id,
@@ -78,9 +76,8 @@ def _number(text: str, name: str) -> int | None:
 
 
 def result(request: Request) -> Response:
-    site, settings = site_of(request), settings_of(request)
-    job = site.jobs.job(request.path_params["id"])
-    return page("what_if_result.html", site=site, tab="what-if", name=settings.name, job=job)
+    job = site_of(request).jobs.job(request.path_params["id"])
+    return instance_page(request, "what_if_result.html", "what-if", job=job)
 
 
 def result_live(request: Request) -> EventSourceResponse:

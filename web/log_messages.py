@@ -27,7 +27,7 @@ from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.trailer import BatchKind, BatchSource
 from immortal.replay import ReplayError
 from immortal.replay.app_process import method_names
-from immortal.web.errors import WebError
+from immortal.web import WebError
 
 if TYPE_CHECKING:
     from immortal.coordinator.log import LogReader

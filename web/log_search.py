@@ -21,7 +21,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.presenters.records import describe_record
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
-from immortal.web.errors import WebError
+from immortal.web import WebError
 from immortal.web.log_messages import (
     At,
     Filter,

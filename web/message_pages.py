@@ -21,11 +21,9 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.timings import FOLDER_NAME
 from immortal.replay.trace.spans import handler_id
 from immortal.replay.trace.timings import Timings
-from immortal.web import log_search
-from immortal.web.errors import WebError
+from immortal.web import WebError, log_search
 from immortal.web.log_messages import LIMIT_MAX, At, Message, Page, Times, Wanted, format_source, message_at
-from immortal.web.rendering import page
-from immortal.web.site import Site, checked_pattern, number_of, place_in, settings_of, site_of, text_of
+from immortal.web.site import Site, checked_pattern, instance_page, number_of, place_in, settings_of, site_of, text_of
 
 LIMIT = 100
 SHOWN_CHARACTERS_MAX = 20_000  # characters of the arguments that a page shows; a link leads to all of them
@@ -60,12 +58,11 @@ def messages(request: Request) -> Response:
     def link(**place: str) -> str:
         return f"/i/{settings.name}/messages?{urlencode({**kept, **place})}"
 
-    return page(
+    return instance_page(
+        request,
         "messages.html",
+        "messages",
         422 if error else 200,
-        site=site,
-        tab="messages",
-        name=settings.name,
         found=found,
         error=error,
         note=note,
@@ -134,11 +131,10 @@ def message(request: Request) -> Response:
     noted = _timings(settings, committer_id, found, record)
     shown = _pretty(found)
     _, note = site.logs.methods(settings)
-    return page(
+    return instance_page(
+        request,
         "message.html",
-        site=site,
-        tab="messages",
-        name=settings.name,
+        "messages",
         one=found,
         record=record,
         span=handler_id(settings.name, committer_id, found.sequence_id, found.index),
@@ -261,11 +257,10 @@ def shown(request: Request) -> Response:
         middle = max(0, around_ns - span[0]) // US
         view = max(0, middle - AROUND_US), middle + AROUND_US
     fields = {key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")}
-    return page(
+    return instance_page(
+        request,
         "timeline.html",
-        site=site,
-        tab="timeline",
-        name=settings.name,
+        "timeline",
         lanes=lanes,
         names=site.registry.names()[: LANES_MAX * 4],
         span=span,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import ssl
 import sys
 from collections.abc import Callable, Collection
 from functools import partial
@@ -27,17 +24,16 @@ from immortal.coordinator.operator.control import NotRunningError, RefusedError
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import ExecutionsError
 from immortal.replay import ReplayError
-from immortal.web import actions, execution_pages, fleet_pages, instance_pages, job_pages, message_pages, travel_pages
+from immortal.web import WebError, actions, execution_pages, instance_pages, job_pages, message_pages, travel_pages
 from immortal.web.auth import STATIC_PATH, Guard, Token
-from immortal.web.connections import HEADERS_SIZE_BYTES_MAX, Connection, Listener
-from immortal.web.errors import WebError
-from immortal.web.fleet_pages import warm_up
+from immortal.web.connections import Connection, listen, make_config, url_of
+from immortal.web.instance_pages import warm_up
 from immortal.web.rendering import page
 from immortal.web.site import Site
 
 STATIC = Path(__file__).with_name("static")
 ROUTES = [
-    *fleet_pages.routes(),
+    *instance_pages.fleet_routes(),
     *instance_pages.routes(),
     *execution_pages.routes(),
     *instance_pages.letter_routes(),
@@ -129,57 +125,30 @@ def serve(
     registry.names()  # whether it may be read
     listener = listen(host, port)
     scheme = "http" if tls is None else "https"
-    address, taken = listener.getsockname()[:2]
+    address = listener.getsockname()[0]
     any_host = address in ("0.0.0.0", "::")  # noqa: S104 (asked, not bound)
     hosts = () if any_host else (*LOOPBACK_NAMES, host.lower(), address)
     site = Site(registry, Token(token, reader), allow_actions=allow_actions)
-    config = uvicorn.Config(
+    config = make_config(
         make_app(site, hosts, scheme),
-        http=partial(Connection, listener),  # type: ignore[arg-type]  # whatever makes one
-        ws="none",
+        tls,
+        STOP_S,
+        http=partial(Connection, listener),
         loop="asyncio",
-        proxy_headers=False,
-        h11_max_incomplete_event_size=HEADERS_SIZE_BYTES_MAX,
         backlog=1,
-        log_level="error",  # a warning tells of each stranger that speaks no HTTP
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=STOP_S,
-        ssl_certfile=None if tls is None else tls[0],
-        ssl_keyfile=None if tls is None else tls[1],
     )
-    try:
-        config.load()
-    except (ssl.SSLError, OSError) as error:
-        raise WebError(f"the certificate and its key can't be used: {error}") from None
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = uvicorn.Server(config)
-    shown = f"[{host}]" if ":" in host else host
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         warm_up(site)
-        ready(f"{scheme}://{shown}:{taken}")
+        ready(url_of(listener, host, tls))
         server.run(sockets=[listener])
     except KeyboardInterrupt:
         pass  # uvicorn has stopped by then
     finally:
         site.close()
         listener.close()
-
-
-def listen(host: str, port: int) -> Listener:
-    """Open the socket of a server. Raises WebError."""
-    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise WebError(
-            f"{host}:{port} can't be listened at: {error.strerror or os.strerror(error.errno or 0)}"
-        ) from None
-    return listener
 
 
 def _is_news(record: logging.LogRecord) -> bool:

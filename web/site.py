@@ -4,26 +4,83 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 import anyio.lowlevel
+import msgspec
 from anyio import to_thread
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.files import make_folder
 from immortal.replay.travel.sessions import Sessions
+from immortal.web import WebError
 from immortal.web.auth import BODY_SIZE_BYTES_MAX, VISITOR, Token
-from immortal.web.errors import WebError
 from immortal.web.fleet import Fleet
+from immortal.web.jobs import Jobs, SqlJobs
 from immortal.web.log_messages import Logs
-from immortal.web.notes import Notes
-from immortal.web.sql_jobs import SqlJobs
-from immortal.web.what_if_jobs import Jobs
+from immortal.web.rendering import page
+
+FOLDER_NAME = ".web"  # in the home, where no instance can have this name
+NOTES_MAX = 1000  # of one instance
+NOTE_CHARACTERS_MAX = 2000
+
+
+class Note(msgspec.Struct, frozen=True):
+    record: int
+    index: int
+    text: str
+    time_ns: int
+
+
+class Notes:
+    """Notes that people wrote about moments: a file for each instance, one JSON object a line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def of(self, name: str) -> list[Note]:
+        """Return the notes about an instance, by moment."""
+        try:
+            lines = self._path(name).read_bytes().splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            try:
+                found.append(decoding.decode_json(line, type=Note))
+            except decoding.DecodeError:
+                continue  # a crash in the middle of it
+        return sorted(found, key=lambda note: (note.record, note.index, note.time_ns))
+
+    def add(self, name: str, record: int, index: int, text: str) -> None:
+        """Raises WebError."""
+        text = text.strip()
+        if not text or len(text) > NOTE_CHARACTERS_MAX:
+            raise WebError(f"a note has {len(text)} characters: 1 to {NOTE_CHARACTERS_MAX} were expected")
+        line = msgspec.json.encode(Note(record, index, text, time.time_ns())) + b"\n"
+        with self._lock:
+            if len(self.of(name)) >= NOTES_MAX:
+                raise WebError(f"{name} has {NOTES_MAX} notes: remove some of them from {self._path(name)}")
+            make_folder(self._folder)
+            descriptor = os.open(self._path(name), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "ab") as file:
+                file.write(line)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.jsonl"
 
 
 class Site:
@@ -36,8 +93,8 @@ class Site:
         self.logs = Logs()
         self.fleet = Fleet(registry, self.logs)
         self.travel = Sessions(registry.home, self.logs.locked)
-        self.notes = Notes(registry.home)
-        self.jobs = Jobs(registry.home)
+        self.notes = Notes(registry.home / FOLDER_NAME / "notes")
+        self.jobs = Jobs(registry.home / FOLDER_NAME / "what-if")
         self.sql = SqlJobs()
 
     def settings(self, name: str) -> InstanceSettings:
@@ -71,6 +128,11 @@ def site_of(request: Request) -> Site:
 def settings_of(request: Request) -> InstanceSettings:
     """Return the settings of the instance that the path names. Raises UnknownInstanceError, ConfigError."""
     return site_of(request).settings(request.path_params["name"])
+
+
+def instance_page(request: Request, template: str, tab: str, status: int = 200, **values: Any) -> Response:
+    """Render a page of the instance that the path names."""
+    return page(template, status, site=site_of(request), tab=tab, name=request.path_params["name"], **values)
 
 
 def text_of(request: Request, name: str, default: str = "") -> str:

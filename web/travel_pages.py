@@ -19,10 +19,10 @@ from immortal.coordinator.log import log_exists
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import ImmortalError
 from immortal.replay import ReplayError
-from immortal.web.errors import WebError
+from immortal.web import WebError
 from immortal.web.log_messages import find_position, format_source, message_at
-from immortal.web.rendering import chart, page, render
-from immortal.web.site import Site, form_of, number_of, place_in, place_of, settings_of, site_of, text_of
+from immortal.web.rendering import chart, render
+from immortal.web.site import Site, form_of, instance_page, number_of, place_in, place_of, settings_of, site_of, text_of
 
 LINKED_MAX = 20  # messages that one message made, that are looked for in other logs
 WATCH_RECORDS = 2000
@@ -71,12 +71,11 @@ def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "",
     if moment is not None:
         with site.logs.reader(settings) as reader:
             _, record = message_at(reader, {}, (moment["record"], moment["index"]))
-    return page(
+    return instance_page(
+        request,
         "travel.html",
+        "travel",
         status,
-        site=site,
-        tab="travel",
-        name=settings.name,
         overview=overview,
         moment=moment,
         time_ns=record["time_ns"] if record and "time_ns" in record else None,

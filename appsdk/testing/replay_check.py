@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-from immortal.appsdk.calls.context import SEED_SIZE_BYTES
 from immortal.appsdk.errors import AppError
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
@@ -27,15 +26,11 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.record import decode_header
 from immortal.protocol.safe_output import printable_message
-from immortal.protocol.trailer import decode_trailer
-from immortal.protocol.verdicts import Verdict
 from immortal.replay.app_process import DIFFERENCES_MAX
+from immortal.replay.local_run import LocalRun
 from immortal.replay.plan import ReplayPlan, plan_route
-from immortal.replay.positions import KeptImpulses, Outputs
 from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictGiven
 from immortal.replay.sources import RecordedLog
 from immortal.replay.verify import CheckingSink, StateDivergence, VerifySection, verify_sections
 from immortal.replay.verify_report import Report
@@ -47,7 +42,7 @@ class ReplayDiffers(AppError, AssertionError):  # noqa: N818 (what happened)
     """A replay differs from the recorded run. The text is that of `immortal verify`."""
 
 
-class LocalReplay:
+class LocalReplay(LocalRun):
     """One replay of ``plan``, from the checkpoint to its end. ``watch`` sees the app behind each record."""
 
     def __init__(
@@ -58,50 +53,24 @@ class LocalReplay:
         sink: Sink,
         watch: Callable[[int, LocalApp], None] = lambda sequence_id, app: None,
     ) -> None:
-        summary = source.summary()
-        self.route = plan_route(plan, source, summary)
-        refuse_pickle(source, [self.route.checkpoint.checkpoint_id])
-        self.blob = b""
-        self._source = source
-        self._sink = sink
+        super().__init__(source, plan_route(plan, source, source.summary()), definition, sink, outsiders=OUTSIDERS)
         self._watch = watch
-        self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True, outsiders=OUTSIDERS)
-        self._session = ReplaySession(source.identity.instance_name, summary, self.route)
-        self._verdicts: list[Verdict] = []
-        self._ended: Ended | None = None
 
     def run(self) -> ReplayResult:
         """Replay, once. Raises what the app raises, except for its handlers: their errors are the result's
         ``failure``.
         """
-        try:
-            return self._run()
-        finally:
-            self._app.close()
-
-    def _run(self) -> ReplayResult:
         started_s = time.perf_counter()
-        session, header = self._session, self.route.checkpoint
-        blob = self._source.checkpoint_chunks(header.checkpoint_id)
-        values = self._source.values(header.sequence_id + 1, self.route.last_sequence_id)
-        self._take(session.begin())
-        self._listen()
-        while self._ended is None:
-            if session.wants_blob:
-                if (chunk := next(blob, None)) is None:
-                    session.blob_is_complete()
-                else:
-                    session.give_blob(chunk)
-            elif session.wants_records:
-                self._give(next(values))
-            if data := b"".join(session.data_to_send()):
-                self._app.receive(data)
-                self._listen()
-                if session.records:
-                    self._watch(session.fed_sequence_id, self._app)
-            else:
-                wanted = session.wants_blob or session.wants_records
-                require(wanted, f"a replay stands still in the phase {session.phase.value!r}")
+        session, header = self.session, self.route.checkpoint
+        try:
+            self.restore()
+            values = self.source.values(header.sequence_id + 1, self.route.last_sequence_id)
+            while self.ended is None:
+                require(session.wants_records, f"a replay stands still in the phase {session.phase.value!r}")
+                self.give(next(values))
+                self._watch(session.fed_sequence_id, self.app)
+        finally:
+            self.app.close()
         result = ReplayResult(
             header,
             header.sequence_id + 1,
@@ -114,41 +83,13 @@ class LocalReplay:
             description=session.description,
             label=session.label,
             flushed=session.app_flushes,
-            failure=self._ended.failure,
+            failure=self.ended.failure,
             notes=self.route.notes,
         )
-        for verdict in self._verdicts:
+        for verdict in self.verdicts:
             result.add(verdict)
-        result.find_new_failures(self._source)
+        result.find_new_failures(self.source)
         return result
-
-    def _give(self, value: bytes) -> None:
-        header = decode_header(value)
-        trailer = decode_trailer(value[header.size_bytes :], header.check)
-        self._sink.record(header.sequence_id, value, trailer)
-        self._session.give_record(value, trailer)
-
-    def _listen(self) -> None:
-        """Pass the app's output to the session, and the session's results to the sink."""
-        app = self._app
-        data = bytes(app.output)
-        app.output.clear()
-        self._take(self._session.receive(data))
-        if app.error is not None and self._ended is None:
-            raise app.error
-
-    def _take(self, events: Iterable[Event]) -> None:
-        for event in events:
-            if isinstance(event, Outputs):
-                self._sink.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
-            elif isinstance(event, KeptImpulses):
-                self._sink.impulses(event.destination, event.first_position, event.count, event.payload)
-            elif isinstance(event, BlobPiece):
-                self.blob += event.data
-            elif isinstance(event, VerdictGiven):
-                self._verdicts.append(event.verdict)
-            elif isinstance(event, Ended):
-                self._ended = event
 
 
 def verify_section(

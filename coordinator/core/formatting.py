@@ -115,8 +115,9 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
         case RpcKind.RAISED, [number, error, list(arguments), _]:
             raised = f"{error}({', '.join(map(safe_repr, arguments))})"
             return "the answer of ", f" to call {number}{of}: it raised {_clipped(raised, size_max)}"
-    if rpc.method_id == EFFECT_METHOD_ID and len(values) in (5, 6):
-        # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value, its words.
+    if rpc.method_id == EFFECT_METHOD_ID and 5 <= len(values) <= 7:
+        # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value, its words,
+        # its execution.
         how, value = ("raised", _effect_error(values[4])) if values[3] else ("returned", safe_repr(values[4]))
         if values[5:]:
             return f"{values[5]} {how} {_clipped(value, size_max)}", ""
@@ -137,7 +138,7 @@ def effect_words(rpc: IncomingRpc) -> str:
         values = decoding.decode_shown(rpc.arguments) if rpc.method_id == EFFECT_METHOD_ID else None
     except decoding.DecodeError:
         return ""
-    return str(values[5]) if isinstance(values, list) and len(values) == 6 else ""
+    return str(values[5]) if isinstance(values, list) and len(values) >= 6 else ""
 
 
 def time_text(time_ns: int) -> str:

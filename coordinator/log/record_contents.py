@@ -81,6 +81,12 @@ def message_at(content: bytes, index: int) -> bytes | None:
     return None
 
 
+def rpc_of(message: bytes) -> IncomingRpc:
+    """Decode a whole RPC message in incoming form. Raises RemoteProtocolError."""
+    _, start, end = decode_message(message)
+    return decode_incoming_rpc(message, start, end)
+
+
 def rpcs(payload: bytes) -> Iterator[tuple[bytes, IncomingRpc]]:
     """Iterate over the messages of a batch's payload: (bytes, decoded). Raises RemoteProtocolError."""
     offset = 0

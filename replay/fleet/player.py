@@ -6,23 +6,20 @@ import signal
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from msgspec import Struct, field
 
-from immortal.appsdk.calls.context import SEED_SIZE_BYTES
 from immortal.appsdk.calls.outbox import encode_call, make_writer
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
-from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.running.tracing import TracingDispatcher
 from immortal.appsdk.waiting.impulses import Effect, EffectResult, encode_result
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import CheckpointHeader
-from immortal.coordinator.instances.own_logs import refuse_pickle
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, record_of, rpcs
 from immortal.protocol import decoding
@@ -35,9 +32,10 @@ from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 from immortal.replay.errors import ReplayError, never_was
+from immortal.replay.local_run import LocalRun
 from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
-from immortal.replay.positions import KeptImpulses, Outputs
-from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, VerdictGiven
+from immortal.replay.result import Sink
+from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, VerdictGiven
 from immortal.replay.verify import ProvingSink
 
 Place = tuple[int, int]
@@ -142,7 +140,6 @@ class Turn(Struct):
     """Output of one record. ``stopped``: why the app handles nothing more; "": it does."""
 
     outputs: list[Output] = field(default_factory=list)
-    streams: list[Outputs | KeptImpulses] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
     stopped: str = ""
@@ -192,10 +189,10 @@ def seal_process(limit_s: float) -> None:
     _limit_s = limit_s
 
 
-class Player:
-    """One run, from a checkpoint on. ``takes_over``: the class brings the state to its own version first.
+class Player(LocalRun):
+    """One run, from a checkpoint on. ``is_new``: of code that is tried: it handles what has failed once more.
 
-    ``is_new``: of code that is tried: it handles what has failed once more. ``outsiders``: as :class:`LocalApp` has it.
+    ``outsiders``: as :class:`LocalApp` has it. Raises ReplayError for a state that the class does not take.
     """
 
     def __init__(
@@ -203,37 +200,24 @@ class Player:
         source: RecordSource,
         route: Route,
         definition: Definition,
+        sink: Sink,
         *,
         is_new: bool = False,
         outsiders: frozenset[str] = frozenset(),
     ) -> None:
-        self.definition = definition
-        self.state = b""
         self._turn = Turn()
-        self._has_ended = False
         header = route.checkpoint
         if is_new and definition.version not in (header.version, *(one.version for one in route.versions)):
             route = Route(header, None, upgrade_to=OWN_VERSION)
-        refuse_pickle(source, [header.checkpoint_id])
-        self.app = LocalApp(definition, bytes(SEED_SIZE_BYTES), header.time_ns, trace=True, outsiders=outsiders)
+        tells = _not_of_code if is_new else lambda verdict: True
+        super().__init__(source, route, definition, sink, now_ns=header.time_ns, tells=tells, outsiders=outsiders)
         assert isinstance(self.app.dispatcher, TracingDispatcher)
         self.dispatcher = self.app.dispatcher
-        self.tasks = self.app.dispatcher.tasks
-        name = source.identity.instance_name
-        self._session = ReplaySession(name, source.summary(), route, _not_of_code if is_new else lambda verdict: True)
-        self.committer_id = source.identity.committer_id
-        self._take(self._session.begin())
-        self._listen()
-        for chunk in source.checkpoint_chunks(header.checkpoint_id):
-            self._session.give_blob(chunk)
-            self._pass_on()
-        if not self._session.wants_blob:
-            raise ReplayError(f"{name}: {definition.name} does not take the state: {self.app.error or 'it has ended'}")
-        self._session.blob_is_complete()
-        self._pass_on()
+        self.tasks = self.dispatcher.tasks
+        self.restore()
         if self._turn.stopped:
+            name = source.identity.instance_name
             raise ReplayError(f"{name}: {definition.name} does not take the state: {self._turn.stopped}")
-        self.begun = self._turn
         if is_new:
             self.tasks.told(())
             if self.tasks.others is not None:
@@ -255,9 +239,9 @@ class Player:
 
     def give_logged(self, record: LoggedRecord) -> Turn:
         """A record as the log has it."""
-        return self._give(partial(self._session.give_record, record.value, record.trailer))
+        return self._turn_of(partial(self.session.give_record, record.value, record.trailer))
 
-    def give(self, sequence_id: int, time_ns: int, slots: Sequence[Slot], *, is_logs: bool) -> Turn:
+    def give_slots(self, sequence_id: int, time_ns: int, slots: Sequence[Slot], *, is_logs: bool) -> Turn:
         """A record of these messages. ``is_logs``: it stands for the log's of that number, and is the last that
         does."""
         content, sources = [encode_record_time(time_ns)], []
@@ -271,16 +255,16 @@ class Player:
             batch = slots[at].batch
             sources.append(BatchSource(batch.kind, batch.name, batch.first_position, end - at, batch.send_time_ns))
             at = end
-        value = encode_record(self.committer_id, sequence_id, b"".join(content))
+        value = encode_record(self.source.identity.committer_id, sequence_id, b"".join(content))
         self.dispatcher.expect(sequence_id)
         if is_logs:
-            return self._give(partial(self._session.give_record, value, Trailer(time_ns, sources)))
-        return self._give(partial(self._session.give_other_record, value, sources))
+            return self._turn_of(partial(self.session.give_record, value, Trailer(time_ns, sources)))
+        return self._turn_of(partial(self.session.give_other_record, value, sources))
 
-    def _give(self, action: Callable[[], object]) -> Turn:
+    def _turn_of(self, action: Callable[[], object]) -> Turn:
         self._turn = turn = Turn()
         action()
-        self._pass_on()
+        self.pass_on()
         return turn
 
     def time_message(self, time_ns: int) -> bytes:
@@ -313,65 +297,47 @@ class Player:
 
     def finish(self, last_sequence_id: int) -> bytes:
         """End the run, and return the state. Raises ReplayError for one that can't be saved."""
-        if not self._has_ended:
+        if self.ended is None:
             self.dispatcher.expect(last_sequence_id + 1)
-            self._turn = turn = Turn()
-            self._session.end_here()
-            self._pass_on()
+            turn = self._turn_of(self.session.end_here)
             if turn.stopped:
                 raise ReplayError(f"{self.definition.name}: the state at the end: {turn.stopped}")
-        return self.state
+        return self.blob
 
     def close(self) -> None:
         self.app.close()
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
         global _running  # what an audit hook sees is the whole process
         _running = True
         if _limit_s:
             signal.setitimer(signal.ITIMER_REAL, _limit_s)
         try:
-            while not self._has_ended and (data := b"".join(self._session.data_to_send())):
-                self.app.receive(data)
-                self._listen()
+            super().pass_on()
         except ImmortalError as error:
-            self._stop(str(error))
+            self._turn.stopped = str(error)
+            self.ended = self.ended or Ended()
         finally:
             _running = False
             if _limit_s:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _stop(self, why: str) -> None:
-        self._has_ended = True
-        self._turn.stopped = why
-
-    def _listen(self) -> None:
-        app = self.app
+    def listen(self) -> None:
         self.dispatcher.outbox.close_batches()
-        app.take_output()
-        data = bytes(app.output)
-        app.output.clear()
-        self._take(self._session.receive(data))
-        if app.error is not None and not self._has_ended:
-            self._stop(str(app.error))
+        self.app.take_output()
+        super().listen()
 
-    def _take(self, events: Iterable[Event]) -> None:
-        for event in events:
-            if isinstance(event, Outputs | KeptImpulses):
-                self._turn.streams.append(event)
-            if isinstance(event, Outputs):
-                self._turn.outputs += _outputs(event)
-            elif isinstance(event, VerdictGiven):
-                self._turn.verdicts.append(event.verdict)
-            elif isinstance(event, NumbersDrawn):
-                self._turn.draws += decode_numbers(event.data).draws if event.data else ()
-            elif isinstance(event, BlobPiece):
-                self.state += event.data
-            elif isinstance(event, Ended):
-                self._has_ended = True
-                if event.failure is not None:
-                    place = f"record {event.failure.sequence_id}, message {event.failure.message_index}"
-                    self._turn.stopped = f"{place}: {event.failure.text}"
+    def take(self, event: Event) -> None:
+        super().take(event)
+        if isinstance(event, Outputs):
+            self._turn.outputs += _outputs(event)
+        elif isinstance(event, VerdictGiven):
+            self._turn.verdicts.append(event.verdict)
+        elif isinstance(event, NumbersDrawn):
+            self._turn.draws += decode_numbers(event.data).draws if event.data else ()
+        elif isinstance(event, Ended) and event.failure is not None:
+            place = f"record {event.failure.sequence_id}, message {event.failure.message_index}"
+            self._turn.stopped = f"{place}: {event.failure.text}"
 
 
 def _not_of_code(verdict: Verdict) -> bool:
@@ -421,9 +387,8 @@ class Recorded:
         self.tasks: dict[int, int] = {}  # by the number of a call: the execution that made it
         self.effects: dict[int, EffectDone] = {}
         self.verdicts: dict[MessageKey, Verdict] = {}
-        player = Player(source, route, definition, outsiders=outsiders)
         proving = ProvingSink(source, route)
-        _prove(proving, player.begun)
+        player = Player(source, route, definition, proving, outsiders=outsiders)
         self.due[route.checkpoint.sequence_id] = player.next_due_ns
         self._note_effects(player, route.checkpoint.time_ns)
         for record in log.records:
@@ -434,7 +399,6 @@ class Recorded:
             turn = player.give_logged(record)
             if turn.stopped:
                 raise ReplayError(f"{name}: {definition.name}, the code of the log, stops at {turn.stopped}")
-            _prove(proving, turn)
             for output in turn.outputs:
                 self.made.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
                 self.order[output.destination].append(output.position)
@@ -474,14 +438,6 @@ class Recorded:
         order = self.order.get(destination, [])
         at = bisect_right(order, position) - 1
         return self.places[destination][at] if at >= 0 and order[at] == position else None
-
-
-def _prove(proving: ProvingSink, turn: Turn) -> None:
-    for event in turn.streams:
-        if isinstance(event, Outputs):
-            proving.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
-        else:
-            proving.impulses(event.destination, event.first_position, event.count, event.payload)
 
 
 def _effect_results(record: LoggedRecord) -> Iterator[tuple[Place, bytes, int]]:

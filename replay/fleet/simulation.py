@@ -9,49 +9,33 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-from msgspec import Struct, field
-
-from immortal.appsdk.calls.codec import encoder
-from immortal.appsdk.calls.failures import encode_failed
 from immortal.appsdk.handlers.definition import Definition
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
-from immortal.protocol import decoding
-from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.messages import (
-    IncomingRpc,
-    RpcKind,
-    RpcType,
-    decode_incoming_rpc,
-    decode_message,
-    encode_incoming_rpc,
-)
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
-from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.comparison import aligned
 from immortal.replay.errors import ReplayError
+from immortal.replay.fleet.calls import CallComparison
 from immortal.replay.fleet.model import (
+    DELAY_NS,
     AskedEffect,
     Broken,
-    Call,
     Difference,
     Logs,
     Rules,
+    Sent,
+    Service,
+    Stream,
     UnansweredCall,
 )
 from immortal.replay.fleet.player import (
     FIRST_OTHER_NUMBER,
     NOTHING,
-    EffectDone,
     Log,
     LoggedRecord,
     Output,
@@ -62,75 +46,10 @@ from immortal.replay.fleet.player import (
     Turn,
     first_checkpoint,
 )
+from immortal.replay.result import Sink
 
-DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that nobody ran
 OTHER_MESSAGES_MAX = 100_000  # that no log has: services that call each other for ever are stopped there
 FIRST_OTHER_SEQUENCE_ID = 1 << 40  # of records that no log has
-
-
-class _Sent(Struct, eq=False):
-    """A message on its way. ``slot``: its place in the receiver's log; ``time_ns``: when it comes without one."""
-
-    message: bytes
-    slot: Place | None
-    difference: int | None
-    time_ns: int | None = None
-    is_due: bool = False
-
-
-class _Stream(Struct, eq=False):
-    """``settled``: how many of the recorded messages were made again alike, before the receiver was in the cone."""
-
-    settled: int = 0
-    queue: deque[_Sent] = field(default_factory=deque)
-    last_ns: int = 0
-    drawn: random.Random | None = None
-    delays: list[tuple[int, int]] | None = None
-
-
-class Service(Struct, eq=False):
-    """A service of the cone. ``why``: the difference by which it joined; None: its code is changed."""
-
-    name: str
-    recorded: Recorded
-    player: Player
-    why: int | None
-    cursor: int = 0
-    joined_ns: int = -1
-    time_ns: int = 0
-    timer_ns: int = 0
-    state_cause: int | None = None
-    taken: dict[str, int] = field(default_factory=dict)
-    done: set[Place] = field(default_factory=set)  # messages that came before their place
-    open: dict[Place, int | None] = field(default_factory=dict)  # messages that have not come: by which difference
-    effects: dict[int, str] = field(default_factory=dict)
-    verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
-    unmatched: dict[object, list[int]] = field(default_factory=dict)
-    first: tuple[Place, int] | None = None
-    equal: dict[str, int] = field(default_factory=dict)
-    stopped: str = ""
-    messages: int = 0
-
-    @property
-    def log(self) -> Log:
-        return self.recorded.log
-
-    @property
-    def next_record(self) -> LoggedRecord | None:
-        if self.stopped or self.cursor >= len(self.log.records):
-            return None
-        return self.log.records[self.cursor]
-
-    @property
-    def is_there(self) -> bool:
-        """True if the service has come to where the others are, behind its initial message: nothing new is earlier."""
-        record = self.next_record
-        return self.reached >= 0 and (record is None or record.time_ns > self.joined_ns)
-
-    @property
-    def reached(self) -> int:
-        """The last record of its log that was handled."""
-        return self.log.checkpoint.sequence_id + self.cursor
 
 
 class JoinedLateError(Exception):
@@ -175,6 +94,7 @@ class Simulation:
     ) -> None:
         self.services: dict[str, Service] = {}
         self.differences: list[Difference] = []
+        self._calls = CallComparison(self.differences)
         self.effects: list[AskedEffect] = []
         self.unanswered: list[UnansweredCall] = []
         self.broken: Broken | None = None
@@ -184,13 +104,11 @@ class Simulation:
         self._seed = seed
         self._recorded = recorded
         self._early = early
-        self._streams: dict[tuple[str, str], _Stream] = defaultdict(_Stream)
+        self._streams: dict[tuple[str, str], Stream] = defaultdict(Stream)
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = itertools.count()
         self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
         self._other_count = 0
-        self._once: dict[tuple[str, int], int] = {}  # numbers of changed calls then, by caller and number now
-        self._by_place: dict[tuple[str, str, Place], int] = {}
         self._end_ns = max((_end_ns(source, logs.to_ns) for source in logs.sources.values()), default=0)
         self._now_ns = 0
 
@@ -215,7 +133,7 @@ class Simulation:
                     f"{service.name}: a timer would go off at {time_text(due_ns)}, behind the end of the logs"
                 )
             for place, cause in sorted(service.open.items()):
-                self._miss(service, place, service.recorded.made.get(place, {}), cause)
+                self._calls.miss(service, place, cause)
 
     def code(self, name: str) -> Definition:
         """Return the class that made that log."""
@@ -279,13 +197,13 @@ class Simulation:
             recorded = Recorded(log, route, self._logs.code(name), self._logs.outsiders)
             self._recorded[name] = recorded
         definition = changed or self._logs.code(name)
-        player = Player(source, route, definition, is_new=True, outsiders=self._logs.outsiders)
+        player = Player(source, route, definition, Sink(), is_new=True, outsiders=self._logs.outsiders)
         service = Service(name, recorded, player, why, time_ns=recorded.log.begin_ns)
         service.state_cause = why
         service.joined_ns = -1 if why is None else self._now_ns
         self.services[name] = service
         if why is not None and recorded.log.begin_ns > self._now_ns and recorded.log.checkpoint.sequence_id >= 0:
-            self._refuse_early(service)
+            service.refuse_early()
         for other in self.services.values():  # what it has had of this one was recorded
             position = 0
             for record in other.log.records[: other.cursor]:
@@ -333,8 +251,8 @@ class Simulation:
                 service.open[place] = why = self._why_absent(sender, service.name, slot.position)
                 for destination, outputs in service.recorded.made.get(place, {}).items():
                     self._require_not_taken(service, destination, outputs[0].position)
-                    if self._name(service, destination) in self._logs.sources:
-                        self._join(self._name(service, destination), why)
+                    if service.receiver(destination) in self._logs.sources:
+                        self._join(service.receiver(destination), why)
             else:
                 causes[index] = sent.difference
                 if sent.message != slot.message:
@@ -344,7 +262,7 @@ class Simulation:
         if absent or is_other:
             self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
         else:
-            self._tell(service, record.sequence_id, range(len(slots)))
+            service.tell(record.sequence_id, range(len(slots)))
             turn = service.player.give_logged(record)
             self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
         senders = {slot.source or service.name for slot in slots if slot.source is not None}
@@ -363,20 +281,14 @@ class Simulation:
         is_last: bool,
     ) -> None:
         """The messages of ``part``; all others keep their index."""
-        self._tell(service, record.sequence_id, [index for index in part if index not in absent])
+        service.tell(record.sequence_id, [index for index in part if index not in absent])
         given = [
             slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
             for index, slot in enumerate(slots[: part.stop])
         ]
-        turn = service.player.give(record.sequence_id, record.time_ns, given, is_logs=is_last)
+        turn = service.player.give_slots(record.sequence_id, record.time_ns, given, is_logs=is_last)
         places = [(record.sequence_id, index) for index in part if index not in absent]
         self._take(service, turn, record.time_ns, places, causes)
-
-    @staticmethod
-    def _tell(service: Service, sequence_id: int, indices: Iterable[int]) -> None:
-        """Tell which numbers the executions drew then that these messages are about to start."""
-        told = [draw for index in indices for draw in service.recorded.draws.get((sequence_id, index), ())]
-        service.player.tasks.told(told)
 
     def _sender(self, service: Service, slot: Slot) -> Service | None:
         """The service of the cone that sends what is in this place; None: the record says what it is."""
@@ -391,7 +303,7 @@ class Simulation:
         order, stream = sender.recorded.order[destination], self._streams[sender.name, service.name]
         return sender if bisect_right(order, slot.position) > stream.settled else None
 
-    def _taken(self, sender: Service, service: Service, place: Place) -> tuple[_Sent | None, list[_Sent]]:
+    def _taken(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
         """Take the message for a place, and the messages that go before it in the same stream."""
         queue = self._streams[sender.name, service.name].queue
         if not any(one.slot == place for one in queue):
@@ -404,13 +316,13 @@ class Simulation:
     def _why_absent(self, sender: Service, receiver: str, position: int) -> int | None:
         destination = ONESELF if sender.name == receiver else receiver
         made_at = sender.recorded.place_that_made(destination, position)
-        if made_at is not None and (number := self._by_place.get((sender.name, destination, made_at))) is not None:
+        if made_at is not None and (number := self._calls.number_at(sender.name, destination, made_at)) is not None:
             return number
         return sender.state_cause if made_at is None else sender.open.get(made_at, sender.state_cause)
 
     # --- messages without a place -------------------------------------------------------------------------------------
 
-    def _deliver(self, sender: str, service: Service, sent: _Sent, time_ns: int) -> None:
+    def _deliver(self, sender: str, service: Service, sent: Sent, time_ns: int) -> None:
         """Now, whatever place it had."""
         self._other_count += 1
         if service.stopped:
@@ -424,13 +336,13 @@ class Simulation:
             if place[0] > service.reached:
                 service.done.add(place)
             service.open.pop(place, None)
-        self._tell(service, place[0], [place[1]])
+        service.tell(place[0], [place[1]])
         padding = [Slot(batch, name, 0, NOTHING)] * place[1]
         self._give_other(service, place, [*padding, Slot(batch, name, 0, sent.message)], time_ns, sent.difference)
 
     def _give_other(self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None) -> None:
         time_ns = max(time_ns, service.time_ns)
-        turn = service.player.give(place[0], time_ns, slots, is_logs=False)
+        turn = service.player.give_slots(place[0], time_ns, slots, is_logs=False)
         service.player.dispatcher.expect(service.reached + 1)
         self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
 
@@ -450,33 +362,13 @@ class Simulation:
         while stream.queue and stream.queue[0].is_due and self._is_past_settled(sender, service, stream):
             self._deliver(sender, service, stream.queue.popleft(), time_ns)
 
-    def _is_past_settled(self, sender: str, service: Service, stream: _Stream) -> bool:
+    def _is_past_settled(self, sender: str, service: Service, stream: Stream) -> bool:
         """True if all messages that were sent before the receiver joined have come, as they once did."""
         if not stream.settled:
             return True
         order = self.services[sender].recorded.order[service.name]
         place = service.log.place_of(sender, order[stream.settled - 1])
         return place is None or place[0] <= service.reached
-
-    def _delay_ns(self, sender: Service, service: Service, stream: _Stream, time_ns: int) -> int:
-        """Return the delay of a new message: what one took in this stream then, in ns."""
-        if stream.delays is None:
-            stream.delays = []
-            destination = ONESELF if sender is service else service.name
-            made = zip(sender.recorded.order[destination], sender.recorded.places[destination], strict=True)
-            for position, place in made:
-                to = service.log.place_of(ONESELF if sender is service else sender.name, position)
-                if to is not None:
-                    made_ns = sender.log.time_of(place[0])
-                    stream.delays.append((made_ns, max(0, service.log.time_of(to[0]) - made_ns)))
-        if not stream.delays:
-            return DELAY_NS
-        if self._seed:
-            if stream.drawn is None:
-                stream.drawn = random.Random(f"{self._seed} {sender.name} {service.name}")  # noqa: S311 (from a seed)
-            return stream.drawn.choice(stream.delays)[1]
-        at = bisect_right(stream.delays, time_ns, key=lambda one: one[0]) - 1
-        return stream.delays[max(0, at)][1]
 
     # --- what a record has made ---------------------------------------------------------------------------------------
 
@@ -500,7 +392,7 @@ class Simulation:
         made: dict[tuple[str, Place], list[bytes]] = {}
         for output in turn.outputs:
             made.setdefault((output.destination, output.place), []).append(output.message)
-        self._note_verdicts(service, turn.verdicts)
+        service.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
         if turn.stopped:
             service.stopped = turn.stopped
             self.notes.append(f"{service.name} stops at {turn.stopped}; what is said of it here ends there")
@@ -531,156 +423,20 @@ class Simulation:
         *,
         is_other: bool,
     ) -> None:
-        if not is_other and [one.message for one in old] == new:
-            service.equal[destination] = service.equal.get(destination, 0) + len(new)
-            for output in old:
-                self._send(service, destination, output.message, output.position, None, time_ns, in_time=True)
-            return
-        at = 0
-        before = [one.message for one in old]
-        pairs = [(None, one, one) for one in new] if before == new else aligned(before, list(new), whole=True)
-        for kind, was, is_now in pairs:
-            position = None
-            if was is not None:
-                position = old[at].position
-                at += 1
-            number: int | None = None
-            if was is not None and is_now is not None and self._is_same_answer(service, destination, was, is_now):
-                service.equal[destination] = service.equal.get(destination, 0) + 1
-                number = cause  # what it answers has another number
-            elif kind is not None or is_other:
-                name = "moved" if kind is None else kind.value
-                if name in ("added", "missing"):
-                    number = self._pair(service, destination, was, is_now)
-                if number is None:
-                    number = self._note(service, name, destination, place, was, is_now, cause, time_ns)
-                    if was is None or is_now is None:
-                        self._leave(service, destination, was, is_now, number)
-                    self._note_changed_call(service, self.differences[number])
-            else:
-                service.equal[destination] = service.equal.get(destination, 0) + 1
-            if is_now is not None:
-                self._send(service, destination, is_now, position, number, time_ns, in_time=not is_other)
-            elif self._name(service, destination) in self._logs.sources:
+        """Send on what a message has made, and let the receivers of what it has not made any more join."""
+        calls = self._calls.compare(service, destination, place, old, new, cause, time_ns, is_other=is_other)
+        for position, message, number in calls:
+            if message is not None:
+                self._send(service, destination, message, position, number, time_ns, in_time=not is_other)
+            elif service.receiver(destination) in self._logs.sources:
                 self._require_not_taken(service, destination, position or 0)
-                self._join(self._name(service, destination), number)
+                self._join(service.receiver(destination), number)
 
     def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
         """Raise JoinedLateError if the receiver has had that message of ``service``, as it was recorded."""
-        receiver = self.services.get(self._name(service, destination))
+        receiver = self.services.get(service.receiver(destination))
         if receiver is not None and position <= receiver.taken.get(service.name, 0):
             raise JoinedLateError(service.name)
-
-    def _pair(self, service: Service, destination: str, old: bytes | None, new: bytes | None) -> int | None:
-        """An added call has moved where one like it is missing elsewhere, and is changed where its handler made another
-        one then, or its answer goes to the same call: the number of that difference."""
-        message = old or new or b""
-        wanted = "missing" if old is None else "added"
-        for key in filter(None, ((destination, message), self._execution(service, destination, message, old is None))):
-            for index, number in enumerate(waiting := service.unmatched.get(key, [])):
-                one = self.differences[number]
-                if one.kind == wanted:
-                    one.old, one.new = old or one.old, new or one.new
-                    one.kind = "moved" if one.old == one.new else "changed"
-                    self._note_changed_call(service, one)
-                    del waiting[index]
-                    return number
-        return None
-
-    def _is_same_answer(self, service: Service, destination: str, old: bytes, new: bytes) -> bool:
-        """Tell whether two answers differ only in the number of the call that they are for, which is the same call."""
-        was, is_now = rpc_of(old), rpc_of(new)
-        if old == new or RpcKind.CALL in (was.kind, is_now.kind) or was.kind != is_now.kind or destination == CLIENTS:
-            return False
-        (was_number, *was_rest), (number, *rest) = (
-            decoding.decode(one.arguments, type=list[msgspec.Raw]) for one in (was, is_now)
-        )
-        once = self._once.get((self._name(service, destination), decoding.decode(number, type=int)))
-        same = list(map(bytes, was_rest)) == list(map(bytes, rest))
-        return same and once is not None and once == decoding.decode(was_number, type=int)
-
-    def _leave(self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int) -> None:
-        """Keep a message without a counterpart here: it may have one elsewhere."""
-        message = old or new or b""
-        for key in ((destination, message), self._execution(service, destination, message, old is None)):
-            if key is not None:
-                service.unmatched.setdefault(key, []).append(number)
-
-    def _execution(self, service: Service, destination: str, message: bytes, is_new: bool) -> object | None:
-        """Key of a call by the execution that makes it, and of an answer by the call that it is for; None: it has
-        none."""
-        rpc = rpc_of(message)
-        is_call = rpc.kind == RpcKind.CALL
-        if is_call and rpc.rpc_type != RpcType.ASYNC:
-            return None
-        front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]
-        if not is_call and destination == CLIENTS:
-            return destination, rpc.method_id, tuple(map(bytes, front))
-        number = decoding.decode(front[int(is_call)], type=int)
-        if not is_call:
-            return destination, rpc.method_id, self._once.get((self._name(service, destination), number), number)
-        if is_new:
-            call = service.player.tasks.calls.get(number)
-            task = None if call is None else call.task.number
-        else:
-            task = service.recorded.tasks.get(number)
-        return None if task is None else (destination, rpc.method_id, "of", task)
-
-    @staticmethod
-    def _began(service: Service, message: bytes, *, is_new: bool) -> Place | None:
-        """Return what began the execution that makes an awaited call; None: it is none, or has begun before the run."""
-        rpc = rpc_of(message)
-        if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
-            return None
-        number = decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)
-        if not is_new:
-            return service.recorded.started.get(service.recorded.tasks.get(number, 0))
-        call = service.player.tasks.calls.get(number)
-        task = None if call is None else service.player.tasks.waiting(call.task.number)
-        return None if task is None else task.began_at
-
-    def _note_changed_call(self, service: Service, one: Difference) -> None:
-        """Note which number a changed call had then: answers have it."""
-        if one.kind != "changed" or one.old is None or one.new is None:
-            return
-        numbers = []
-        for rpc in (rpc_of(one.old), rpc_of(one.new)):
-            if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
-                return
-            numbers.append(decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int))
-        self._once[service.name, numbers[1]] = numbers[0]
-
-    def _note(
-        self,
-        service: Service,
-        kind: str,
-        destination: str,
-        place: Place,
-        old: bytes | None,
-        new: bytes | None,
-        cause: int | None,
-        time_ns: int,
-    ) -> int:
-        if service.first is None:
-            service.first = place, time_ns
-        began = None if new is None else self._began(service, new, is_new=True)
-        if began is None and old is not None:
-            began = self._began(service, old, is_new=False)
-        one = Difference(service.name, kind, destination, place, old, new, cause, time_ns, began)
-        self.differences.append(one)
-        number = self._by_place[service.name, destination, place] = len(self.differences) - 1
-        return number
-
-    def _miss(self, service: Service, place: Place, made: Mapping[str, Sequence[Output]], cause: int | None) -> None:
-        for destination, outputs in made.items():
-            for output in outputs:
-                if self._pair(service, destination, output.message, None) is None:
-                    time_ns = service.log.time_of(place[0])
-                    self._note(service, "missing", destination, place, output.message, None, cause, time_ns)
-
-    @staticmethod
-    def _name(service: Service, destination: str) -> str:
-        return destination or service.name
 
     def _send(
         self,
@@ -693,7 +449,7 @@ class Simulation:
         *,
         in_time: bool,
     ) -> None:
-        name = self._name(service, destination)
+        name = service.receiver(destination)
         if name not in self._logs.sources:
             if number is not None:
                 self._answer(service, destination, message, time_ns)
@@ -717,25 +473,17 @@ class Simulation:
             if slot is None and receiver.log.had_before(from_name, position):
                 if number is None:
                     return
-                self._refuse_early(receiver)
-        sent = _Sent(message, slot, number)
+                receiver.refuse_early()
+        sent = Sent(message, slot, number)
         stream.queue.append(sent)
         if slot is None or slot[0] <= receiver.reached:
             if slot is None and number is None:
                 return  # it was on its way at the end of the log, and still is
-            sent.time_ns = max(stream.last_ns, time_ns + self._delay_ns(service, receiver, stream, time_ns))
+            sent.time_ns = max(stream.last_ns, time_ns + stream.delay_ns(service, receiver, self._seed, time_ns))
             stream.last_ns = sent.time_ns
             self._at(sent.time_ns, lambda now_ns: self._is_due(service.name, receiver, sent, now_ns))
 
-    @staticmethod
-    def _refuse_early(receiver: Service) -> None:
-        begin = time_text(receiver.log.begin_ns)
-        raise ReplayError(
-            f"{receiver.name!r} has no state of before {begin}: its log was trimmed, and what changes earlier can't be"
-            f" worked out; the earliest that can: --from {begin}"
-        )
-
-    def _is_due(self, sender: str, receiver: Service, sent: _Sent, now_ns: int) -> None:
+    def _is_due(self, sender: str, receiver: Service, sent: Sent, now_ns: int) -> None:
         sent.is_due = True
         stream = self._streams[sender, receiver.name]
         for one in stream.queue:  # what goes before it and has no place of its own any more
@@ -749,31 +497,13 @@ class Simulation:
 
     def _answer(self, service: Service, destination: str, message: bytes, time_ns: int) -> None:
         """Answer a call to a service without a log, where its caller waits."""
-        rpc = rpc_of(message)
-        if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC or destination in self._logs.outsiders:
+        if destination in self._logs.outsiders:
             return
-        _, number, *rest = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
-        if (call_number := decoding.decode(number, type=int)) < FIRST_OTHER_NUMBER:
-            return  # as in the log, whose answer it gets
-        method = service.player.methods.get((destination, rpc.method_id), f"method {rpc.method_id}")
-        call = Call(service.name, destination, method, [decoding.decode(one) for one in rest])
-        if self._rules.answer is None:
-            text = f"{destination} has no log here, and nothing says what it would have answered: see --answer"
-            kind, value = RpcKind.RAISED, encode_failed("NoLog", text, "")
-            outcome = "failed: it has no log here"
-        else:
-            try:
-                result = self._rules.answer(call)
-                kind, value, outcome = RpcKind.RETURNED_VALUE, encoder.encode(result), f"answered {result!r}"
-            except Exception as error:  # of the user's function
-                kind, value = RpcKind.RAISED, encode_failed(type(error).__name__, str(error), "")
-                outcome = f"failed: {type(error).__name__}: {error}"
-        self.unanswered.append(UnansweredCall(call, outcome, time_ns))
-        if kind == RpcKind.RAISED:
-            arguments = encoder.encode([call_number, *decoding.decode(value, type=list[msgspec.Raw])])
-        else:
-            arguments = encoder.encode([call_number, msgspec.Raw(value)])
-        answer = encode_incoming_rpc(rpc.method_id, RpcType.ASYNC, arguments, kind)
+        answered = self._rules.answered(service, destination, message, time_ns)
+        if answered is None:
+            return
+        answer, unanswered = answered
+        self.unanswered.append(unanswered)
         batch = BatchSource(BatchKind.STREAM, destination, 0, 1, 0)
 
         def give(now_ns: int) -> None:
@@ -825,45 +555,11 @@ class Simulation:
         effect = service.player.waiting_effects().get(number)
         if effect is None or service.stopped:
             return
-        words = effect.function.describe(effect.encoded)
-        name, encoded, key = effect.function.name, effect.encoded, effect.options.key
-
-        def is_like(one: EffectDone) -> bool:
-            return one.done is not None and one.name == name and one.encoded == encoded
-
-        def has_key(one: EffectDone) -> bool:
-            return one.done is not None and one.name == name and key is not None and one.key == key
-
-        found = service.recorded.effects.get(number)
-        if found is None or found.done is None:
-            done = service.recorded.effects.values()
-            found = next(filter(is_like, done), None)
-            if found is None and self._rules.effects == "by-key":
-                found = next(filter(has_key, done), None)
-        if found is not None:
-            arguments = decoding.decode(rpc_of(found.message).arguments, type=list[msgspec.Raw])
-            front = [number, effect.what, effect.detail]
-            rpc = rpc_of(found.message)
-            message = encode_incoming_rpc(rpc.method_id, rpc.rpc_type, encoder.encode([*front, *arguments[3:]]))
-            outcome = "the result that the log has"
-        else:
-            message, outcome = service.player.effect_message(effect, lambda request: self._run(service, request))
-        self.effects.append(AskedEffect(service.name, words, outcome, now_ns))
+        message, asked = self._rules.result(service, number, effect, now_ns)
+        self.effects.append(asked)
         self._give_own(service, message, now_ns)
 
-    def _run(self, service: Service, request: Any) -> Any:
-        if isinstance(self._rules.effects, str):
-            raise LookupError(
-                f"a what-if runs no effect, and the log has no result of this one (--effects {self._rules.effects})"
-            )
-        positional, named = request.arguments
-        return self._rules.effects(Call(service.name, "", request.name, positional, named))
-
     # --- failures and checks ------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _note_verdicts(service: Service, verdicts: Iterable[Verdict]) -> None:
-        service.verdicts |= {verdict.key: verdict for verdict in verdicts}
 
     def _check(self, service: Service, place: Place, time_ns: int) -> None:
         if self._rules.check is None or self.broken is not None:
@@ -878,11 +574,6 @@ class Simulation:
         except AssertionError as error:
             text = str(error) or "AssertionError"
         self.broken = Broken(service.name, place, time_ns, text)
-
-
-def rpc_of(message: bytes) -> IncomingRpc:
-    _, start, end = decode_message(message)
-    return decode_incoming_rpc(message, start, end)
 
 
 def _end_ns(source: RecordSource, to_ns: int | None) -> int:

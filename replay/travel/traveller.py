@@ -34,7 +34,7 @@ from immortal.replay.travel.values import (
     text_of,
     value_at,
 )
-from immortal.replay.travel.walk import Each, Walk, name_of
+from immortal.replay.travel.walk import Walk, name_of
 
 At = tuple[int, int]
 Values = dict[str, Any]
@@ -140,7 +140,7 @@ class MomentExplorer:
             end_s = end_s or time.monotonic() + STATES_S
 
         walk.made.clear()
-        walk.advance(record, Each(record, record, behind), collects=True)
+        walk.advance(record, behind, collects=True)
         walk.look_ahead()
         if at not in states:  # it failed alone, so nothing was said of it: it changed nothing
             states[at] = states.get(_before(at)) or walk.state()
@@ -173,7 +173,7 @@ class MomentExplorer:
                 except Exception as error:
                     answer.update(raised=f"{type(error).__name__}: {error}"[:500])
 
-        walk.advance(record, Each(record, record, behind))
+        walk.advance(record, behind)
         self._walk = None  # the expression may have changed the state
         return answer or {"raised": "that message has failed, so there is no moment behind it"}
 
@@ -213,7 +213,7 @@ class MomentExplorer:
                 hit = sequence_id, index
 
         for record in range(at[0], last + 1):
-            walk.advance(record, Each(record, record, behind))
+            walk.advance(record, behind)
             if hit is not None or self._is_late():
                 break
         return {"at": hit, "looked": walk.reached, "is_cut": hit is None and walk.reached < last}
@@ -230,7 +230,7 @@ class MomentExplorer:
         for checkpoint in reversed(self._checkpoints(at[0] - 1)):
             walk = Walk(self._source, self._definition, checkpoint)
             for record in range(checkpoint.sequence_id + 1, upper + 1):
-                walk.advance(record, Each(record, record, behind))
+                walk.advance(record, behind)
                 if self._is_late():
                     return {"at": hit, "looked": checkpoint.sequence_id + 1, "is_cut": True}
             if hit is not None:
@@ -262,7 +262,7 @@ class MomentExplorer:
 
         upper = self._upper(start, record, steps, now)
         for each in range(start.sequence_id + 1, upper + 1):
-            walk.advance(each, Each(each, each, behind))
+            walk.advance(each, behind)
             if self._is_late():
                 break
         if found is None:
@@ -420,7 +420,7 @@ def _change(path: str, old: Any, new: Any) -> Values:
 def _messages_made(walk: Walk) -> Iterator[tuple[At, str, int, bytes]]:
     """(which message made it, destination, position, the message)"""
     for made in walk.made:
-        origins = iter([(one.sequence_id, one.message_index) for one in made.origins for _ in range(one.count)])
+        origins = iter([(one.sequence_id, one.message_index) for one in made.origins or () for _ in range(one.count)])
         offset, position = 0, made.first_position
         for _, _, end in decode_messages(made.payload):
             yield next(origins, (-1, -1)), made.destination, position, made.payload[offset:end]

@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,27 +123,19 @@ class Side(LocalReplay):
         self.tells = DrawnNumbersQueue()
         self.draws: list[tuple[int, RandomDraw]] = []
 
-    @property
-    def app(self) -> Any:
-        return self._app.instance
-
-    def _give(self, value: bytes) -> None:
+    def give(self, value: bytes) -> None:
         if self.told is not None:
             numbers = self.told.before(decode_header(value).sequence_id)
             assert numbers is not None
-            self._session.give_numbers(numbers)
-        super()._give(value)
+            self.session.give_numbers(numbers)
+        super().give(value)
 
-    def _take(self, events: Iterable[Event]) -> None:
-        found = list(events)
-        for event in found:
-            if isinstance(event, NumbersDrawn):
-                assert event.sequence_id is not None
-                self.tells.drawn(event.sequence_id, event.data, complete=event.complete)
-                self.draws += (
-                    [(event.sequence_id, draw) for draw in decode_numbers(event.data).draws] if event.data else []
-                )
-        super()._take(found)
+    def take(self, event: Event) -> None:
+        if isinstance(event, NumbersDrawn):
+            assert event.sequence_id is not None
+            self.tells.drawn(event.sequence_id, event.data, complete=event.complete)
+            self.draws += [(event.sequence_id, draw) for draw in decode_numbers(event.data).draws] if event.data else []
+        super().take(event)
 
 
 ops = st.tuples(st.sampled_from(["one", "two", "effect", "itself"]), st.integers(0, 2))
@@ -191,7 +183,7 @@ def test_each_call_gets_the_answer_of_its_counterpart(scripts: list[Stages], cho
             changed.clear()
             old = Side(reader)
             old.run()
-            assert old.app.done == done
+            assert old.app.instance.done == done
             changed.update(plans)
             new = Side(reader, old.tells)
             result = new.run()
@@ -199,15 +191,15 @@ def test_each_call_gets_the_answer_of_its_counterpart(scripts: list[Stages], cho
 
     for order, stages in enumerate(scripts):
         if order in waits:
-            assert order not in new.app.done
+            assert order not in new.app.instance.done
             continue
         if order not in changed:
-            assert new.app.done[order] == done[order]
+            assert new.app.instance.done[order] == done[order]
             continue
         answers: dict[Op, deque[Any]] = defaultdict(deque)
         for op, answer in zip((op for stage in stages for op in stage), done[order], strict=False):
             answers[op].append(answer)
-        said = new.app.done[order][:-1]
+        said = new.app.instance.done[order][:-1]
         for op, answer in zip((op for stage in changed[order] for op in stage), said, strict=True):
             assert answer == answers[op].popleft()
 

@@ -15,9 +15,8 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.replay import ReplayError
 from immortal.replay.travel import sessions as travel_sessions
 from immortal.replay.travel.sessions import Sessions
-from immortal.web import log_messages
+from immortal.web import WebError, log_messages
 from immortal.web.auth import Token
-from immortal.web.errors import WebError
 from immortal.web.site import Site
 from tests.helpers.cli import HOME
 from tests.helpers.recorded import Instances, load_module, write_module

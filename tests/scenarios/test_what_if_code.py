@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 
 from immortal.cli import main
 from immortal.replay.errors import ReplayError
+from immortal.web.jobs import Order, run_what_if_order
 from immortal.web.rendering import render
-from immortal.web.what_if_jobs import Order, run
 from tests.helpers.flow import STATUSES, app_of, record_flow, source_of, write_code
 
 
@@ -171,7 +171,7 @@ def test_packages_without_an_init_are_taken_from_the_code_first(flow: Path, tmp_
 def test_the_page_runs_the_code_that_is_named(flow: Path) -> None:
     order = Order(str(flow / "home"), "both", app_of("both"), code=str(flow / "new"))
     with contextlib.chdir(flow / "old"):
-        report = run(order, lambda done, total: None)
+        report = run_what_if_order(order, lambda done, total: None)
     assert report["state"] == [{"path": "total", "old": 15, "new": 30}]
     assert report["new_code"]["file"] == str(flow / "new" / "flow" / "both.py")
     shown = _shown(report)
@@ -180,7 +180,7 @@ def test_the_page_runs_the_code_that_is_named(flow: Path) -> None:
     assert "Not worked out: what store would do with 5 other calls, and send back" in shown
     _shown({key: value for key, value in report.items() if "_code" not in key and "worked" not in key})  # a kept one
     with contextlib.chdir(flow / "new"), pytest.raises(ReplayError, match="would be compared with itself"):
-        run(order, lambda done, total: None)
+        run_what_if_order(order, lambda done, total: None)
 
 
 def _shown(report: dict[str, Any]) -> str:

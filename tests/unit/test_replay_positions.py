@@ -10,7 +10,7 @@ from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.output.output_stream import OutputStream
 from immortal.protocol.extensions import Origin
 from immortal.protocol.messages import encode_incoming_rpc
-from immortal.replay.positions import KeptImpulses, Outputs, StreamPositions, cut_origins
+from immortal.replay.session import KeptImpulses, Outputs, StreamPositions, cut_origins
 
 
 def messages(first: int, count: int) -> bytes:

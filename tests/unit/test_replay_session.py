@@ -38,8 +38,18 @@ from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchSource, Trailer
 from immortal.protocol.verdicts import Handling, Verdict, VerdictKind, decode_verdicts, encode_handling, encode_verdict
 from immortal.replay import OWN_VERSION, Route, UpgradeFailedError
-from immortal.replay.positions import KeptImpulses, Outputs
-from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession, Tells, VerdictGiven
+from immortal.replay.session import (
+    BlobPiece,
+    Ended,
+    Event,
+    KeptImpulses,
+    NumbersDrawn,
+    Outputs,
+    Phase,
+    ReplaySession,
+    Tells,
+    VerdictGiven,
+)
 
 COMMITTER_ID = 7
 HEADER = CheckpointHeader(2, 10, 4, 0, 0, {"b": OutputMark(5, 0)})

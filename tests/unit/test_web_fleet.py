@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.cli import project_status
+from immortal.cli import status as status_command
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
@@ -80,7 +80,7 @@ def test_all_agree_on_the_state(registry: Registry) -> None:
         run_lock.publish(registry.home, "immortal up", {"stopped": state})
         row = fleet.row("stopped")
         assert (row.state, instance_status(registry, "stopped")["state"]) == (state, state)
-        assert project_status._row(registry, "stopped")["state"] == state
+        assert status_command._service_row(registry, "stopped")["state"] == state
     assert fleet.row("slow").state == "not started yet"
     fleet.close()
 

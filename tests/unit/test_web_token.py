@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from immortal.web import WebError
 from immortal.web.auth import COOKIE_AGE_S, Token, new_token, read_token
-from immortal.web.errors import WebError
 
 ORIGIN = "http://127.0.0.1:8000"
 

@@ -1,15 +1,19 @@
-"""What-ifs that run, and those that have: each with an address that stays, as a file in the home."""
+"""What-ifs and queries of the page: a process each, a few at a time. A what-if has an address that stays."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ from immortal.coordinator.config import write_atomically
 from immortal.coordinator.core.output.output_check import OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.moment import Time, parse_moment
+from immortal.pipeline.sql.opening import open_sql, wrong_query
+from immortal.presenters.records import cell
 from immortal.presenters.what_if import Report
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
@@ -27,12 +34,14 @@ from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
-from immortal.web.errors import WebError
-from immortal.web.notes import FOLDER_NAME
+from immortal.web import WebError
 
-AT_ONCE_MAX = 2  # each runs two apps beside one another
+WHAT_IFS_MAX = 2  # at once; each runs two apps beside one another
 KEPT_MAX = 200
 LIST_MAX = 20
+QUERIES_MAX = 2  # at once; each may replay several services
+ANSWER_S = 120.0  # the first query of a large log writes its columns
+SAID_CHARACTERS_MAX = 2000  # of the last words of a process that gave no answer
 _ID = re.compile(r"[0-9a-f]{12}")
 
 
@@ -50,10 +59,10 @@ class Job(msgspec.Struct):
 
 
 class Jobs:
-    """For all threads."""
+    """What-ifs that run, and in ``folder`` those that have, a file each. For all threads."""
 
-    def __init__(self, home: Path) -> None:
-        self._folder = home / FOLDER_NAME / "what-if"
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._lock = threading.Lock()
         self._running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
 
@@ -61,16 +70,9 @@ class Jobs:
         """Raises WebError where enough of them run."""
         job = Job(secrets.token_hex(6), order, "running", time.time_ns())
         with self._lock:
-            if len(self._running) >= AT_ONCE_MAX:
-                raise WebError(f"{AT_ONCE_MAX} what-ifs run already: wait for one of them, or cancel it", 409)
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "immortal.web.what_if_jobs"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
-                start_new_session=True,
-            )
+            if len(self._running) >= WHAT_IFS_MAX:
+                raise WebError(f"{WHAT_IFS_MAX} what-ifs run already: wait for one of them, or cancel it", 409)
+            process = _start("what-if", subprocess.DEVNULL)
             self._running[job.id] = job, process
         self._keep(job)
         threading.Thread(target=self._follow, args=(job, process), name=f"what-if {job.id}", daemon=True).start()
@@ -112,13 +114,13 @@ class Jobs:
             running = self._running.get(job_id)
         if running is not None:
             running[0].state = "cancelled"
-            running[1].kill()
+            _end(running[1])
 
     def close(self) -> None:
         with self._lock:
             running = list(self._running.values())
         for _, process in running:
-            process.kill()
+            _end(process)
 
     def _follow(self, job: Job, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
@@ -135,7 +137,7 @@ class Jobs:
         except (ValueError, OSError) as error:
             job.error = f"{type(error).__name__}: {error}"
         finally:
-            process.kill()
+            _end(process)
             process.wait()
             process.stdout.close()
         if job.state == "running":
@@ -166,13 +168,85 @@ class Jobs:
         return self._folder / f"{job_id}.json"
 
 
-# ``python -m immortal.web.what_if_jobs``: one what-if, in a process of its own.
+class _Answer(msgspec.Struct):
+    found: Found | None = None
+    error: str = ""
+
+
+class SqlJobs:
+    """Queries that run. For all threads."""
+
+    def __init__(self) -> None:
+        self._room = threading.Semaphore(QUERIES_MAX)
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, order: SqlOrder) -> Found:
+        """Raises WebError."""
+        if not self._room.acquire(blocking=False):
+            raise WebError(f"{QUERIES_MAX} queries run already: try again when one of them is done", 409)
+        try:
+            answer = self._ask(order)
+        finally:
+            self._room.release()
+        if answer.found is None:
+            raise WebError(answer.error, 422)
+        return answer.found
+
+    def close(self) -> None:
+        with self._lock:
+            for process in self._running:
+                _end(process)
+
+    def _ask(self, order: SqlOrder) -> _Answer:
+        process = _start("sql", subprocess.PIPE)
+        with self._lock:
+            self._running.add(process)
+        try:
+            said, complaints = process.communicate(msgspec.json.encode(order), timeout=ANSWER_S)
+            return decoding.decode_json(said, type=_Answer)
+        except subprocess.TimeoutExpired:
+            return _Answer(error=f"it took longer than {ANSWER_S:.0f} s, and was ended: 'immortal sql' waits longer")
+        except decoding.DecodeError:
+            last = complaints.decode("utf-8", "replace")[-SAID_CHARACTERS_MAX:].strip()
+            return _Answer(error=f"its process ended with status {process.returncode}\n{last}".strip())
+        finally:
+            with self._lock:
+                self._running.discard(process)
+            _end(process)
+            process.communicate()
+
+
+def _start(what: str, stderr: int) -> subprocess.Popen[bytes]:
+    """Start this module's :func:`main`; it is ended with all that it has started."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "immortal.web.jobs", what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env={**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# ``python -m immortal.web.jobs what-if|sql``: one what-if or one query, in a process of its own.
 #
-# Its order is JSON on stdin. A line of JSON says how far it is, {"progress": [DONE, TOTAL]}; the last one what came
-# out, {"report": {...}} or {"error": TEXT}.
+# Its order is JSON on stdin. A line of JSON says how far a what-if is, {"progress": [DONE, TOTAL]}; the last one what
+# came out: {"report": {...}} of a what-if, {"found": {...}} of a query, or {"error": TEXT}.
 
 
 PROGRESS_S = 0.2
+ROWS_SHOWN_MAX = 500
+CELL_CHARACTERS_MAX = 300
+MEMORY_MB = 2048  # of the process of a query, which may have half of it
+
+Say = Callable[[dict[str, Any]], None]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -190,7 +264,7 @@ class Order(msgspec.Struct, frozen=True):
     limit: int = 100
 
 
-def run(order: Order, progress: Any) -> dict[str, Any]:
+def run_what_if_order(order: Order, progress: Any) -> dict[str, Any]:
     """Return what `immortal what-if --json` prints, with its last line as "verdict". Raises ImmortalError."""
     registry = Registry(order.home)
     settings = registry.load(order.name)
@@ -218,15 +292,70 @@ def run(order: Order, progress: Any) -> dict[str, Any]:
         return {**report.values(), "verdict": lines[-1], "lines": lines, "warnings": report.warnings}
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything else prints
-    order = decoding.decode_json(sys.stdin.buffer.read(), type=Order)
-    said_s = 0.0
+class SqlOrder(msgspec.Struct, frozen=True):
+    """``at`` "": now. ``names`` (): all instances that have a log."""
 
-    def say(what: dict[str, Any]) -> None:
-        answers.write(msgspec.json.encode(what) + b"\n")
+    home: str
+    query: str
+    at: str = ""
+    names: tuple[str, ...] = ()
+
+
+class Found(msgspec.Struct):
+    """``cuts``: (instance, its last record that was shown)."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    has_more: bool
+    cuts: list[tuple[str, int]]
+
+
+def run_query(order: SqlOrder) -> Found:
+    """Raises ImmortalError."""
+    at: int | Time | None = parse_moment(order.at) if order.at else None
+    with open_sql(Registry(order.home), order.names, at, order.query) as database:
+        import duckdb
+
+        database.seal(MEMORY_MB // 2)
+        try:
+            statements = database.connection.extract_statements(order.query)
+            if [one.type for one in statements] != [duckdb.StatementType.SELECT]:
+                raise WebError("one query that only reads was expected, such as select ... from ...")
+            made = database.run(order.query)
+            rows = made.fetchmany(ROWS_SHOWN_MAX + 1)
+        except duckdb.Error as error:
+            raise wrong_query(error) from None
+        return Found(
+            [_clipped(name) for name in made.columns],
+            [[_clipped(cell(value)) for value in row] for row in rows[:ROWS_SHOWN_MAX]],
+            len(rows) > ROWS_SHOWN_MAX,
+            [(name, cut.last) for name, cut in database.cuts.items()],
+        )
+
+
+def _clipped(text: str) -> str:
+    """Clip a text and replace what JSON can't carry, such as half a surrogate pair."""
+    shown = text if len(text) <= CELL_CHARACTERS_MAX else f"{text[: CELL_CHARACTERS_MAX - 1]}…"
+    return shown.encode("utf-8", "replace").decode()
+
+
+def main(what: str) -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what users' classes print
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
+
+    order = sys.stdin.buffer.read()
+    if what == "sql":
+        _answer_query(decoding.decode_json(order, type=SqlOrder), say)
+    else:
+        _answer_what_if(decoding.decode_json(order, type=Order), say)
+
+
+def _answer_what_if(order: Order, say: Say) -> None:
+    said_s = 0.0
 
     def progress(done: int, total: int | None) -> None:
         nonlocal said_s
@@ -235,7 +364,7 @@ def main() -> None:
             say({"progress": [done, total]})
 
     try:
-        say({"report": run(order, progress)})
+        say({"report": run_what_if_order(order, progress)})
     except OutputDivergenceError as error:
         text = f"{error}\nThe old code does not do again what it did, so there is nothing to compare with: give the one"
         say({"error": f"{text} that made this log, or see 'immortal verify {order.name}'"})
@@ -243,5 +372,16 @@ def main() -> None:
         say({"error": str(error)})
 
 
+def _answer_query(order: SqlOrder, say: Say) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MB << 20, MEMORY_MB << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        say({"found": run_query(order)})
+    except MemoryError:
+        say({"error": f"it needs more than {MEMORY_MB} MiB of memory"})
+    except (ImmortalError, OSError) as error:
+        say({"error": str(error)})
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

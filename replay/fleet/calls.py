@@ -1,0 +1,194 @@
+"""Comparison of the calls that the services of a what-if make with those of their logs, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from immortal.coordinator.log.record_contents import rpc_of
+from immortal.protocol import decoding
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.replay.comparison import aligned
+from immortal.replay.fleet.model import Difference, Service
+from immortal.replay.fleet.player import Output, Place
+
+
+class CallComparison:
+    """``differences``: what is found is added to them; a difference is known by its number there."""
+
+    def __init__(self, differences: list[Difference]) -> None:
+        self._differences = differences
+        self._once: dict[tuple[str, int], int] = {}  # numbers of changed calls then, by caller and number now
+        self._by_place: dict[tuple[str, str, Place], int] = {}
+
+    def number_at(self, sender: str, destination: str, place: Place) -> int | None:
+        """Return the last difference in what the message at ``place`` made for ``destination``; None: there is none."""
+        return self._by_place.get((sender, destination, place))
+
+    def compare(
+        self,
+        service: Service,
+        destination: str,
+        place: Place,
+        old: Sequence[Output],
+        new: Sequence[bytes],
+        cause: int | None,
+        time_ns: int,
+        *,
+        is_other: bool,
+    ) -> Iterator[tuple[int | None, bytes | None, int | None]]:
+        """Yield (position then, message now, difference) of what the message at ``place`` made then, or makes now.
+
+        None: it has no such position, is not made any more, is the same. ``is_other``: not at its place in the log.
+        """
+        before = [one.message for one in old]
+        if not is_other and before == new:
+            service.count_equal(destination, len(new))
+            yield from ((one.position, one.message, None) for one in old)
+            return
+        positions = iter([one.position for one in old])
+        pairs = [(None, one, one) for one in new] if before == new else aligned(before, list(new), whole=True)
+        for kind, was, is_now in pairs:
+            number: int | None = None
+            if was is not None and is_now is not None and self._is_same_answer(service, destination, was, is_now):
+                number = cause  # what it answers has another number
+                service.count_equal(destination)
+            elif kind is not None or is_other:
+                name = "moved" if kind is None else kind.value
+                number = self._different(service, name, destination, place, was, is_now, cause, time_ns)
+            else:
+                service.count_equal(destination)
+            yield None if was is None else next(positions), is_now, number
+
+    def _different(
+        self,
+        service: Service,
+        kind: str,
+        destination: str,
+        place: Place,
+        was: bytes | None,
+        is_now: bytes | None,
+        cause: int | None,
+        time_ns: int,
+    ) -> int:
+        if kind in ("added", "missing") and (paired := self._pair(service, destination, was, is_now)) is not None:
+            return paired
+        number = self._note(service, kind, destination, place, was, is_now, cause, time_ns)
+        if was is None or is_now is None:
+            self._leave(service, destination, was, is_now, number)
+        self._note_changed_call(service, self._differences[number])
+        return number
+
+    def miss(self, service: Service, place: Place, cause: int | None) -> None:
+        """Note that the message at ``place`` has not come, and so not made what it made then."""
+        for destination, outputs in service.recorded.made.get(place, {}).items():
+            for output in outputs:
+                if self._pair(service, destination, output.message, None) is None:
+                    time_ns = service.log.time_of(place[0])
+                    self._note(service, "missing", destination, place, output.message, None, cause, time_ns)
+
+    def _pair(self, service: Service, destination: str, old: bytes | None, new: bytes | None) -> int | None:
+        """An added call has moved where one like it is missing elsewhere, and is changed where its handler made another
+        one then, or its answer goes to the same call: the number of that difference."""
+        message = old or new or b""
+        wanted = "missing" if old is None else "added"
+        for key in filter(None, ((destination, message), self._execution(service, destination, message, old is None))):
+            for index, number in enumerate(waiting := service.unmatched.get(key, [])):
+                one = self._differences[number]
+                if one.kind == wanted:
+                    one.old, one.new = old or one.old, new or one.new
+                    one.kind = "moved" if one.old == one.new else "changed"
+                    self._note_changed_call(service, one)
+                    del waiting[index]
+                    return number
+        return None
+
+    def _is_same_answer(self, service: Service, destination: str, old: bytes, new: bytes) -> bool:
+        """Tell whether two answers differ only in the number of the call that they are for, which is the same call."""
+        if old == new:
+            return False
+        was, is_now = rpc_of(old), rpc_of(new)
+        if RpcKind.CALL in (was.kind, is_now.kind) or was.kind != is_now.kind or destination == CLIENTS:
+            return False
+        (was_number, *was_rest), (number, *rest) = (
+            decoding.decode(one.arguments, type=list[msgspec.Raw]) for one in (was, is_now)
+        )
+        once = self._once.get((service.receiver(destination), decoding.decode(number, type=int)))
+        same = list(map(bytes, was_rest)) == list(map(bytes, rest))
+        return same and once is not None and once == decoding.decode(was_number, type=int)
+
+    def _leave(self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int) -> None:
+        """Keep a message without a counterpart here: it may have one elsewhere."""
+        message = old or new or b""
+        for key in ((destination, message), self._execution(service, destination, message, old is None)):
+            if key is not None:
+                service.unmatched.setdefault(key, []).append(number)
+
+    def _execution(self, service: Service, destination: str, message: bytes, is_new: bool) -> object | None:
+        """Key of a call by the execution that makes it, and of an answer by the call that it is for; None: it has
+        none."""
+        rpc = rpc_of(message)
+        is_call = rpc.kind == RpcKind.CALL
+        if is_call and rpc.rpc_type != RpcType.ASYNC:
+            return None
+        front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]
+        if not is_call and destination == CLIENTS:
+            return destination, rpc.method_id, tuple(map(bytes, front))
+        number = decoding.decode(front[int(is_call)], type=int)
+        if not is_call:
+            return destination, rpc.method_id, self._once.get((service.receiver(destination), number), number)
+        if is_new:
+            call = service.player.tasks.calls.get(number)
+            task = None if call is None else call.task.number
+        else:
+            task = service.recorded.tasks.get(number)
+        return None if task is None else (destination, rpc.method_id, "of", task)
+
+    @staticmethod
+    def _began(service: Service, message: bytes, *, is_new: bool) -> Place | None:
+        """Return what began the execution that makes an awaited call; None: it is none, or has begun before the run."""
+        if (number := _number_of_awaited(rpc_of(message))) is None:
+            return None
+        if not is_new:
+            return service.recorded.started.get(service.recorded.tasks.get(number, 0))
+        call = service.player.tasks.calls.get(number)
+        task = None if call is None else service.player.tasks.waiting(call.task.number)
+        return None if task is None else task.began_at
+
+    def _note_changed_call(self, service: Service, one: Difference) -> None:
+        """Note which number a changed call had then: answers have it."""
+        if one.kind != "changed" or one.old is None or one.new is None:
+            return
+        then, now = _number_of_awaited(rpc_of(one.old)), _number_of_awaited(rpc_of(one.new))
+        if then is not None and now is not None:
+            self._once[service.name, now] = then
+
+    def _note(
+        self,
+        service: Service,
+        kind: str,
+        destination: str,
+        place: Place,
+        old: bytes | None,
+        new: bytes | None,
+        cause: int | None,
+        time_ns: int,
+    ) -> int:
+        if service.first is None:
+            service.first = place, time_ns
+        began = None if new is None else self._began(service, new, is_new=True)
+        if began is None and old is not None:
+            began = self._began(service, old, is_new=False)
+        one = Difference(service.name, kind, destination, place, old, new, cause, time_ns, began)
+        self._differences.append(one)
+        number = self._by_place[service.name, destination, place] = len(self._differences) - 1
+        return number
+
+
+def _number_of_awaited(rpc: IncomingRpc) -> int | None:
+    """Return the number of a call whose answer is waited for; None for any other message."""
+    if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
+        return None
+    return decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)
