@@ -11,15 +11,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown, ReplyGone
-from immortal.appsdk.client.limits import (
-    OUTSTANDING_MAX,
-    OUTSTANDING_SIZE_BYTES_MAX,
-    POLL_MAX_S,
-    POLL_MIN_S,
-    REQUEST_COUNT_MAX,
-    REQUEST_SIZE_BYTES_MAX,
-    RESENT_BYTES_PER_S,
-)
 from immortal.protocol.client_frames import (
     ASKED_MAX,
     NUMBER_MAX,
@@ -30,6 +21,15 @@ from immortal.protocol.client_frames import (
     encode_numbers,
     encode_request,
 )
+
+OUTSTANDING_MAX = 4096  # of one client ID: sent and not answered; later calls wait here. The replies are all kept there
+OUTSTANDING_SIZE_BYTES_MAX = 8 << 20
+REQUEST_SIZE_BYTES_MAX = 256 << 10  # calls that wait are joined into frames of about this size
+REQUEST_COUNT_MAX = 256
+# A reply that does not come is asked for, less and less often: it may have been lost with a connection.
+POLL_MIN_S = 0.1
+POLL_MAX_S = 1.0
+RESENT_BYTES_PER_S = 4 << 20  # ... and with an ID or key that others may have, sent again: large ones less often
 
 
 class Call:

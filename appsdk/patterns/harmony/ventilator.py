@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 from immortal.appsdk.calls.codec import encode_value
+from immortal.appsdk.client import TIMEOUT_DEFAULT_S
 from immortal.appsdk.client import connect as connect_to
-from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
 from immortal.appsdk.patterns.harmony.batch import Progress
 from immortal.appsdk.patterns.harmony.cluster import Cluster
 from immortal.appsdk.patterns.harmony.collector import Collector
