@@ -98,7 +98,7 @@ def _show(options: argparse.Namespace) -> None:
 
 def _look(table: str, place: Place, identity: str | None) -> Report | None:
     """Ask a publisher for its report; None: no answer in time."""
-    finder: Finder = Access(table, identity=identity).finder(place)
+    finder: Finder = Access(table, {"identity": identity}).finder(place)
     found = finder.find()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

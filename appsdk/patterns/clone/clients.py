@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, TypeVar, Unpack, overload
 
+from immortal.appsdk.client import ReachOptions
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.copies import AsyncClone, Clone
@@ -74,7 +74,7 @@ class CloneConnector(Generic[V]):
         await asyncio.to_thread(self.__exit__, *error)
 
 
-class CloneOptions(TypedDict, total=False):
+class CloneOptions(ReachOptions, total=False):
     """Options of :func:`connect`."""
 
     subtrees: Sequence[str]
@@ -85,11 +85,6 @@ class CloneOptions(TypedDict, total=False):
     writes: str
     timeout: float
     publishers: Sequence[str]
-    endpoints: Sequence[str]
-    home: str | os.PathLike[str] | None
-    identity: str | None
-    server_keys: Sequence[str]
-    insecure: bool
 
 
 @overload
@@ -108,11 +103,7 @@ def connect(
     writes: str = "",
     timeout: float = limits.TIMEOUT_DEFAULT_S,
     publishers: Sequence[str] = (),
-    endpoints: Sequence[str] = (),
-    home: str | os.PathLike[str] | None = None,
-    identity: str | None = None,
-    server_keys: Sequence[str] = (),
-    insecure: bool = False,
+    **reach: Unpack[ReachOptions],
 ) -> CloneConnector[Any]:
     """Return a copy of the table called so, as a context manager, also for ``async with``.
 
@@ -132,15 +123,5 @@ def connect(
     if writes:
         check_subtrees([writes])
     options = Options(check_subtrees(subtrees), window_bytes, mark_bytes, policy, label, writes=writes)
-    access = Access(table, home, identity, server_keys, insecure, publishers, blocks=policy == "block")
-    connector = connect_client(
-        Table,
-        table,
-        timeout=timeout,
-        endpoints=endpoints,
-        home=home,
-        identity=identity,
-        server_keys=server_keys,
-        insecure=insecure,
-    )
-    return CloneConnector(access, of, options, timeout, connector)
+    access = Access(table, reach, publishers, blocks=policy == "block")
+    return CloneConnector(access, of, options, timeout, connect_client(Table, table, timeout=timeout, **reach))

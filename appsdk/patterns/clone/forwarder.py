@@ -10,11 +10,11 @@ import select
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import zmq
 
-from immortal.appsdk.client import CallRefused, ClientError, connect, with_timeout
+from immortal.appsdk.client import CallRefused, ClientError, ReachOptions, connect, with_timeout
 from immortal.appsdk.client.discovery import home_of
 from immortal.appsdk.client.shells import WatchedSockets
 from immortal.appsdk.patterns.clone import limits
@@ -47,34 +47,22 @@ class Forwarder:
         listen: str = "tcp://127.0.0.1:*",
         *,
         upstream: Sequence[str] = (),
-        identity: str | None = None,
         advertise: str = "",
         blocking_s: float = 0.0,
-        endpoints: Sequence[str] = (),
-        home: str | os.PathLike[str] | None = None,
-        server_keys: Sequence[str] = (),
-        insecure: bool = False,
+        **reach: Unpack[ReachOptions],
     ) -> None:
         self.id = secrets.token_hex(4)
-        folder = home_of(home)
-        self._identity = identity or (table if has_keys(folder, table) else "")
+        folder = home_of(reach.get("home"))
+        self._identity = reach.get("identity") or (table if has_keys(folder, table) else "")
         self._blocking_s = blocking_s
-        self._connector = connect(
-            Table,
-            table,
-            timeout=None,
-            endpoints=endpoints,
-            home=home,
-            identity=identity,
-            server_keys=server_keys,
-            insecure=insecure,
-        )
+        self._connector = connect(Table, table, timeout=None, **reach)
+        insecure = reach.get("insecure", False)
         self._publisher = Publisher(listen, home=folder, identity=self._identity, insecure=insecure)
         self.endpoint = advertise or self._publisher.endpoint
         policy: Policy = "block" if blocking_s else "drop"
         mark_bytes = limits.MARK_BYTES_MAX if policy == "drop" else limits.MARK_BYTES_DEFAULT
         self._replica = Replica(Options(("",), 4 << 20, mark_bytes, policy, f"forwarder {self.id}", relay=True))
-        self._access = Access(table, home, identity, server_keys, insecure, tuple(upstream))
+        self._access = Access(table, reach, tuple(upstream))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -18,16 +18,13 @@ import zmq
 from immortal.appsdk.client.discovery import home_of, pair_of
 from immortal.appsdk.client.errors import NotConnectable
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.frames import Refused, decode_request, encode
+from immortal.appsdk.patterns.clone.frames import Refused, Request, decode_request, encode
 from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row
 from immortal.appsdk.patterns.clone.publication import Publication
-from immortal.appsdk.patterns.listener import Listener, ListenError
-from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.safe_output import RateLimit
+from immortal.appsdk.patterns.listener import Listener
 
 logger = logging.getLogger("immortal.clone")
 
-_NOBLOCK = int(zmq.NOBLOCK)
 _QUEUED_MAX = 65_536  # frames to one client inside ZeroMQ: its window is what bounds them
 _TURN_FRAMES_MAX = 1000  # that are taken in before others have their turn
 _OPTIONS = {
@@ -49,57 +46,29 @@ class Publisher:
 
     def __init__(self, endpoint: str, *, home: Path, identity: str = "", insecure: bool = False) -> None:
         self.publishing: Publication | None = None
-        self.malformed = 0  # frames that were dropped
         self._flushed_s = self._pause_s = 0.0
-        self._warnings = RateLimit(burst=1)
-        try:
-            self._listener = Listener(endpoint, _OPTIONS, home=home, identity=identity, insecure=insecure)
-        except ListenError as error:
-            raise CloneError(str(error)) from None
+        self._listener = Listener(
+            endpoint, _OPTIONS, decode_request, logger, CloneError, home=home, identity=identity, insecure=insecure
+        )
         self.endpoint = self._listener.endpoint
-        self._socket = self._listener.socket
 
     def fileno(self) -> int:
         """File descriptor to wait for. It signals once: :meth:`receive` takes all that has come."""
-        descriptor = self._socket.getsockopt(zmq.FD)
+        descriptor = self._listener.socket.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
         return descriptor
 
     def receive(self, now_ns: int) -> bool:
         """Process clients' messages. False: there may be more."""
-        for _ in range(_TURN_FRAMES_MAX):
-            try:
-                parts = self._socket.recv_multipart(_NOBLOCK, copy=False)
-            except zmq.Again:
-                return True
-            self._received(parts, now_ns)
-        return False
 
-    def _received(self, parts: list[zmq.Frame], now_ns: int) -> None:
-        try:
-            name = self._listener.caller_of(parts[0])
-        except PermissionError as error:
-            self._drop(str(error))
-            return
-        if len(parts) != 2:
-            self._drop(f"a message of {len(parts) - 1} parts, 1 was expected")
-            return
-        route = parts[0].bytes
-        try:
-            request = decode_request(parts[1].bytes)
-        except RemoteProtocolError as error:
-            self._drop(str(error))
-            return
-        if self.publishing is not None:
-            self.publishing.take(route, name, request, now_ns)
-        else:
-            self._send(route, encode(Refused(getattr(request, "stream", 0), "nothing is published here yet", True)))
+        def take(route: bytes, name: str, request: Request) -> None:
+            if self.publishing is not None:
+                self.publishing.take(route, name, request, now_ns)
+            else:
+                refused = Refused(getattr(request, "stream", 0), "nothing is published here yet", True)
+                self._listener.send(route, encode(refused))
 
-    def _drop(self, what: str) -> None:
-        self.malformed += 1
-        left_out = self._warnings.admit("malformed", time.monotonic_ns())
-        if left_out is not None:
-            logger.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
+        return self._listener.receive(_TURN_FRAMES_MAX, take)
 
     def turn(self) -> float:
         """Do all that is due now, and return after how many seconds to come again, unless something comes."""
@@ -128,16 +97,8 @@ class Publisher:
         publishing.flush(now_ns)
         outgoing, publishing.outgoing = publishing.outgoing, []
         for route, data in outgoing:
-            if not self._send(route, data):
+            if not self._listener.send(route, data):
                 publishing.lost(route)
-
-    def _send(self, route: bytes, data: bytes) -> bool:
-        """Send a message; False: the connection is gone, or has no room."""
-        try:
-            self._socket.send_multipart((route, data), _NOBLOCK, copy=len(data) < 4096)
-        except zmq.ZMQError:
-            return False
-        return True
 
     def close(self) -> None:
         self._listener.close(limits.CLOSE_LINGER_MS)

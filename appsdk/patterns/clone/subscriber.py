@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from immortal.appsdk.client import with_timeout
+from immortal.appsdk.client import ReachOptions, with_timeout
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import CallTimeout, ClientError, NotConnectable
 from immortal.appsdk.client.transport import Dealer
@@ -286,24 +285,22 @@ class Subscriber:
 
 @dataclass
 class Access:
-    """Options by which a client reaches a table and its publishers; as of :func:`immortal.appsdk.client.connect`.
+    """Options by which a client reaches a table and its publishers. ``reach``: of :func:`immortal.client.connect`.
 
     ``publishers``: endpoints, in place of those that the table names; ``NAME@tcp://...`` where NAME's keys are shown.
     ``blocks``: of those that the table names, only where clients may hold up writers.
     """
 
     table: str
-    home: str | os.PathLike[str] | None = None
-    identity: str | None = None
-    server_keys: Sequence[str] = ()
-    insecure: bool = False
+    reach: ReachOptions
     publishers: Sequence[str] = ()
     blocks: bool = False
 
     def finder(self, place: Place) -> Finder:
-        name = place.identity or self.table
-        keys = () if place.identity else self.server_keys
-        return Finder(name, self.home, (place.endpoint,), keys, self.identity, self.insecure)
+        reach: ReachOptions = {**self.reach, "endpoints": (place.endpoint,)}
+        if place.identity:
+            reach["server_keys"] = ()
+        return Finder(place.identity or self.table, **reach)
 
 
 @dataclass

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Unpack
 
 from immortal.appsdk.calls.codec import ArgumentCodec, encode_value
 from immortal.appsdk.calls.failures import argument_mismatch, text_of
@@ -27,6 +27,7 @@ from immortal.appsdk.client import (
     ClientClosed,
     ClientError,
     OutcomeUnknown,
+    ReachOptions,
     ReplyGone,
     connect,
     with_timeout,
@@ -116,11 +117,7 @@ class Worker:
         *,
         worker_id: str | None = None,
         heartbeat: float = limits.HEARTBEAT_DEFAULT_S,
-        endpoints: Sequence[str] = (),
-        home: str | os.PathLike[str] | None = None,
-        identity: str | None = None,
-        server_keys: Sequence[str] = (),
-        insecure: bool = False,
+        **options: Unpack[ReachOptions],
     ) -> None:
         if not isinstance(functions, Mapping):
             raise TypeError(f"functions={functions!r}: {{name: function}} was expected")
@@ -137,16 +134,7 @@ class Worker:
         self._session = secrets.token_hex(16)
         self._queue = queue
         self._heartbeat_s = heartbeat
-        self._connector = connect(
-            Queue,
-            queue,
-            timeout=None,
-            endpoints=endpoints,
-            home=home,
-            identity=identity,
-            server_keys=server_keys,
-            insecure=insecure,
-        )
+        self._connector = connect(Queue, queue, timeout=None, **options)
         self._changed = threading.Event()  # stopping, or ended
         self._stopping = self._ended = self._busy = False
         self._runner: asyncio.Runner | None = None

@@ -194,7 +194,7 @@ class Swarm:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 4 * count + 100)
         self._connector = connect(Table, table, home=home)
-        access = Access(table, home, publishers=publishers)
+        access = Access(table, {"home": home}, publishers)
         places = Places(access, self._connector.__enter__())
         now_s = time.monotonic()
         self._subscribers = [
