@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal.appsdk.patterns.pirate.frames import Frame, Kind, StoreError
-from immortal.appsdk.patterns.pirate.limits import REPLY_OVERHEAD_BYTES
-from immortal.appsdk.patterns.pirate.store import Failure, Limits, ReplyStore, Rows
+from immortal.appsdk.patterns.pirate.store import REPLY_OVERHEAD_BYTES, Failure, Limits, ReplyStore, Rows
 
 ROOMY = Limits()
 

@@ -91,7 +91,7 @@ class Forwarder:
         table = self._connector.__enter__()
         telling = threading.Thread(target=self._tell, args=(table,), name=f"forwarder {self.id}", daemon=True)
         telling.start()
-        places = _Upstream(Places(self._access, table), self.endpoint)
+        places = Places(self._access, table, only_tables=True)
         subscriber = Subscriber(self._context, self._replica, places.find, self._access.finder, time.monotonic())
         try:
             self._forward(subscriber)
@@ -206,28 +206,9 @@ class Forwarder:
                     return
                 self._wants_all = True
                 logger.warning("forwarder %s: the table was not told: %s", self.id, error)
-            self._pause()
+            if not self._stopping:  # one report in PRESENCE_S, however much happens
+                time.sleep(limits.PRESENCE_S)
         try:
             with_timeout(table, _CALL_S).forwarder_ends(self.id)
         except ClientError:
             return  # it finds out by itself
-
-    def _pause(self) -> None:
-        """Wait for the next report: one in PRESENCE_S, however much happens."""
-        if not self._stopping:
-            time.sleep(limits.PRESENCE_S)
-
-
-class _Upstream:
-    """Places of a table, without this forwarder and those that follow it."""
-
-    def __init__(self, places: Places, own: str) -> None:
-        self._places = places
-        self._own = own
-
-    def find(self, anew: bool) -> Sequence[Place]:
-        """Return the places to follow. Raises NotConnectable."""
-        found = self._places.find(anew)
-        if self._places.access.publishers:
-            return found
-        return [place for place in found if place.is_table]

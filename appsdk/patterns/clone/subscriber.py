@@ -305,10 +305,13 @@ class Access:
 
 @dataclass
 class Places:
-    """Publishers of a table. ``table``: a proxy of it; None: only those given by hand are known."""
+    """Publishers of a table. ``table``: a proxy of it; None: only those given by hand are known. ``only_tables``: of
+    those that the table names, not its forwarders.
+    """
 
     access: Access
     table: Any = None
+    only_tables: bool = False
     _known: list[Place] = field(default_factory=list)
 
     def find(self, anew: bool) -> Sequence[Place]:
@@ -319,7 +322,8 @@ class Places:
             return self._known
         try:
             found = with_timeout(self.table, limits.CONNECT_S).places()
-            self._known = [place for place in found if place.may_block or not self.access.blocks] or list(found)
+            found = [place for place in found if place.is_table or not self.only_tables]
+            self._known = [place for place in found if place.may_block or not self.access.blocks] or found
         except (CallTimeout, NotConnectable) as error:
             if not self._known:  # the table is away; its forwarders may be there
                 raise NotConnectable(str(error)) from None

@@ -17,8 +17,7 @@ from immortal.appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
 from immortal.appsdk.client.shells import LoopShell, ThreadShell
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.patterns.pirate.driver import Driver, Pending
-from immortal.appsdk.patterns.pirate.frames import NUMBER_MAX
-from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, TIMEOUT_DEFAULT_S
+from immortal.appsdk.patterns.pirate.frames import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, NUMBER_MAX
 from immortal.appsdk.patterns.pirate.links import (
     REQUEST_KEY,
     Context,
@@ -30,6 +29,8 @@ from immortal.appsdk.patterns.pirate.links import (
 )
 from immortal.appsdk.patterns.pirate.pool import Policy
 from immortal.protocol.process import after_fork_message
+
+TIMEOUT_DEFAULT_S = 30.0  # of a request with all its tries: above what starting a server again takes
 
 S = TypeVar("S")
 A = TypeVar("A")

@@ -16,10 +16,13 @@ import zmq
 
 from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
 from immortal.appsdk.patterns.pirate.frames import GaveUp, TooManyRequests
-from immortal.appsdk.patterns.pirate.limits import GIVEN_UP_MAX, OPEN_REQUESTS_MAX, REGISTRY_POLL_S
 from immortal.appsdk.patterns.pirate.links import Event, Heard, Link, Lost, Reached, Replied, ServerBusy
 from immortal.appsdk.patterns.pirate.pool import AttemptHistory, GiveUp, Ping, Policy, Pool, Send, State, Why
 from immortal.protocol.process import after_fork_message
+
+OPEN_REQUESTS_MAX = 65_536  # of one client: each keeps its body in memory. As many as an instance takes
+GIVEN_UP_MAX = 4096  # numbers that may be asked again: as many replies as a server keeps for one client
+REGISTRY_POLL_S = 2.0  # for the instances that a pattern means
 
 Connect = Callable[[str], Link]
 Look = Callable[[], Iterable[str]]

@@ -22,17 +22,12 @@ from immortal.appsdk.client.session import Call
 from immortal.appsdk.client.transport import Dealer, Transport
 from immortal.appsdk.patterns.pirate.frames import (
     ANSWERS,
+    CLOSE_LINGER_MS,
     FRAME_SIZE_BYTES_MAX,
     Frame,
     Kind,
     decode_frame,
     encode_frame,
-)
-from immortal.appsdk.patterns.pirate.limits import (
-    CLOSE_LINGER_MS,
-    CONNECT_TIMEOUT_MS,
-    RECONNECT_MS_MAX,
-    RECONNECT_MS_MIN,
 )
 from immortal.protocol.errors import RemoteProtocolError
 
@@ -40,9 +35,9 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _OPTIONS = {
     zmq.IMMEDIATE: 1,  # what is sent to nobody would come to whoever listens there later
     zmq.MAXMSGSIZE: FRAME_SIZE_BYTES_MAX,
-    zmq.RECONNECT_IVL: RECONNECT_MS_MIN,
-    zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
-    zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+    zmq.RECONNECT_IVL: 10,
+    zmq.RECONNECT_IVL_MAX: 200,
+    zmq.CONNECT_TIMEOUT: 1_000,  # TCP alone asks a machine that is gone after longer and longer waits
 }
 Context = zmq.Context[zmq.Socket[bytes]]
 

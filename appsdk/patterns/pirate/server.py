@@ -23,6 +23,8 @@ from immortal.appsdk.calls.user_code import RunContexts, is_user_failure, mark_i
 from immortal.appsdk.client.discovery import home_of
 from immortal.appsdk.patterns.listener import Listener
 from immortal.appsdk.patterns.pirate.frames import (
+    BODY_SIZE_BYTES_MAX,
+    CLOSE_LINGER_MS,
     FRAME_SIZE_BYTES_MAX,
     Frame,
     Kind,
@@ -30,25 +32,23 @@ from immortal.appsdk.patterns.pirate.frames import (
     decode_frame,
     encode_frame,
 )
-from immortal.appsdk.patterns.pirate.limits import (
-    BODY_SIZE_BYTES_MAX,
-    CLOSE_LINGER_MS,
-    HANDSHAKE_TIMEOUT_MS,
-    REPLIES_QUEUED_MAX,
-    TEXT_SIZE_BYTES_MAX,
-    TURN_REQUESTS_MAX,
-    TURN_S,
-    WAITING_MAX,
-    WAITING_SIZE_BYTES_MAX,
-)
 from immortal.appsdk.patterns.pirate.store import Failure, ReplyStore
 
 logger = logging.getLogger("immortal.pirate")
 
+# Requests that wait or are worked on, of one name of a key (without keys: of all). One more is told that there is no
+# room, and goes to the next server.
+WAITING_MAX = 1024
+WAITING_SIZE_BYTES_MAX = 64 << 20
+# Requests of one write transaction: one sync for all of them. It ends sooner once it has taken so long, since nobody
+# has a reply before.
+TURN_REQUESTS_MAX = 64
+TURN_S = 0.005
+TEXT_SIZE_BYTES_MAX = 2048  # of what a function has raised: a message for people
 _OPTIONS = {
     zmq.MAXMSGSIZE: FRAME_SIZE_BYTES_MAX,
-    zmq.SNDHWM: REPLIES_QUEUED_MAX,
-    zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
+    zmq.SNDHWM: 64,  # replies on their way to one client; beyond it one is not sent, and is asked for again
+    zmq.HANDSHAKE_IVL: 3_000,
 }
 _Key = tuple[str, str, int]  # name of the caller's key, client ID, number
 
