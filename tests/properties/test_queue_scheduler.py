@@ -23,8 +23,8 @@ from immortal.appsdk.patterns.queue.model import (
     Submission,
     Task,
 )
-from immortal.appsdk.patterns.queue.ready_queue import rank_of
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
+from immortal.appsdk.patterns.queue.tasks import rank_of
 
 S = limits.SECOND_NS
 FUNCTIONS = ["f", "g", "h"]
@@ -71,7 +71,7 @@ class AnyQueue(RuleBasedStateMachine):
             assert dedup
             return
         self.submitted = max(self.submitted, task)
-        if wait and (number := self.scheduler.outcome(task, wait=True).wait):
+        if wait and (number := self.scheduler.tasks.outcome(task, wait=True).wait):
             self.waits.add(number)
         self.look()
 
@@ -314,19 +314,19 @@ class AnyQueue(RuleBasedStateMachine):
     def a_recovery_goes_on_alike(self) -> None:
         """What is not kept follows from what is."""
         again = Scheduler(copy.deepcopy(self.records))
-        assert again.timers() == self.scheduler.timers()
+        assert again._timers.ranks() == self.scheduler._timers.ranks()
         for name in FUNCTIONS:
-            assert again._tasks.lanes.waiting(name) == self.scheduler._tasks.lanes.waiting(name)
+            assert again.tasks.lanes.waiting(name) == self.scheduler.tasks.lanes.waiting(name)
             if not self.is_late():
-                assert again._tasks.lanes.first(name, self.now_ns) == self.scheduler._tasks.lanes.first(
+                assert again.tasks.lanes.first(name, self.now_ns) == self.scheduler.tasks.lanes.first(
                     name, self.now_ns
                 )
             assert list(again._workers._idle.get(name, ())) == list(self.scheduler._workers._idle.get(name, ()))
-        assert (again._tasks._open, again._tasks._open_size_bytes) == (
-            self.scheduler._tasks._open,
-            self.scheduler._tasks._open_size_bytes,
+        assert (again.tasks._open, again.tasks._open_size_bytes) == (
+            self.scheduler.tasks._open,
+            self.scheduler.tasks._open_size_bytes,
         )
-        assert again._tasks._by_dedup == self.scheduler._tasks._by_dedup
+        assert again.tasks._by_dedup == self.scheduler.tasks._by_dedup
 
 
 AnyQueue.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

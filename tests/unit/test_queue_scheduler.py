@@ -309,7 +309,7 @@ def test_dead_workers_are_forgotten_and_so_are_their_calls(driven: Driven) -> No
     assert sorted(driven.scheduler.woken) == [call.call for call in calls]
     assert not any(driven.given(call) for call in calls)
     assert driven.records.offers == {}
-    assert driven.scheduler.timers() == {}
+    assert driven.scheduler._timers.ranks() == {}
 
 
 # --- tries ------------------------------------------------------------------------------------------------------------
@@ -372,11 +372,11 @@ def test_a_retried_dead_letter_has_all_its_tries_and_takes_no_reply_of_before(dr
 
 def test_dropped_tasks(driven: Driven) -> None:
     waiting, delayed, running = driven.submit("g"), driven.submit("g", delay_s=5), driven.submit("f")
-    wait = driven.scheduler.outcome(waiting, wait=True).wait
+    wait = driven.scheduler.tasks.outcome(waiting, wait=True).wait
     driven.ready("w", names=["f"])
     assert driven.scheduler.drop([waiting, delayed, running], "not needed", driven.now_ns) == 3
     assert wait in driven.scheduler.woken
-    assert driven.scheduler.outcome(waiting).reason == "not needed"
+    assert driven.scheduler.tasks.outcome(waiting).reason == "not needed"
     driven.ready("w", Report(running, 1, b"r"), names=["f", "g"])
     driven.advance(4)
     assert {driven.state(task) for task in (waiting, delayed, running)} == {"dropped"}
@@ -440,7 +440,7 @@ def test_tasks_that_have_ended_are_kept_by_number_and_time(driven: Driven, monke
         call = driven.done("w", task, result=b"r")
     assert list(driven.records.tasks) == [3, 4, 5]
     with pytest.raises(UnknownTask, match="not kept any more"):
-        driven.scheduler.outcome(1)
+        driven.scheduler.tasks.outcome(1)
     driven.advance(limits.ENDED_AGE_NS / S)
     assert driven.records.tasks == {}
 

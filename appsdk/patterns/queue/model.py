@@ -158,7 +158,7 @@ class QueueState(msgspec.Struct):
     ended: int = 0
     late_replies: int = 0  # dropped
     dead_forgotten: int = 0
-    describes: bool = False  # a conflict says both contents; not in a log of an earlier version, whose replies stay so
+    describes: bool = True  # always; a log of 0.1 has it
 
 
 NOTHING, SUPERSEDED = (0, 0), (-1, 0)

@@ -8,7 +8,7 @@ A worker says *ready* and waits. The worker that has waited longest gets the tas
 A disabled worker's task goes to the next one, and its reply is dropped. A worker that still waits is back with its next
 heartbeat, any other one with its next ready. Who says ready under the ID of another process takes its place.
 
-Everything that lasts is in the :class:`Records`; the rest is an index of it, and is made of it again after a recovery.
+Everything that lasts is in the :class:`QueueState`; the rest is an index of it, made of it again after a recovery.
 Times are nanoseconds and never go back.
 """
 
@@ -24,40 +24,34 @@ from immortal.appsdk.patterns.queue.model import (
     Given,
     Limit,
     Offer,
-    Outcome,
     QueueFull,
     QueueState,
     Report,
     Submission,
-    Task,
     Timer,
     Worker,
     check_name,
     nanoseconds,
 )
-from immortal.appsdk.patterns.queue.ready_queue import IndexedPriorityQueue, Rank
-from immortal.appsdk.patterns.queue.tasks import Tasks
+from immortal.appsdk.patterns.queue.tasks import IndexedPriorityQueue, Rank, Tasks
 
 
 class Scheduler:
     """Rules over the state of a queue. ``woken``: the numbers of calls and waits that have ended, for the service to
-    tell and to clear.
+    tell and to clear. ``tasks`` answers questions about one.
     """
 
     def __init__(self, records: QueueState) -> None:
         self._records = records
         self.woken: list[int] = []
         self._timers: IndexedPriorityQueue[Timer] = IndexedPriorityQueue()
-        self._tasks = Tasks(records, self._timers, self.woken)
+        self.tasks = Tasks(records, self._timers, self.woken)
         self._workers = Workers(records, self._timers, self.woken)
 
     def next_due_ns(self) -> int | None:
         """Return the time at which :meth:`advance` has something to do; None: not before something else happens."""
         found = self._timers.first()
         return None if found is None else found[0]
-
-    def timers(self) -> dict[Timer, int]:
-        return self._timers.ranks()
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
@@ -66,23 +60,9 @@ class Scheduler:
         DedupConflict.
         """
         self.advance(now_ns)
-        task_id = self._tasks.submit(submission, now_ns)
+        task_id = self.tasks.submit(submission, now_ns)
         self._dispatch(now_ns)
         return task_id
-
-    def task(self, task_id: int) -> Task:
-        """Return the task. Raises UnknownTask."""
-        return self._tasks.get(task_id)
-
-    def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
-        """Return the task's state; with ``wait``, if it is open, also the number under which its end will be told.
-        Raises UnknownTask.
-        """
-        return self._tasks.outcome(task_id, wait=wait)
-
-    def forget_wait(self, task_id: int, number: int) -> bool:
-        """Forget a wait for the task's end. False: its end was told already."""
-        return self._tasks.forget_wait(task_id, number)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -174,7 +154,7 @@ class Scheduler:
         if name not in self._records.limits and len(self._records.limits) >= limits.LIMITED_MAX:
             raise ValueError(f"{limits.LIMITED_MAX} functions have limits, and no more can: lift another one's first")
         self.advance(now_ns)
-        self._tasks.lanes.set_limit(name, limit, now_ns)
+        self.tasks.lanes.set_limit(name, limit, now_ns)
         self._dispatch(now_ns)
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
@@ -182,7 +162,7 @@ class Scheduler:
         then none was changed.
         """
         self.advance(now_ns)
-        count = self._tasks.retry(task_ids, now_ns)
+        count = self.tasks.retry(task_ids, now_ns)
         self._dispatch(now_ns)
         return count
 
@@ -193,7 +173,7 @@ class Scheduler:
         A worker that has one goes on, and its reply is dropped.
         """
         self.advance(now_ns)
-        count = self._tasks.drop(task_ids, reason, now_ns)
+        count = self.tasks.drop(task_ids, reason, now_ns)
         self._dispatch(now_ns)
         return count
 
@@ -209,12 +189,12 @@ class Scheduler:
         if due_ns is not None and now_ns - due_ns > limits.LATE_NS:
             late_ns = now_ns - due_ns + limits.EXCUSED_NS
             self._workers.excuse(late_ns, now_ns)
-            self._tasks.put_off(late_ns, now_ns)
+            self.tasks.put_off(late_ns, now_ns)
         while (found := self._timers.first()) is not None and found[0] <= now_ns:
             (kind, what, key) = timer = found[1]
             self._timers.remove(timer)
             if kind == "delay":
-                self._tasks.delay_is_over(int(what))
+                self.tasks.delay_is_over(int(what))
             elif kind == "timeout":
                 task = self._records.tasks[int(what)]
                 why = f"no reply to task {task.id} within {task.timeout_ns / limits.SECOND_NS:g} s"
@@ -222,9 +202,9 @@ class Scheduler:
             elif kind == "worker":
                 self._look_at(self._records.workers[str(what)], now_ns)
             elif kind == "start":
-                self._tasks.lanes.refresh(str(what), key, now_ns)
+                self.tasks.lanes.refresh(str(what), key, now_ns)
             else:
-                self._tasks.forget_old(now_ns)
+                self.tasks.forget_old(now_ns)
         self._dispatch(now_ns)
 
     def _look_at(self, worker: Worker, now_ns: int) -> None:
@@ -252,16 +232,16 @@ class Scheduler:
             return
         worker.task = 0
         if report.error:
-            self._tasks.failed(task, report.error, now_ns, again=report.again, pause=True)
+            self.tasks.failed(task, report.error, now_ns, again=report.again, pause=True)
         elif len(report.result) > limits.RESULT_SIZE_BYTES_MAX:
             why = (
                 f"its result takes {len(report.result)} bytes, at most {limits.RESULT_SIZE_BYTES_MAX} are possible: "
                 f"keep it elsewhere, and return where it is"
             )
-            self._tasks.failed(task, why, now_ns, again=False)
+            self.tasks.failed(task, why, now_ns, again=False)
         else:
             worker.done += 1
-            self._tasks.done(task, report.result, now_ns)
+            self.tasks.done(task, report.result, now_ns)
 
     def _disable(self, worker: Worker, why: str, now_ns: int) -> None:
         self._workers.disable(worker, why, now_ns)
@@ -276,11 +256,11 @@ class Scheduler:
         task = self._records.tasks.get(worker.task)
         worker.task = 0
         if task is not None and task.state == "running" and task.worker == worker.id:
-            self._tasks.failed(task, why, now_ns)
+            self.tasks.failed(task, why, now_ns)
 
     def _dispatch(self, now_ns: int, names: Iterable[str] = ()) -> None:
         """Give waiting workers the best tasks. ``names``: functions for which a worker is new among those that wait."""
-        lanes = self._tasks.lanes
+        lanes = self.tasks.lanes
         candidates = sorted(lanes.changed.union(names))
         lanes.changed.clear()
         while candidates:
@@ -295,14 +275,14 @@ class Scheduler:
             if best is not None:
                 (_, task_id), _, worker = best
                 task = self._records.tasks[task_id]
-                self._tasks.start(task, worker.id, now_ns)
+                self.tasks.start(task, worker.id, now_ns)
                 worker.task = task.id
                 self._workers.end_call(worker, (task.id, task.attempt))
 
 
 # Workers as a queue knows them: who waits for a task, and who was silent for too long.
 #
-# What lasts is in the :class:`Records`; the rest is an index of it.
+# What lasts is in the :class:`QueueState`; the rest is an index of it.
 
 
 class Workers:

@@ -61,7 +61,7 @@ class Queue(Immortal, roles=ROLES):
     scheduler: Transient[Scheduler]
 
     def __init__(self) -> None:
-        self.records = QueueState(describes=True)
+        self.records = QueueState()
         self.alarm_ns = _LOOKS
 
     def prepare(self) -> None:
@@ -92,11 +92,11 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[UnknownTask])
     def look(self, task: int, wait: bool) -> Outcome:
-        return self.scheduler.outcome(task, wait=wait)
+        return self.scheduler.tasks.outcome(task, wait=wait)
 
     @rpc
     def look_no_more(self, task: int, number: int) -> bool:
-        return self.scheduler.forget_wait(task, number)
+        return self.scheduler.tasks.forget_wait(task, number)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Queue(Immortal, roles=ROLES):
 
     @query(raises=[UnknownTask])
     def task(self, task: int) -> TaskDetail:
-        return _detail(self.scheduler.task(task))
+        return _detail(self.scheduler.tasks.get(task))
 
     def _dead(self) -> list[int]:
         return [task.id for task in self.records.tasks.values() if task.state == "dead"]
