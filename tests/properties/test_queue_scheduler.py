@@ -318,9 +318,7 @@ class AnyQueue(RuleBasedStateMachine):
         for name in FUNCTIONS:
             assert again.tasks.lanes.waiting(name) == self.scheduler.tasks.lanes.waiting(name)
             if not self.is_late():
-                assert again.tasks.lanes.first(name, self.now_ns) == self.scheduler.tasks.lanes.first(
-                    name, self.now_ns
-                )
+                assert again.tasks.lanes.first(name, self.now_ns) == self.scheduler.tasks.lanes.first(name, self.now_ns)
             assert list(again._workers._idle.get(name, ())) == list(self.scheduler._workers._idle.get(name, ()))
         assert (again.tasks._open, again.tasks._open_size_bytes) == (
             self.scheduler.tasks._open,

@@ -16,7 +16,7 @@ import zmq
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.client import ClientClosed, ReachOptions, with_timeout
 from immortal.appsdk.client import connect as connect_client
-from immortal.appsdk.client.shells import ThreadShell
+from immortal.appsdk.client.shells import ThreadShell, require_process
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import POLICIES, Policy
 from immortal.appsdk.patterns.clone.model import (
@@ -31,7 +31,9 @@ from immortal.appsdk.patterns.clone.model import (
 from immortal.appsdk.patterns.clone.replica import Counts, Options, Replica, Told
 from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
 from immortal.appsdk.patterns.clone.table import Table
-from immortal.protocol.process import after_fork_message, register
+from immortal.protocol.process import register
+
+_FORKED = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
 
 V = TypeVar("V")
 
@@ -64,7 +66,7 @@ class Changes(Generic[V]):
 
         Raises msgspec.ValidationError for a value of another type, and goes on behind it.
         """
-        require_same_process(self._process_id)
+        require_process(self._process_id, *_FORKED)
         return self._clone._next(self._waiting, self._timeout_s)
 
     def close(self) -> None:
@@ -352,13 +354,6 @@ class Clone(_Copy[V]):
         shell.close()
 
 
-def require_same_process(process_id: int) -> None:
-    """Check that an iterator of changes is used in its own process. Raises ClientClosed."""
-    if process_id != os.getpid():
-        what, advice = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
-        raise ClientClosed(after_fork_message(what, process_id, advice))
-
-
 def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
     """Make a change of a key. Raises ValueError, TypeError."""
     try:
@@ -397,7 +392,7 @@ class AsyncChanges(Generic[V]):
         return self
 
     async def __anext__(self) -> Changed[V]:
-        require_same_process(self._process_id)
+        require_process(self._process_id, *_FORKED)
         while True:
             self._came.clear()
             with self._clone._shell.lock:
