@@ -18,7 +18,7 @@ from immortal.appsdk.patterns.clone.frames import Received, decode_answer, decod
 from immortal.appsdk.patterns.clone.model import ENTITLED, Entitlement, Entries, Row, covers
 from immortal.appsdk.patterns.clone.model import encode as encode_value
 from immortal.appsdk.patterns.clone.publication import Publication
-from immortal.appsdk.patterns.clone.replica import News, Options, Replica
+from immortal.appsdk.patterns.clone.subscriber import News, Options, Replica
 
 KEYS = ["a", "a/b", "a/b/c", "ab", "b", "b/c"]
 SUBTREES = ["", "a", "a/b", "b"]

@@ -28,7 +28,7 @@ from immortal.appsdk.patterns.clone.model import (
     TableFull,
     Written,
 )
-from immortal.appsdk.patterns.clone.replica import Counts
+from immortal.appsdk.patterns.clone.subscriber import Counts
 from immortal.appsdk.patterns.clone.table import Table
 
 __all__ = [

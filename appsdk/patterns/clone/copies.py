@@ -28,8 +28,7 @@ from immortal.appsdk.patterns.clone.model import (
     check_subtrees,
     covers,
 )
-from immortal.appsdk.patterns.clone.replica import Counts, Options, Replica, Told
-from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
+from immortal.appsdk.patterns.clone.subscriber import Access, Counts, Options, Places, Replica, Subscriber, Told
 from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.process import register
 

@@ -22,8 +22,7 @@ from immortal.appsdk.patterns.clone.frames import Policy
 from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row, TableFull
 from immortal.appsdk.patterns.clone.publication import Publication
 from immortal.appsdk.patterns.clone.publisher import Publisher, drain_presences, has_keys, logger
-from immortal.appsdk.patterns.clone.replica import News, Options, Replica
-from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
+from immortal.appsdk.patterns.clone.subscriber import Access, News, Options, Places, Replica, Subscriber
 from immortal.appsdk.patterns.clone.table import Table
 
 _RETRY_S = 0.5

@@ -21,8 +21,7 @@ import msgspec
 import zmq
 
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.replica import Options, Replica
-from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
+from immortal.appsdk.patterns.clone.subscriber import Access, Options, Places, Replica, Subscriber
 from immortal.bench.processes import BenchError
 from immortal.client import connect
 from immortal.coordinator.service.process import die_with_parent
