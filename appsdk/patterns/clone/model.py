@@ -320,11 +320,6 @@ class Entitlements:
 
 
 # What can go wrong with a shared table.
-#
-# CloneError
-#   TableFull        there is no room for more rows, bytes, or names; nothing was changed
-#   NotEntitled      the caller may see nothing of what it asked for
-#   Ended            its publisher has ended this client's stream, and it does not come back by itself
 
 
 class CloneError(ImmortalError):

@@ -173,6 +173,13 @@ class Ranges(msgspec.Struct):
         if start < stop:
             yield start, stop
 
+    def take(self, response: Response) -> list[Response]:
+        """Add the numbers of results, and return those results that are new."""
+        stop = response.first + response.count
+        new = [response.part(*gap) for gap in self.missing(response.first, stop)]
+        self.add(response.first, stop)
+        return new
+
     def covers(self, start: int, stop: int) -> bool:
         return next(self.missing(start, stop), None) is None
 
@@ -401,8 +408,7 @@ class Batch(msgspec.Struct):
                 f"{count} results from {response.first} on came as {response.count}; of batch {response.batch!r} "
                 f"{self.put_count} tasks are known"
             )
-        new = [response.part(*gap) for gap in self.done.missing(response.first, stop)]
-        self.done.add(response.first, stop)
+        new = self.done.take(response)
         self.failed += sum(len(part.failures) for part in new)
         return new
 

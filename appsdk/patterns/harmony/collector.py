@@ -243,9 +243,7 @@ class CollectedBatch(msgspec.Struct):
 
     def take(self, response: Response) -> list[Response]:
         """Take in results and return the new ones: a number counts once."""
-        stop = response.first + response.count
-        new = [response.part(*gap) for gap in self.done.missing(response.first, stop)]
-        self.done.add(response.first, stop)
+        new = self.done.take(response)
         self.failed += sum(len(part.failures) for part in new)
         return new
 

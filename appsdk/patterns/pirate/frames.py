@@ -117,13 +117,6 @@ def _check(frame: Frame) -> None:
 
 
 # What can go wrong, beside what appsdk.client.errors has: CalleeFailed, CallRefused, OutcomeUnknown, ClientClosed.
-#
-# ImmortalError
-#   ServerError     a server can't serve as things are
-#     StoreError    its store can't be opened, read or written
-#   ClientError
-#     GaveUp        a CallTimeout: no reply, after so many tries or so long
-#     TooManyRequests
 
 
 class ServerError(ImmortalError):

@@ -262,15 +262,6 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 # What can go wrong with a task.
-#
-# QueueError
-#   QueueFull        too much waits; nothing was submitted
-#   DedupConflict    the deduplication key is that of another task
-#   UnknownTask      there is no such task, or it has ended and is not kept any more
-#   Superseded       of a worker: another process has said ready under its ID
-#   NotPossible      it can't be retried or dropped as it is
-#   TaskFailed       it is a dead letter, or was dropped; ``reason``, ``tries``
-#   NotDone          no result yet, within the time given
 
 
 class QueueError(ImmortalError):
