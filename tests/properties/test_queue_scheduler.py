@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue import model
 from immortal.appsdk.patterns.queue.model import (
     DedupConflict,
     Limit,
@@ -26,7 +26,7 @@ from immortal.appsdk.patterns.queue.model import (
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
 from immortal.appsdk.patterns.queue.tasks import rank_of
 
-S = limits.SECOND_NS
+S = model.SECOND_NS
 FUNCTIONS = ["f", "g", "h"]
 T = TypeVar("T")
 functions = st.sampled_from(FUNCTIONS)

@@ -12,8 +12,14 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.client import CallTimeout, ConnectOptions, Connector, with_timeout
 from immortal.appsdk.client import connect as connect_client
-from immortal.appsdk.patterns.queue import limits
-from immortal.appsdk.patterns.queue.model import NotDone, Outcome, State, Submission, TaskFailed
+from immortal.appsdk.patterns.queue.model import (
+    WAIT_S_MAX,
+    NotDone,
+    Outcome,
+    State,
+    Submission,
+    TaskFailed,
+)
 from immortal.appsdk.patterns.queue.service import Queue
 
 T = TypeVar("T")
@@ -46,6 +52,9 @@ def submission(name: str, arguments: Sequence[Any], options: SubmitOptions) -> S
         encoded = encode_value(list(arguments))
     except Exception as error:  # what a user's type raises as it is encoded
         raise TypeError(f"{name}: the arguments can't be encoded: {error}") from error
+    if unknown := options.keys() - SubmitOptions.__annotations__.keys():
+        known = ", ".join(SubmitOptions.__annotations__)
+        raise TypeError(f"{name}: there is no option {', '.join(sorted(unknown))} of a submission; there are {known}")
     fields: dict[str, Any] = dict(options)
     for one in fields.keys() & _IN_SECONDS:
         fields[f"{one}_s"] = _seconds(fields.pop(one))
@@ -66,8 +75,8 @@ class _Patience:
     def next(self) -> tuple[float, float | None]:
         """Return (how long the queue may wait, how long its reply may take), in seconds."""
         if self._until_s is None:
-            return limits.WAIT_S_MAX, None
-        left_s = min(limits.WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
+            return WAIT_S_MAX, None
+        left_s = min(WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
         return left_s, left_s + _GRACE_S
 
     def check(self, task: int, why: str) -> None:

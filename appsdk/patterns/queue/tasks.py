@@ -5,16 +5,18 @@ What lasts is in the :class:`QueueState`; the rest is an index of it.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
-from immortal.appsdk.patterns.queue import limits
 from immortal.appsdk.patterns.queue.model import (
+    REASON_LENGTH_MAX,
+    RETRY_DELAY_NS_MAX,
+    SECOND_NS,
     DedupConflict,
     Failure,
+    IndexedPriorityQueue,
     Key,
     Limit,
     NotPossible,
@@ -29,6 +31,21 @@ from immortal.appsdk.patterns.queue.model import (
     nanoseconds,
 )
 from immortal.protocol.identity import digest_prefix
+
+FAILURES_KEPT = 3  # of one task, the last ones
+
+# Open tasks wait or run. Beyond this a submission is refused, and the client decides what to do.
+OPEN_TASKS_MAX = 100_000
+OPEN_SIZE_BYTES_MAX = 64 << 20
+STARTS_KEPT_MAX = 100_000  # under a rate, of all functions and keys; with more, nothing is submitted
+
+# Tasks that have ended are kept, and so are their deduplication keys: the oldest go first.
+ENDED_TASKS_MAX = 10_000
+ENDED_SIZE_BYTES_MAX = 64 << 20
+ENDED_AGE_NS = 24 * 3600 * SECOND_NS
+# Dead letters wait for a person: no time ends them.
+DEAD_TASKS_MAX = 10_000
+DEAD_SIZE_BYTES_MAX = 64 << 20
 
 _AGE: Timer = ("age", 0, "")
 
@@ -117,13 +134,13 @@ class Tasks:
         return self._records.tasks[known]
 
     def _require_room(self, size_bytes: int) -> None:
-        if self._open >= limits.OPEN_TASKS_MAX or self._open_size_bytes + size_bytes > limits.OPEN_SIZE_BYTES_MAX:
+        if self._open >= OPEN_TASKS_MAX or self._open_size_bytes + size_bytes > OPEN_SIZE_BYTES_MAX:
             raise QueueFull(
                 f"{self._open} tasks with {self._open_size_bytes} bytes of arguments are open, at most "
-                f"{limits.OPEN_TASKS_MAX} with {limits.OPEN_SIZE_BYTES_MAX} bytes can be: nothing was submitted, try "
+                f"{OPEN_TASKS_MAX} with {OPEN_SIZE_BYTES_MAX} bytes can be: nothing was submitted, try "
                 f"again later"
             )
-        if self.lanes.starts_kept >= limits.STARTS_KEPT_MAX:
+        if self.lanes.starts_kept >= STARTS_KEPT_MAX:
             raise QueueFull(
                 f"{self.lanes.starts_kept} starts under a rate are remembered, and no more can be: nothing was "
                 f"submitted; shorten the periods of limits, or try again later"
@@ -183,7 +200,7 @@ class Tasks:
         for task in tasks:
             if task.state == "dead":
                 self._ended.remove(task)
-            self._end(task, "dropped", reason[: limits.REASON_LENGTH_MAX] or "dropped", now_ns)
+            self._end(task, "dropped", reason[:REASON_LENGTH_MAX] or "dropped", now_ns)
         return len(tasks)
 
     # --- tries -------------------------------------------------------------------------------------------------------
@@ -204,15 +221,15 @@ class Tasks:
 
     def failed(self, task: Task, reason: str, now_ns: int, *, again: bool = True, pause: bool = False) -> None:
         """Process a failed try of a running task. ``again``: another may help; ``pause``: not at once."""
-        reason = reason[: limits.REASON_LENGTH_MAX]
-        task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-limits.FAILURES_KEPT :]
+        reason = reason[:REASON_LENGTH_MAX]
+        task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-FAILURES_KEPT:]
         if not again or task.tries_left == 0:
             tried = "" if again else "not tried again: "
             self._end(task, "dead", f"{tried}{reason}", now_ns)
             return
         self._stop(task, now_ns)
         failed = task.tries - task.tries_left  # since it was submitted, or retried
-        delay_ns = min(task.retry_delay_ns << min(failed - 1, 60), limits.RETRY_DELAY_NS_MAX) if pause else 0
+        delay_ns = min(task.retry_delay_ns << min(failed - 1, 60), RETRY_DELAY_NS_MAX) if pause else 0
         task.due_ns = now_ns + delay_ns
         self._place(task, now_ns)
 
@@ -315,12 +332,12 @@ class EndedTasks:
         self._put(task)
         gone: list[Task] = []
         while (
-            len(self._kept) > limits.ENDED_TASKS_MAX
-            or self._kept_size_bytes > limits.ENDED_SIZE_BYTES_MAX
-            or len(self._dead) > limits.DEAD_TASKS_MAX
-            or self._dead_size_bytes > limits.DEAD_SIZE_BYTES_MAX
+            len(self._kept) > ENDED_TASKS_MAX
+            or self._kept_size_bytes > ENDED_SIZE_BYTES_MAX
+            or len(self._dead) > DEAD_TASKS_MAX
+            or self._dead_size_bytes > DEAD_SIZE_BYTES_MAX
         ):
-            dead = len(self._dead) > limits.DEAD_TASKS_MAX or self._dead_size_bytes > limits.DEAD_SIZE_BYTES_MAX
+            dead = len(self._dead) > DEAD_TASKS_MAX or self._dead_size_bytes > DEAD_SIZE_BYTES_MAX
             self._records.dead_forgotten += dead
             gone.append(self._records.tasks[next(iter(self._dead if dead else self._kept))])
             self.remove(gone[-1])
@@ -335,7 +352,7 @@ class EndedTasks:
     def due_ns(self) -> int | None:
         """Return the time at which the oldest is too old; None: there is none."""
         first = next(iter(self._kept), None)
-        return None if first is None else self._records.tasks[first].ended_ns + limits.ENDED_AGE_NS
+        return None if first is None else self._records.tasks[first].ended_ns + ENDED_AGE_NS
 
     def too_old(self, now_ns: int) -> Task | None:
         """Return the oldest task, where it is too old."""
@@ -526,59 +543,3 @@ def _out(agendas: dict[K, IndexedPriorityQueue[int]], key: K, task_id: int) -> N
         agenda.remove(task_id)
         if not agenda:
             del agendas[key]
-
-
-# A priority queue whose entries can be moved and taken out.
-
-
-E = TypeVar("E")
-
-_STALE_MAX = 64  # beside as many as there are live ones
-
-
-class IndexedPriorityQueue(Generic[E]):
-    """Entries by rank, lowest first; of one rank by the entries themselves, so that the order never depends on
-    history.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[Any, E]] = []
-        self._ranks: dict[E, Any] = {}
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def __contains__(self, entry: E) -> bool:
-        return entry in self._ranks
-
-    def ranks(self) -> dict[E, Any]:
-        return dict(self._ranks)
-
-    def put(self, entry: E, rank: Any) -> None:
-        """Add an entry, or move it."""
-        if self._ranks.get(entry) == rank:
-            return
-        self._ranks[entry] = rank
-        heapq.heappush(self._heap, (rank, entry))
-        if len(self._heap) > 2 * len(self._ranks) + _STALE_MAX:
-            self._heap = [(rank, entry) for entry, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
-
-    def remove(self, entry: E) -> None:
-        self._ranks.pop(entry, None)
-
-    def first(self) -> tuple[Any, E] | None:
-        """Return (rank, entry) of the first entry; None: there is none."""
-        heap = self._heap
-        while heap:
-            rank, entry = heap[0]
-            if self._ranks.get(entry) == rank:
-                return rank, entry
-            heapq.heappop(heap)
-        return None
-
-    def pop(self) -> tuple[Any, E] | None:
-        found = self.first()
-        if found is not None:
-            del self._ranks[found[1]]
-        return found
