@@ -328,7 +328,7 @@ class Connection:
         born_ns = int(now_s * 1e9) + self._clock_offset_ns
         self._names_needed = False
         for lane in list(self._lanes.values()):
-            if lane.first_waiting is not None:
+            if lane.waiting:
                 yield from lane.requests(lambda call: self._resolve(call, now_s), born_ns, now_s)
             if lane.resend_due_s is not None and now_s >= lane.resend_due_s:
                 lane.resend_due_s = None
@@ -347,7 +347,7 @@ class Connection:
             yield self._asked(self._hello_frame(), now_s)
         if now_s >= self._idle_due_s:
             self._idle_due_s = now_s + IDLE_POLL_S
-            if not any(lane.has_outstanding for lane in self._lanes.values()):
+            if not any(lane.outstanding for lane in self._lanes.values()):
                 yield self._asked(self._main.ping(now_s), now_s)
 
     def _hello(self, now_s: float) -> ClientFrame:

@@ -309,7 +309,7 @@ def test_dead_workers_are_forgotten_and_so_are_their_calls(driven: Driven) -> No
     assert sorted(driven.scheduler.woken) == [call.call for call in calls]
     assert not any(driven.given(call) for call in calls)
     assert driven.records.offers == {}
-    assert driven.scheduler._timers.ranks() == {}
+    assert driven.scheduler._timers.ranks == {}
 
 
 # --- tries ------------------------------------------------------------------------------------------------------------

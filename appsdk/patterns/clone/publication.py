@@ -63,18 +63,13 @@ class Publication:
         self._entitlements = _entitlements(self._owner, entries)
         self._count = 0  # of streams, in all
         self._walking: set[str] = set()  # streams with a list of rows of their own
-        self._dirty = True
+        self.is_dirty = True  # flush() has something to do
         self._beat_ns = 0
         self._reported_ns = -limits.SECOND_NS
         self._recheck = False
 
     def __len__(self) -> int:
         return len(self._streams)
-
-    @property
-    def is_dirty(self) -> bool:
-        """Tell whether :meth:`flush` has something to do."""
-        return self._dirty
 
     @property
     def held_by(self) -> list[str]:
@@ -99,7 +94,7 @@ class Publication:
                 self._recheck = True
         self.entries.number = max(self.entries.number, number)
         self._views.add(rows, is_conflated=is_conflated)
-        self._dirty = True
+        self.is_dirty = True
 
     def replace(self, table: str, entries: Entries) -> None:
         """Publish another table: all streams begin anew."""
@@ -125,7 +120,7 @@ class Publication:
                 return
             stream.heard_ns = now_ns
             if not isinstance(request, Deactivate):
-                self._dirty |= isinstance(request, Received) or not stream.has_room
+                self.is_dirty |= isinstance(request, Received) or not stream.has_room
                 stream.received(request.total_bytes)
                 if isinstance(request, Ping):
                     self._say(route, Pong(request.stream, stream.sent_bytes))
@@ -175,17 +170,17 @@ class Publication:
         self._streams[route] = stream
         self._say(route, Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
         self.joined[stream.id] = Presence(stream.id, name, asked.label, self.name, visible)
-        self._dirty = True
+        self.is_dirty = True
 
     def lost(self, route: bytes) -> None:
         """End the stream whose connection is gone."""
         if (stream := self._streams.get(route)) is not None:
             self._forget(stream)
 
-    def report(self, upstream: str = "") -> Report:
+    def report(self) -> Report:
         streams = [stream.report() for stream in self._streams.values()]
         number, rows = self.entries.number, len(self.entries.rows)
-        return Report(self.table, number, rows, upstream, self.ended_slow, self.ended_silent, streams)
+        return Report(self.table, number, rows, "", self.ended_slow, self.ended_silent, streams)
 
     def present(self) -> list[Presence]:
         """Return all clients that are present, for a table that has forgotten them."""
@@ -197,7 +192,7 @@ class Publication:
 
     def flush(self, now_ns: int) -> None:
         """Send changes to the clients that have room, and apply the policies of slow ones."""
-        self._dirty = False
+        self.is_dirty = False
         if self._recheck:
             self._recheck = False
             self._check_rights()
@@ -208,7 +203,7 @@ class Publication:
             self._end_silent(now_ns)
         joining = {stream.view for stream in self._streams.values() if stream.is_waiting}
         for view in self._views:
-            if beat or view in joining or view.has_pending:
+            if beat or view in joining or view.pending:
                 view.cut(number)
         for stream in list(self._streams.values()):
             self._advance(stream, now_ns)
@@ -228,9 +223,9 @@ class Publication:
         stream.pump(send)
         if stream.walk is None and stream.id in self._walking:
             self._walking.remove(stream.id)
-            self._dirty = True  # the next one may walk
+            self.is_dirty = True  # the next one may walk
         if stream.is_waiting:
-            self._dirty |= stream.has_room and len(self._walking) < limits.WALKS_MAX
+            self.is_dirty |= stream.has_room and len(self._walking) < limits.WALKS_MAX
         if stream.waiting_bytes > stream.asked.mark_bytes:
             self._too_slow(stream, now_ns)
         elif stream.over_since_ns is not None and stream.waiting_bytes <= stream.asked.mark_bytes // 2:
@@ -292,7 +287,7 @@ class Publication:
         for view, index in needed.items():
             view.trim(index)
             if view not in walking:
-                view.forget_snapshot()
+                view.snapshot = None
 
     # --- the end of a stream -----------------------------------------------------------------------------------------
 
@@ -311,11 +306,11 @@ class Publication:
         stream.walk = None
         if stream.id in self._walking:
             self._walking.remove(stream.id)
-            self._dirty = True
+            self.is_dirty = True
 
     def _say(self, route: bytes, answer: Answer) -> None:
         self.outgoing.append((route, encode(answer)))
-        self._dirty = True
+        self.is_dirty = True
 
 
 def _check(asked: Activate, *, may_block: bool) -> None:

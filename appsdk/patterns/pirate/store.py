@@ -175,11 +175,6 @@ class ReplyStore:
                 f"the store {self.folder} can't be written: {error}; nothing of this is kept, and nobody was answered"
             ) from error
 
-    def rows(self) -> dict[bytes, bytes]:
-        """Return all rows of the user."""
-        with self._environment.begin() as transaction:
-            return dict(Rows(transaction, self.tables["data"]))
-
     def close(self) -> None:
         self._environment.close()
 

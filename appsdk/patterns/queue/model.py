@@ -295,36 +295,30 @@ class IndexedPriorityQueue(Generic[E]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, E]] = []
-        self._ranks: dict[E, Any] = {}
+        self.ranks: dict[E, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._ranks)
-
-    def __contains__(self, entry: E) -> bool:
-        return entry in self._ranks
-
-    def ranks(self) -> dict[E, Any]:
-        return dict(self._ranks)
+        return len(self.ranks)
 
     def put(self, entry: E, rank: Any) -> None:
         """Add an entry, or move it."""
-        if self._ranks.get(entry) == rank:
+        if self.ranks.get(entry) == rank:
             return
-        self._ranks[entry] = rank
+        self.ranks[entry] = rank
         heapq.heappush(self._heap, (rank, entry))
-        if len(self._heap) > 2 * len(self._ranks) + _STALE_MAX:
-            self._heap = [(rank, entry) for entry, rank in self._ranks.items()]
+        if len(self._heap) > 2 * len(self.ranks) + _STALE_MAX:
+            self._heap = [(rank, entry) for entry, rank in self.ranks.items()]
             heapq.heapify(self._heap)
 
     def remove(self, entry: E) -> None:
-        self._ranks.pop(entry, None)
+        self.ranks.pop(entry, None)
 
     def first(self) -> tuple[Any, E] | None:
         """Return (rank, entry) of the first entry; None: there is none."""
         heap = self._heap
         while heap:
             rank, entry = heap[0]
-            if self._ranks.get(entry) == rank:
+            if self.ranks.get(entry) == rank:
                 return rank, entry
             heapq.heappop(heap)
         return None
@@ -332,7 +326,7 @@ class IndexedPriorityQueue(Generic[E]):
     def pop(self) -> tuple[Any, E] | None:
         found = self.first()
         if found is not None:
-            del self._ranks[found[1]]
+            del self.ranks[found[1]]
         return found
 
 

@@ -467,14 +467,6 @@ class ReadyQueue:
         self._prune(name, key, self._records.limits[name].period_ns, now_ns)
         self._reopen(name, key, now_ns)
 
-    def waiting(self, name: str) -> set[int]:
-        """Return the IDs of a function's waiting tasks, in the order or parked."""
-        found = set(self._ready[name].ranks()) if name in self._ready else set()
-        for lane, parked in self._parked.items():
-            if lane[0] == name:
-                found |= set(parked.ranks())
-        return found
-
     def _enter(self, name: str, task_id: int, rank: Rank) -> None:
         self._ready.setdefault(name, IndexedPriorityQueue()).put(task_id, rank)
         self.changed.add(name)
