@@ -12,11 +12,14 @@ import zmq
 from immortal.appsdk.client import ClientError
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.client.transport import Dealer
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.copies import connect
 from immortal.appsdk.patterns.clone.forwarder import Forwarder
 from immortal.appsdk.patterns.clone.frames import Look, Report, decode_answer, encode
-from immortal.appsdk.patterns.clone.model import CloneError, Place
+from immortal.appsdk.patterns.clone.model import (
+    CONNECT_S,
+    CloneError,
+    Place,
+)
 from immortal.appsdk.patterns.clone.subscriber import Access
 from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.errors import RemoteProtocolError
@@ -104,7 +107,7 @@ def _look(table: str, place: Place, identity: str | None) -> Report | None:
     try:
         dealer.open(found.endpoints[0], found, 0)
         dealer.send(encode(Look()))
-        if not dealer.socket.poll(int(1000 * limits.CONNECT_S)):
+        if not dealer.socket.poll(int(1000 * CONNECT_S)):
             return None
         answer = decode_answer(dealer.socket.recv())
         return answer if isinstance(answer, Report) else None

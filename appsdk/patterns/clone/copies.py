@@ -17,9 +17,11 @@ from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.client import ClientClosed, ReachOptions, with_timeout
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.client.shells import ThreadShell, require_process
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import POLICIES, Policy
 from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
+    MARK_BYTES_DEFAULT,
+    WINDOW_BYTES_DEFAULT,
     Change,
     CloneError,
     Ended,
@@ -31,6 +33,10 @@ from immortal.appsdk.patterns.clone.model import (
 from immortal.appsdk.patterns.clone.subscriber import Access, Counts, Options, Places, Replica, Subscriber, Told
 from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.process import register
+
+TIMEOUT_DEFAULT_S = 30.0  # as immortal.appsdk.client's
+PART_S = 0.5  # for a publisher to say that it has heard of the end
+CHANGES_WAITING_MAX = 10_000  # that wait for who reads changes(); beyond it nothing more is taken in
 
 _FORKED = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
 
@@ -95,7 +101,7 @@ class _Follower:
 
     @property
     def _has_room(self) -> bool:
-        return max(map(len, self.listeners), default=0) < limits.CHANGES_WAITING_MAX
+        return max(map(len, self.listeners), default=0) < CHANGES_WAITING_MAX
 
     def process(self) -> None:
         news = self.subscriber.process(time.monotonic(), _NEWS_MAX if self._has_room else 0)
@@ -118,7 +124,7 @@ class _Follower:
         if self._has_more:
             return now_s
         due_s = self.subscriber.next_deadline_s() if not self.replica.ended else now_s + 1.0
-        return min(due_s, now_s + limits.BEAT_S)
+        return min(due_s, now_s + BEAT_S)
 
     def close(self) -> None:
         self.subscriber.close()
@@ -311,7 +317,7 @@ class Clone(_Copy[V]):
         """
         if waiting:
             told = waiting.popleft()
-            if len(waiting) == limits.CHANGES_WAITING_MAX // 2:
+            if len(waiting) == CHANGES_WAITING_MAX // 2:
                 self._shell.rouse()
             return told
         if self._shell.error is not None or (self._is_over and not self._shell.closing):
@@ -349,7 +355,7 @@ class Clone(_Copy[V]):
                 if not (shell.closing or follower.replica.ended):
                     follower.subscriber.deactivate()
                     shell.rouse()
-                    shell.turned.wait_for(lambda: follower.subscriber.has_ended or self._is_over, limits.PART_S)
+                    shell.turned.wait_for(lambda: follower.subscriber.has_ended or self._is_over, PART_S)
         shell.close()
 
 
@@ -520,11 +526,11 @@ def connect(
     *,
     subtrees: Sequence[str] = ("",),
     policy: Policy = "drop",
-    window_bytes: int = limits.WINDOW_BYTES_DEFAULT,
-    mark_bytes: int = limits.MARK_BYTES_DEFAULT,
+    window_bytes: int = WINDOW_BYTES_DEFAULT,
+    mark_bytes: int = MARK_BYTES_DEFAULT,
     label: str = "",
     writes: str = "",
-    timeout: float = limits.TIMEOUT_DEFAULT_S,
+    timeout: float = TIMEOUT_DEFAULT_S,
     publishers: Sequence[str] = (),
     **reach: Unpack[ReachOptions],
 ) -> CloneConnector[Any]:

@@ -17,9 +17,20 @@ import zmq
 from immortal.appsdk.client import CallRefused, ClientError, ReachOptions, connect, with_timeout
 from immortal.appsdk.client.discovery import home_of
 from immortal.appsdk.client.shells import WatchedSockets
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import Policy
-from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row, TableFull
+from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
+    MARK_BYTES_DEFAULT,
+    MARK_BYTES_MAX,
+    PRESENCE_S,
+    STREAMS_MAX,
+    CloneError,
+    Entries,
+    Place,
+    Presence,
+    Row,
+    TableFull,
+)
 from immortal.appsdk.patterns.clone.publication import Publication
 from immortal.appsdk.patterns.clone.publisher import Publisher, drain_presences, has_keys, logger
 from immortal.appsdk.patterns.clone.subscriber import Access, News, Options, Places, Replica, Subscriber
@@ -59,7 +70,7 @@ class Forwarder:
         self._publisher = Publisher(listen, home=folder, identity=self._identity, insecure=insecure)
         self.endpoint = advertise or self._publisher.endpoint
         policy: Policy = "block" if blocking_s else "drop"
-        mark_bytes = limits.MARK_BYTES_MAX if policy == "drop" else limits.MARK_BYTES_DEFAULT
+        mark_bytes = MARK_BYTES_MAX if policy == "drop" else MARK_BYTES_DEFAULT
         self._replica = Replica(Options(("",), 4 << 20, mark_bytes, policy, f"forwarder {self.id}", relay=True))
         self._access = Access(table, reach, tuple(upstream))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -123,8 +134,8 @@ class Forwarder:
             if current and current != problem and self._replica.number:
                 logger.warning("forwarder %s waits: %s", self.id, current)
             problem = current
-            wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), limits.PRESENCE_S)
-            if publisher.publishing is not None and now_s - reported_s >= limits.PRESENCE_S:
+            wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), PRESENCE_S)
+            if publisher.publishing is not None and now_s - reported_s >= PRESENCE_S:
                 reported_s = now_s
                 self._report(publisher.publishing)
             is_new = watched.update(() if holds else subscriber.sockets())
@@ -164,7 +175,7 @@ class Forwarder:
                 joined, left = drain_presences(publishing)
                 self._joined += joined
                 self._left += left
-                if len(self._joined) + len(self._left) > limits.STREAMS_MAX:  # the table is away
+                if len(self._joined) + len(self._left) > STREAMS_MAX:  # the table is away
                     self._wants_all = True
             held = publishing.held_by
             has_news = bool(self._joined or self._left or self._all is not None or held != self._held)
@@ -177,7 +188,7 @@ class Forwarder:
         self._wants_all = True
         told = False
         while not self._stopping:
-            self._news.wait(limits.BEAT_S)
+            self._news.wait(BEAT_S)
             self._news.clear()
             with self._lock:
                 everything, self._all = self._all, None
@@ -206,7 +217,7 @@ class Forwarder:
                 self._wants_all = True
                 logger.warning("forwarder %s: the table was not told: %s", self.id, error)
             if not self._stopping:  # one report in PRESENCE_S, however much happens
-                time.sleep(limits.PRESENCE_S)
+                time.sleep(PRESENCE_S)
         try:
             with_timeout(table, _CALL_S).forwarder_ends(self.id)
         except ClientError:

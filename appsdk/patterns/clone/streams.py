@@ -8,9 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import Activate, Dropped, Part, StreamReport, encode
 from immortal.appsdk.patterns.clone.model import ALL, Entries, Row, covers, size_bytes, subtrees_of
+
+PART_SIZE_BYTES_MAX = 64 << 10  # of one frame to a client, but for a single larger value
+PART_CHANGES_MAX = 1000
+HISTORY_BYTES = 1 << 20  # of each view, so that who joins in step need not be brought up to date
 
 EVERYTHING = -1
 """In place of the number behind which changes are wanted."""
@@ -64,9 +67,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     begin, bytes_in = 0, 0
     for index, row in enumerate(rows):
         bytes_of = size_bytes(row)
-        if index > begin and (
-            bytes_in + bytes_of > limits.PART_SIZE_BYTES_MAX or index - begin >= limits.PART_CHANGES_MAX
-        ):
+        if index > begin and (bytes_in + bytes_of > PART_SIZE_BYTES_MAX or index - begin >= PART_CHANGES_MAX):
             yield rows[begin:index]
             begin, bytes_in = index, 0
         bytes_in += bytes_of
@@ -129,7 +130,7 @@ class View:
 
     def trim(self, needed: int) -> None:
         """Drop the parts in front of index ``needed``."""
-        while self.first < needed and self._chunks and self.end_bytes - self._begin_bytes > limits.HISTORY_BYTES:
+        while self.first < needed and self._chunks and self.end_bytes - self._begin_bytes > HISTORY_BYTES:
             self._begin_bytes = self._chunks.popleft().end_bytes
             self.first += 1
         if self.snapshot is not None and self.snapshot.then < self.first:

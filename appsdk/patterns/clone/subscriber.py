@@ -13,7 +13,6 @@ from immortal.appsdk.client import ReachOptions, with_timeout
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import CallTimeout, ClientError, NotConnectable
 from immortal.appsdk.client.transport import Dealer
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import (
     Activate,
     Activated,
@@ -32,17 +31,33 @@ from immortal.appsdk.patterns.clone.frames import (
     decode_answer,
     encode,
 )
-from immortal.appsdk.patterns.clone.model import Place
+from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
+    CONNECT_S,
+    FORWARDERS_MAX,
+    LEASE_S,
+    MARK_BYTES_DEFAULT,
+    REQUEST_SIZE_BYTES_MAX,
+    SILENCE_S,
+    VALUE_SIZE_BYTES_MAX,
+    WINDOW_BYTES_DEFAULT,
+    Place,
+)
 from immortal.appsdk.patterns.clone.streams import EVERYTHING
 from immortal.protocol.errors import RemoteProtocolError
+
+ASK_S = 0.05  # and a client sooner, then later and later, from its request until it knows that nothing was lost
+ASK_GROWTH = 1.5
+RETRY_S = 0.2  # between two attempts to find a publisher
+RETRY_S_MAX = 2.0
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _OPTIONS = {
     zmq.IMMEDIATE: 1,  # what is sent to nobody would come to whoever listens there later
-    zmq.MAXMSGSIZE: limits.PART_RECEIVED_SIZE_BYTES_MAX,
-    zmq.RECONNECT_IVL: limits.RECONNECT_MS_MIN,
-    zmq.RECONNECT_IVL_MAX: limits.RECONNECT_MS_MAX,
-    zmq.CONNECT_TIMEOUT: limits.CONNECT_TIMEOUT_MS,
+    zmq.MAXMSGSIZE: VALUE_SIZE_BYTES_MAX + REQUEST_SIZE_BYTES_MAX + (1 << 20),
+    zmq.RECONNECT_IVL: 10,
+    zmq.RECONNECT_IVL_MAX: 500,
+    zmq.CONNECT_TIMEOUT: 1_000,
 }
 _BEHIND_S = 5.0  # for so long no publisher is as far as the copy: what it has is of no use any more
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -60,8 +75,8 @@ class Options:
     """Options of a client's stream."""
 
     subtrees: tuple[str, ...] = ("",)
-    window_bytes: int = limits.WINDOW_BYTES_DEFAULT
-    mark_bytes: int = limits.MARK_BYTES_DEFAULT
+    window_bytes: int = WINDOW_BYTES_DEFAULT
+    mark_bytes: int = MARK_BYTES_DEFAULT
     policy: Policy = "drop"
     label: str = ""
     relay: bool = False
@@ -266,15 +281,15 @@ class Subscriber:
     def next_deadline_s(self) -> float:
         if not self._dealer.is_open:
             return self._next_try_s
-        silence_s = limits.SILENCE_S if self.replica.subtrees is not None else limits.CONNECT_S
+        silence_s = SILENCE_S if self.replica.subtrees is not None else CONNECT_S
         return min(self._pinged_s + self._pause_s, self._heard_s + silence_s)
 
     @property
     def _pause_s(self) -> float:
         """Time between two pings."""
         if self._is_sure and not self._unanswered:
-            return limits.BEAT_S
-        return float(min(limits.BEAT_S, limits.ASK_S * limits.ASK_GROWTH ** min(self._unanswered, 10)))
+            return BEAT_S
+        return float(min(BEAT_S, ASK_S * ASK_GROWTH ** min(self._unanswered, 10)))
 
     def process(self, now_s: float, news_max: int = 1000) -> list[News]:
         """Process what has come and return the copy's changes; at most ``news_max``, the rest with the next call."""
@@ -336,11 +351,11 @@ class Subscriber:
     def _retry(self, now_s: float) -> None:
         """Connect again soon, to another place if there is one."""
         if self._dealer.is_open:
-            self._failed_until_s[self._endpoint] = now_s + limits.LEASE_S
-            if len(self._failed_until_s) > limits.FORWARDERS_MAX:
+            self._failed_until_s[self._endpoint] = now_s + LEASE_S
+            if len(self._failed_until_s) > FORWARDERS_MAX:
                 self._failed_until_s.clear()
         self._disconnect()
-        pause_s = min(limits.RETRY_S * 1.5 ** min(self._tries, 20), limits.RETRY_S_MAX)
+        pause_s = min(RETRY_S * 1.5 ** min(self._tries, 20), RETRY_S_MAX)
         self._tries += 1
         self._next_try_s = now_s + pause_s * (0.5 + self._random.random())
 
@@ -376,7 +391,7 @@ class Subscriber:
         if not reads and self._dealer.has_unread():
             self._heard_s = now_s
         asks = self.replica.subtrees is None
-        if now_s - self._heard_s >= (limits.CONNECT_S if asks else limits.SILENCE_S):
+        if now_s - self._heard_s >= (CONNECT_S if asks else SILENCE_S):
             self.problem = f"{self._endpoint}: {self._watch.problem or 'it does not answer'}"
             self._retry(now_s)
         elif now_s - self._pinged_s >= self._pause_s:
@@ -502,7 +517,7 @@ class Places:
         if self._known and not anew:
             return self._known
         try:
-            found = with_timeout(self.table, limits.CONNECT_S).places()
+            found = with_timeout(self.table, CONNECT_S).places()
             found = [place for place in found if place.is_table or not self.only_tables]
             self._known = [place for place in found if place.may_block or not self.access.blocks] or found
         except (CallTimeout, NotConnectable) as error:

@@ -20,7 +20,7 @@ from unittest import mock
 import msgspec
 import zmq
 
-from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone import copies, publication
 from immortal.appsdk.patterns.clone.subscriber import Access, Options, Places, Replica, Subscriber
 from immortal.bench.processes import BenchError
 from immortal.client import connect
@@ -135,9 +135,9 @@ def _delay_ms(table: Table, copies: _Copies) -> float:
 def _one_that_reads_nothing(home: Path) -> Iterator[None]:
     """A client whose program takes no change: behind its high-water mark changes are dropped, for it alone."""
     with (
-        mock.patch.object(limits, "CHANGES_WAITING_MAX", 10),
+        mock.patch.object(copies, "CHANGES_WAITING_MAX", 10),
         connect_clone(
-            "prices", home=home, window_bytes=limits.WINDOW_BYTES_MIN, mark_bytes=limits.MARK_BYTES_MIN
+            "prices", home=home, window_bytes=publication.WINDOW_BYTES_MIN, mark_bytes=publication.MARK_BYTES_MIN
         ) as slow,
     ):
         changes = slow.changes(timeout=_WAIT_S)
