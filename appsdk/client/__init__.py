@@ -26,7 +26,6 @@ from immortal.appsdk.client.errors import (
     OutcomeUnknown,
     ReplyGone,
 )
-from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
 from immortal.appsdk.client.proxies import (
     Handle,
     Proxy,
@@ -68,6 +67,8 @@ __all__ = [
     "with_timeout",
     "with_traceparent",
 ]
+
+TIMEOUT_DEFAULT_S = 30.0  # of a call: above what a crash and recovery of a usual service takes
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -127,16 +128,21 @@ class Connector(Generic[S, A]):
         return Proxy(client, self._definition, name, self._timeout_s, None, trace_context=self._trace_context)
 
 
-class ConnectOptions(TypedDict, total=False):
-    """Options of :func:`connect`."""
+class ReachOptions(TypedDict, total=False):
+    """Options of :func:`connect` that say where an instance is, and whose keys are shown. All clients take them."""
 
-    client_id: str | None
-    timeout: float | None
     endpoints: Sequence[str]
     home: str | os.PathLike[str] | None
     identity: str | None
     server_keys: Sequence[str]
     insecure: bool
+
+
+class ConnectOptions(ReachOptions, total=False):
+    """Options of :func:`connect`."""
+
+    client_id: str | None
+    timeout: float | None
     traceparent: str | None
 
 

@@ -13,9 +13,8 @@ from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import CallRaised, CallTimeout, ClientClosed, ClientError
 from immortal.appsdk.client.methods import CANCEL, STATUS, Method
 from immortal.appsdk.client.session import Call, Question
-from immortal.appsdk.client.shells import LoopShell, ThreadShell
+from immortal.appsdk.client.shells import LoopShell, OwnId, ThreadShell, require_process
 from immortal.appsdk.client.transport import Transport, timeout_message
-from immortal.protocol.process import after_fork_message
 
 Ask = Callable[[Any], Any]
 
@@ -95,8 +94,7 @@ class _Waiting:
 
     def _wait_again(self, ask: Ask, timeout_s: float | None) -> Any:
         """Wait once more, if that is this process's call. Raises ClientError."""
-        if self._process_id != os.getpid():
-            raise ClientClosed(after_fork_message("a call", self._process_id, "only there its reply comes"))
+        require_process(self._process_id, "a call", "only there its reply comes")
         return ask(_Waiting(self._method, self._call, timeout_s, None))
 
 
@@ -112,7 +110,6 @@ def _nobody(call: Call) -> None:
 class _Calls:
     """Calls of a client. With an :class:`AsyncClient` each is to be awaited but ``fork``."""
 
-    _finder: Finder
     _shell: ThreadShell[_Talk] | LoopShell[_Talk]
 
     @property
@@ -182,21 +179,14 @@ class Client(_Calls):
     """
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
-        self._finder = finder
-        self._given_id = client_id
-        self._process_id = 0  # that has taken the ID
-        self._shell: ThreadShell[_Talk] = ThreadShell(self._make, f"the client of {finder.name!r}")
-
-    def _make(self) -> _Talk:
-        if self._given_id is not None and self._process_id:
-            what, advice = f"the client {self._given_id!r}", "connect here, with a client_id of its own"
-            raise ClientClosed(after_fork_message(f"{what} of {self._finder.name!r}", self._process_id, advice))
-        self._process_id = os.getpid()
-        return _Talk(self._finder, self._given_id)
+        self._own_id = OwnId(client_id, f"{finder.name!r}")
+        self._shell: ThreadShell[_Talk] = ThreadShell(
+            lambda: _Talk(finder, self._own_id.take()), f"the client of {finder.name!r}"
+        )
 
     @property
     def client_id(self) -> str:
-        return self._given_id or super().client_id
+        return self._own_id.given or super().client_id
 
     def settle(self, timeout_s: float | None) -> None:
         """Wait until each call that this process forked has a reply. Raises ClientError."""

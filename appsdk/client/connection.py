@@ -8,20 +8,10 @@ What is outstanding is sent again after each Welcome; the coordinator takes each
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
-from immortal.appsdk.client.limits import (
-    BUSY_S,
-    HELLO_MAX_S,
-    HELLO_MIN_S,
-    IDLE_POLL_S,
-    METHODS_POLL_S,
-    SILENCE_CALLING_S,
-    SILENCE_S,
-)
 from immortal.appsdk.client.methods import query_name, query_of
-from immortal.appsdk.client.queries import Queries
 from immortal.appsdk.client.session import Call, Question, Session, refused
 from immortal.protocol.client_frames import (
     KEY_PREFIX,
@@ -39,6 +29,17 @@ from immortal.protocol.client_frames import (
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.identity import KEY_ADVICE, IdentityConflict, describe_call_identity
 
+QUERIES_SENT_MAX = 64  # queries that are not logged, sent and not answered: as many as a coordinator takes of a caller
+QUERY_POLL_S = 1.0  # one that is not answered is asked again: it may have been lost with a connection
+IDLE_POLL_S = 5.0  # with nothing outstanding: whether there is still somebody
+HELLO_MIN_S = 0.05  # until somebody answers
+HELLO_MAX_S = 1.0
+METHODS_POLL_S = 0.2  # for the names of the methods, while the app is not up yet
+BUSY_S = 0.1  # before what was not taken is sent again
+# Nothing was heard for so long although there were questions: the next endpoint, or the same anew, with what the
+# registry says by then. Above the pauses of a busy coordinator.
+SILENCE_S = 2.5
+SILENCE_CALLING_S = 0.5  # ... while nobody has answered yet, and there is another endpoint to try
 CLIENT_ID_SIZE_BYTES = 12  # random; two clients with one ID would take each other's numbers
 
 
@@ -327,7 +328,7 @@ class Connection:
         born_ns = int(now_s * 1e9) + self._clock_offset_ns
         self._names_needed = False
         for lane in list(self._lanes.values()):
-            if lane.first_waiting is not None:
+            if lane.waiting:
                 yield from lane.requests(lambda call: self._resolve(call, now_s), born_ns, now_s)
             if lane.resend_due_s is not None and now_s >= lane.resend_due_s:
                 lane.resend_due_s = None
@@ -346,7 +347,7 @@ class Connection:
             yield self._asked(self._hello_frame(), now_s)
         if now_s >= self._idle_due_s:
             self._idle_due_s = now_s + IDLE_POLL_S
-            if not any(lane.has_outstanding for lane in self._lanes.values()):
+            if not any(lane.outstanding for lane in self._lanes.values()):
                 yield self._asked(self._main.ping(now_s), now_s)
 
     def _hello(self, now_s: float) -> ClientFrame:
@@ -413,3 +414,101 @@ class Connection:
             for lane in self._lanes.values():
                 due_s += [at_s for at_s in (lane.poll_due_s, lane.resend_due_s) if at_s is not None]
         return min(due_s)
+
+
+# A query changes nothing and is in no log, so to ask twice does no harm, and no number must be kept for it. Where the
+# instance's app takes none beside its log, it is made as a logged call.
+
+
+class Queries:
+    """Table of open queries. ``log``: makes a call of a query, for an instance that can't answer beside the log."""
+
+    def __init__(self, instance: str, log: Callable[[Call], None]) -> None:
+        self.problem = ""  # why the last one was not answered yet
+        self._instance = instance
+        self._log = log
+        self._number = 0
+        self._waiting: dict[int, Call] = {}  # by number; not sent
+        self._sent: dict[int, Call] = {}
+        self._due_s: dict[int, float] = {}  # of those that were sent: when again
+
+    def add(self, call: Call) -> None:
+        self._number += 1
+        self._waiting[self._number] = call
+
+    def withdraw(self, call: Call) -> None:
+        """Forget a query that no caller waits for any more."""
+        for calls in (self._waiting, self._sent):
+            for number in [number for number, one in calls.items() if one is call]:
+                del calls[number]
+                self._due_s.pop(number, None)
+
+    def greeted(self) -> None:
+        """Ask anew all that was sent: the coordinator may be another one."""
+        self._due_s = dict.fromkeys(self._sent, 0.0)
+
+    def close(self, error: ClientError) -> None:
+        calls = [*self._sent.values(), *self._waiting.values()]
+        self._waiting, self._sent, self._due_s = {}, {}, {}
+        for call in calls:
+            call.finish(error)
+
+    @property
+    def due_s(self) -> float | None:
+        """Time at which :meth:`frames` has a query to ask again; None: it has none."""
+        return min(self._due_s.values(), default=None)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def frames(self, client_id: str, resolve: Callable[[Call], bool], now_s: float) -> Iterator[ClientFrame]:
+        """Yield the frames of queries that are due. ``resolve``: as in
+        :meth:`immortal.appsdk.client.session.Session.requests`.
+        """
+        for number in [number for number, due_s in self._due_s.items() if now_s >= due_s]:
+            yield self._frame(client_id, number, now_s)
+        for number, call in list(self._waiting.items()):
+            if len(self._sent) >= QUERIES_SENT_MAX:
+                return
+            if call.outcome is None and not resolve(call) and call.outcome is None:
+                continue
+            del self._waiting[number]
+            if call.outcome is None:
+                call.message = encode_request(int(call.method), call.arguments)
+                self._sent[number] = call
+                yield self._frame(client_id, number, now_s)
+
+    def _frame(self, client_id: str, number: int, now_s: float) -> ClientFrame:
+        self._due_s[number] = now_s + QUERY_POLL_S
+        message = self._sent[number].message
+        return ClientFrame(ClientFrameType.QUERY, client_id, self._instance, number=number, count=1, payload=message)
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def received(self, frame: ClientFrame, now_s: float) -> bool:
+        """Process a frame; False: it is not about queries. Raises RemoteProtocolError."""
+        if frame.frame_type is ClientFrameType.ANSWER:
+            (reply,) = decode_replies(frame.payload, 1)
+            self.problem = ""
+            call = self._take(frame.number)
+            if call is not None:
+                call.finish(reply)
+            return True
+        if frame.frame_type is not ClientFrameType.REFUSED or not frame.number:
+            return False
+        call = self._sent.get(frame.number)
+        if call is None:
+            return True
+        self.problem = frame.reason
+        if frame.code in (ClientCode.NOT_READY, ClientCode.BUSY):
+            self._due_s[frame.number] = now_s + BUSY_S
+            return True
+        self._take(frame.number)
+        if frame.code == ClientCode.LOGGED_ONLY:
+            self._log(call)
+        else:
+            call.finish(refused(frame.reason))
+        return True
+
+    def _take(self, number: int) -> Call | None:
+        self._due_s.pop(number, None)
+        return self._sent.pop(number, None)

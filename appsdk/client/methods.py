@@ -20,7 +20,6 @@ from immortal.appsdk.client.errors import (
     CallRefused,
     ClientError,
 )
-from immortal.appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
 from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition
@@ -33,6 +32,7 @@ from immortal.protocol.extensions import QUERIES
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from immortal.protocol.verdicts import FAILED_CALL
 
+ARGUMENTS_SIZE_BYTES_MAX = (16 << 20) - 1024  # of one call: the coordinator takes no larger frame
 CONFLICT_FIELDS = ("what", "known", "given", "advice")
 _decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
 _ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array

@@ -11,15 +11,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown, ReplyGone
-from immortal.appsdk.client.limits import (
-    OUTSTANDING_MAX,
-    OUTSTANDING_SIZE_BYTES_MAX,
-    POLL_MAX_S,
-    POLL_MIN_S,
-    REQUEST_COUNT_MAX,
-    REQUEST_SIZE_BYTES_MAX,
-    RESENT_BYTES_PER_S,
-)
 from immortal.protocol.client_frames import (
     ASKED_MAX,
     NUMBER_MAX,
@@ -30,6 +21,15 @@ from immortal.protocol.client_frames import (
     encode_numbers,
     encode_request,
 )
+
+OUTSTANDING_MAX = 4096  # of one client ID: sent and not answered; later calls wait here. The replies are all kept there
+OUTSTANDING_SIZE_BYTES_MAX = 8 << 20
+REQUEST_SIZE_BYTES_MAX = 256 << 10  # calls that wait are joined into frames of about this size
+REQUEST_COUNT_MAX = 256
+# A reply that does not come is asked for, less and less often: it may have been lost with a connection.
+POLL_MIN_S = 0.1
+POLL_MAX_S = 1.0
+RESENT_BYTES_PER_S = 4 << 20  # ... and with an ID or key that others may have, sent again: large ones less often
 
 
 class Call:
@@ -118,8 +118,8 @@ class Session:
         self.resend_behind = 0
         self._instance = instance
         self._renew = renew
-        self._waiting: deque[Call] = deque()
-        self._outstanding: dict[int, Call] = {}  # by number, in order
+        self.waiting: deque[Call] = deque()  # not sent yet
+        self.outstanding: dict[int, Call] = {}  # by number, in order
         self._outstanding_bytes = 0
         self._next_number = 1
         self._answered = 0  # the highest number that was ever answered
@@ -133,12 +133,12 @@ class Session:
         if self.error is not None:
             call.finish(self.error)
         else:
-            self._waiting.append(call)
+            self.waiting.append(call)
 
     @property
     def first(self) -> Call | None:
         """Request 1, if this process has it."""
-        return self._outstanding.get(1) or (self._waiting[0] if self._waiting and self._next_number == 1 else None)
+        return self.outstanding.get(1) or (self.waiting[0] if self.waiting and self._next_number == 1 else None)
 
     def follow(self, call: Call, first: Call) -> None:
         """Give ``call`` the reply of ``first``, and share what either of them knows about the request."""
@@ -155,11 +155,11 @@ class Session:
             call.finish(self.error)
             return
         call.client_id, call.number = self.client_id, number
-        if (there := self._outstanding.get(number)) is not None:
+        if (there := self.outstanding.get(number)) is not None:
             call.leader = there
             there.followers.append(call)
             return
-        self._outstanding = dict(sorted({**self._outstanding, number: call}.items()))
+        self.outstanding = dict(sorted({**self.outstanding, number: call}.items()))
         self._next_number = max(self._next_number, number + 1)
         self.poll_due_s = 0.0
 
@@ -173,7 +173,7 @@ class Session:
             self.attach(call, 2)
             return
         self._second = call
-        if not self._waiting:  # else that is the first
+        if not self.waiting:  # else that is the first
             self.attach(Call(0, b"", lambda call: None), 1)
         self.add(call)
 
@@ -181,9 +181,9 @@ class Session:
         if self.error is not None:
             question.finish(self.error)
             return
-        if not self._waiting:
+        if not self.waiting:
             self.attach(Call(0, b"", lambda call: None), 1)
-        question.leader = self._outstanding.get(1) or self._waiting[0]
+        question.leader = self.outstanding.get(1) or self.waiting[0]
         question.leader.followers.append(question)
         if not question.starts:
             # PONGs of before may be on their way. And a reply that is asked for comes behind the PONG, so it is here by
@@ -200,7 +200,7 @@ class Session:
     def ponged(self, taken: int) -> None:
         """Process a pong: the coordinator has the requests up to ``taken``."""
         self._pings_count = max(0, self._pings_count - 1)
-        first = self._outstanding.get(1)
+        first = self.outstanding.get(1)
         is_unknown = taken == 0 and first is not None and not first.message
         questions = [question for question in self._questions if question.outcome is None]
         self._questions = []
@@ -229,60 +229,52 @@ class Session:
         leader = call.leader
         if leader is not None and call in leader.followers:
             leader.followers.remove(call)
-        if isinstance(call, Question) and call.starts and leader is not None and leader in self._waiting:
+        if isinstance(call, Question) and call.starts and leader is not None and leader in self.waiting:
             self.withdraw(leader)
-        if call in self._waiting:
-            self._waiting.remove(call)
+        if call in self.waiting:
+            self.waiting.remove(call)
         return True
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._outstanding)
-
-    @property
-    def first_waiting(self) -> Call | None:
-        return self._waiting[0] if self._waiting else None
-
-    @property
-    def has_outstanding(self) -> bool:
-        return bool(self._outstanding)
+        return not (self.waiting or self.outstanding)
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def named(self) -> Iterator[Call]:
         """Yield the calls that were sent, perhaps by another process, and have only their method's name here."""
-        return (call for call in self._outstanding.values() if isinstance(call.method, str))
+        return (call for call in self.outstanding.values() if isinstance(call.method, str))
 
     def requests(self, resolve: Callable[[Call], bool], born_ns: int, now_s: float) -> Iterator[ClientFrame]:
         """Yield new calls, as many as may be sent now. ``resolve`` gives a call its method's ID; False: the ID is not
         known yet, or the call has ended.
         """
-        while self._waiting and len(self._outstanding) < OUTSTANDING_MAX:
+        while self.waiting and len(self.outstanding) < OUTSTANDING_MAX:
             first = self._next_number
             some: list[Call] = []
             size_bytes = 0
             while (
-                self._waiting
+                self.waiting
                 and len(some) < REQUEST_COUNT_MAX
                 and size_bytes < REQUEST_SIZE_BYTES_MAX
                 and self._outstanding_bytes < OUTSTANDING_SIZE_BYTES_MAX
             ):
-                call = self._waiting[0]
+                call = self.waiting[0]
                 if call.outcome is None and not resolve(call) and call.outcome is None:
                     break
                 if call.outcome is not None:
-                    self._waiting.popleft()
+                    self.waiting.popleft()
                     continue
                 message = encode_request(int(call.method), call.arguments)
                 if some and (
                     size_bytes + len(message) > REQUEST_SIZE_BYTES_MAX or call.trace_context != some[0].trace_context
                 ):
                     break
-                self._waiting.popleft()
+                self.waiting.popleft()
                 call.message, call.arguments = message, b""
                 call.client_id, call.number, call.born_ns = self.client_id, self._next_number, born_ns
                 self._next_number += 1
-                self._outstanding[call.number] = call
+                self.outstanding[call.number] = call
                 self._outstanding_bytes += len(message)
                 size_bytes += len(message)
                 some.append(call)
@@ -309,7 +301,7 @@ class Session:
     def _acknowledged(self) -> int:
         if self.keeps_replies:
             return 0
-        return next(iter(self._outstanding), self._next_number) - 1
+        return next(iter(self.outstanding), self._next_number) - 1
 
     def again(self, behind: int = 0) -> Iterator[ClientFrame]:
         """Retransmit all that is outstanding with numbers above ``behind``: the connection may be another one."""
@@ -319,7 +311,7 @@ class Session:
     def _sent_again(self, behind: int, last: int) -> Iterator[ClientFrame]:
         some: list[Call] = []
         size_bytes = 0
-        for number, call in list(self._outstanding.items()):
+        for number, call in list(self.outstanding.items()):
             if not behind < number <= last or not call.message:
                 continue
             if some and (
@@ -343,7 +335,7 @@ class Session:
         """
         if self.keeps_replies:
             last = self._pinged
-            for call in self._outstanding.values():
+            for call in self.outstanding.values():
                 if call.arguments and isinstance(call.method, int):  # the one of a key that was sent before
                     call.message, call.arguments = encode_request(call.method, call.arguments), b""
                     call.born_ns, last = born_ns, max(last, call.number)
@@ -355,12 +347,12 @@ class Session:
         """Make the ping of :meth:`polls`, which is no request."""
         self._poll_s = min(self._poll_s * 2, POLL_MAX_S)
         resent_s = self._outstanding_bytes / RESENT_BYTES_PER_S if self.keeps_replies else 0.0
-        self.poll_due_s = now_s + self._poll_s + resent_s if self._outstanding else None
+        self.poll_due_s = now_s + self._poll_s + resent_s if self.outstanding else None
         self._pinged = self._next_number - 1
         self._pings_count += 1
-        unknown = (number for number, call in self._outstanding.items() if not (self.keeps_replies and call.message))
+        unknown = (number for number, call in self.outstanding.items() if not (self.keeps_replies and call.message))
         asked = list(islice(unknown, ASKED_MAX))
-        method = self._outstanding[asked[0]].method if self.keeps_replies and len(asked) == 1 else 0
+        method = self.outstanding[asked[0]].method if self.keeps_replies and len(asked) == 1 else 0
         if isinstance(method, str):  # whether the request is of that method can't be said yet
             asked = []
         return ClientFrame(
@@ -376,13 +368,13 @@ class Session:
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def replied(self, reply: Reply) -> None:
-        call = self._outstanding.pop(reply.number, None)
+        call = self.outstanding.pop(reply.number, None)
         if call is None:
             return  # it came twice
         self._outstanding_bytes -= len(call.message)
         self._answered = max(self._answered, reply.number)
         self._poll_s = POLL_MIN_S
-        if not self._outstanding:
+        if not self.outstanding:
             self.poll_due_s = None
         if reply.kind == ReplyKind.GONE:
             call.finish(
@@ -417,7 +409,7 @@ class Session:
         """Begin with new numbers: calls that were sent end with ``error``; the others are sent under the new client ID,
         if there is one.
         """
-        outstanding, self._outstanding = self._outstanding, {}
+        outstanding, self.outstanding = self.outstanding, {}
         self._outstanding_bytes = self._answered = 0
         self._next_number = 1
         self._pinged = 0
@@ -431,15 +423,15 @@ class Session:
 
     def refuse_waiting(self, error: ClientError) -> None:
         """End with ``error`` the calls that were not sent; later calls may succeed."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting, self.waiting = self.waiting, deque()
         for call in waiting:
             call.finish(error)
 
     def fail(self, error: ClientError) -> None:
         """End all calls with ``error``, and each later one."""
         self.error = error
-        waiting, self._waiting = self._waiting, deque()
-        outstanding, self._outstanding = self._outstanding, {}
+        waiting, self.waiting = self.waiting, deque()
+        outstanding, self.outstanding = self.outstanding, {}
         self.poll_due_s = self.resend_due_s = None
         for call in (*outstanding.values(), *waiting):
             call.finish(error)

@@ -22,6 +22,29 @@ from immortal.appsdk.client.errors import ClientClosed
 from immortal.protocol.process import after_fork_message, disown_in_child, register
 
 
+def require_process(process_id: int, what: str, advice: str) -> None:
+    """Check that this is the process that made ``what``. Raises ClientClosed in a forked child."""
+    if process_id != os.getpid():
+        raise ClientClosed(after_fork_message(what, process_id, advice))
+
+
+class OwnId:
+    """Client ID that the user has given: one process has it, as its requests are numbered. None: each makes its own."""
+
+    def __init__(self, given: str | None, of: str) -> None:
+        self.given = given
+        self._of = of
+        self._process_id = 0  # that has taken it
+
+    def take(self) -> str | None:
+        """Return the ID for this process. Raises ClientClosed where another process has it."""
+        if self.given is not None:
+            self._process_id = self._process_id or os.getpid()
+            what, advice = f"the client {self.given!r} of {self._of}", "connect here, with a client_id of its own"
+            require_process(self._process_id, what, advice)
+        return self.given
+
+
 class Machine(Protocol):
     """State machine with sockets. Used by one thread at a time."""
 

@@ -13,28 +13,23 @@ import zmq
 from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.discovery import Finder, Places, ProcessStatus, RegistryWatch, presence
 from immortal.appsdk.client.errors import NotConnectable
-from immortal.appsdk.client.limits import (
-    DESERTED_S,
-    KEY_REFUSED_S,
-    KEY_RETRY_S,
-    MESSAGE_SIZE_BYTES_MAX,
-    MOVED_POLL_S,
-    QUEUED_MAX,
-    RECONNECT_MS_MAX,
-    RECONNECT_MS_MIN,
-    STOPPED_S,
-)
 from immortal.appsdk.client.session import Call
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 GOODBYE_LINGER_MS = 100
+DESERTED_S = 0.1  # where nobody listens, and there is another endpoint to try
+MOVED_POLL_S = 0.05  # whether the copy of a shared registry has changed: a comparison of two numbers
+# An instance that seems to be stopped, or not to know the key, may just be starting, or about to look for keys.
+STOPPED_S = 1.5
+KEY_RETRY_S = 1.0  # an instance looks for new keys and callers once a second
+KEY_REFUSED_S = 2.0
 _OPTIONS = {
-    zmq.SNDHWM: QUEUED_MAX,
-    zmq.MAXMSGSIZE: MESSAGE_SIZE_BYTES_MAX,
-    zmq.RECONNECT_IVL: RECONNECT_MS_MIN,
-    zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
+    zmq.SNDHWM: 16_384,  # frames
+    zmq.MAXMSGSIZE: 72 << 20,  # a reply may be as large as a message: 64 MiB, and what stands in front
+    zmq.RECONNECT_IVL: 10,
+    zmq.RECONNECT_IVL_MAX: 200,
 }
 
 

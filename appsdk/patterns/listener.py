@@ -2,51 +2,65 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from immortal.appsdk.client.discovery import KEY, KeyPair, is_local, pair_of
+from immortal.appsdk.client.discovery import KEY, is_local, pair_of
 from immortal.appsdk.client.errors import NotConnectable
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.safe_output import RateLimit
+
+_NOBLOCK = int(zmq.NOBLOCK)
+M = TypeVar("M")
 
 
-class ListenError(Exception):
-    """The server can't listen; the message says why."""
-
-
-class Listener:
+class Listener(Generic[M]):
     """ROUTER socket that listens at ``endpoint`` until :meth:`close`, with ZeroMQ's ``options`` by their numbers.
+
+    ``decode``: raises RemoteProtocolError for a message that is none; ``log`` is told of what is dropped, ``malformed``
+    counts it. ``error`` is raised where it can't listen.
 
     ``identity``: whose keys in the registry folder ``home`` are shown. Then only callers with keys of that folder get
     in: ``names``; None: all that have some. "": everybody does that reaches ``endpoint``, which is on this machine
-    then, unless ``insecure`` is True. Raises ListenError.
+    then, unless ``insecure`` is True.
     """
 
     def __init__(
         self,
         endpoint: str,
         options: Mapping[zmq.SocketOption, int],
+        decode: Callable[[bytes], M],
+        log: logging.Logger,
+        error: type[Exception],
         *,
         home: Path,
         identity: str = "",
         names: Sequence[str] | None = None,
         insecure: bool = False,
     ) -> None:
+        self.malformed = 0
+        self._decode = decode
+        self._log = log
+        self._error = error
+        self._warnings = RateLimit(burst=1)
         self.callers: Callers | None = None  # None: everybody
-        self._guard: CurveGuard | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
             if identity:
                 self._secure(home, identity, names)
-            elif not insecure and not _is_local(endpoint):
-                raise ListenError(
+            elif not insecure and not self._is_local(endpoint):
+                raise error(
                     f"{endpoint} is not on this machine only: it needs keys, with identity=NAME ('immortal keys NAME "
                     f"--make' makes some), or insecure=True, which lets everybody in"
                 )
@@ -55,40 +69,82 @@ class Listener:
             self.close(0)
             raise
 
+    def _is_local(self, endpoint: str) -> bool:
+        """Tell whether only this machine can reach ``endpoint``."""
+        try:
+            return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
+        except NotConnectable as error:
+            raise self._error(str(error)) from None
+
     def _secure(self, home: Path, identity: str, names: Sequence[str] | None) -> None:
+        """Let only connections with keys of callers into the socket, which is not bound yet."""
         try:
             pair = pair_of(home / identity, identity)
         except (NotConnectable, PermissionError) as error:
-            raise ListenError(f"the keys of {identity!r} can't be used: {error}") from None
+            raise self._error(f"the keys of {identity!r} can't be used: {error}") from None
         if pair is None:
-            raise ListenError(
+            raise self._error(
                 f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
             )
-        try:
-            self.callers = Callers(home, None if names is None else [identity, *names])
-        except MissingKeysError as error:
-            raise ListenError(str(error)) from None
-        self._guard = CurveGuard(self._context, pair, self.callers)
-        self._guard.protect(self.socket)
+        for name in names or ():
+            if not (home / name / "public_keys").exists():
+                raise self._error(
+                    f"{name!r} may call, and there are no keys of it in {home / name}: "
+                    f"'immortal keys {name} --make --client' makes some, or copy its public_keys there"
+                )
+        self.callers = Callers(home, None if names is None else [identity, *names])
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self.callers)
+        self._authenticator.start()
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody gets in, instead of everybody
 
     def _bind(self, endpoint: str, options: Mapping[zmq.SocketOption, int]) -> str:
         for option, value in {zmq.TCP_KEEPALIVE: 1, zmq.IPV6: int("[" in endpoint), **options}.items():
             self.socket.setsockopt(option, value)
         port = endpoint.rpartition(":")[2]
         if port.isdigit() and int(port) > 65535:
-            raise ListenError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
+            raise self._error(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
         if _somebody_listens(endpoint):
-            raise ListenError(f"can't listen at {endpoint!r}: it is in use")  # ZeroMQ would take it from its owner
+            raise self._error(f"can't listen at {endpoint!r}: it is in use")  # ZeroMQ would take it from its owner
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise ListenError(
+            raise self._error(
                 f"can't listen at {endpoint!r}: {error.strerror}; tcp://ADDRESS:PORT of this machine (PORT may be *), "
                 f"or ipc://PATH was expected"
             ) from None
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def caller_of(self, part: zmq.Frame) -> str:
+    def receive(self, count_max: int, take: Callable[[bytes, str, M], None]) -> bool:
+        """Give ``take`` the messages that have come, at most so many: the route of its answer, the name of the caller
+        ("" without keys), the message. False: there may be more.
+        """
+        for _ in range(count_max):
+            try:
+                parts = [self.socket.recv(_NOBLOCK, copy=False)]
+            except zmq.Again:
+                return True
+            more = parts[0].more
+            while more:
+                part = self.socket.recv(_NOBLOCK, copy=False)
+                more = part.more
+                if len(parts) < 3:
+                    parts.append(part)
+            try:
+                caller = self._caller_of(parts[0])
+                if len(parts) != 2:
+                    raise RemoteProtocolError(f"a message of {len(parts) - 1} parts or more, 1 was expected")
+                message = self._decode(parts[1].bytes)
+            except (PermissionError, RemoteProtocolError) as error:
+                self.drop(str(error))
+                continue
+            take(parts[0].bytes, caller, message)
+        return False
+
+    def _caller_of(self, part: zmq.Frame) -> str:
         """Return the name of the caller that sent ``part``; "" without keys. Raises PermissionError where its key has
         no owner any more.
         """
@@ -100,19 +156,26 @@ class Listener:
             raise PermissionError(f"a message with the key {key}, which may not call here any more")
         return name
 
+    def drop(self, what: str) -> None:
+        """Count and report a message that is not processed."""
+        self.malformed += 1
+        left_out = self._warnings.admit("malformed", time.monotonic_ns())
+        if left_out is not None:
+            self._log.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
+
+    def send(self, route: bytes, data: bytes) -> bool:
+        """Send a message; False: the connection is gone, or has no room."""
+        try:
+            self.socket.send_multipart((route, data), _NOBLOCK, copy=len(data) < 4096)
+        except zmq.ZMQError:
+            return False
+        return True
+
     def close(self, linger_ms: int) -> None:
         self.socket.close(linger=linger_ms)
-        if self._guard is not None:
-            self._guard.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
-
-
-def _is_local(endpoint: str) -> bool:
-    """Tell whether only this machine can reach ``endpoint``. Raises ListenError for what is no endpoint."""
-    try:
-        return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
-    except NotConnectable as error:
-        raise ListenError(str(error)) from None
 
 
 def _somebody_listens(endpoint: str) -> bool:
@@ -141,15 +204,9 @@ _EXPIRES = re.compile(r";.*\bexpires: (\d{4}-\d\d-\d\d)\s*")
 _FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
 
 
-class MissingKeysError(Exception):
-    """A caller that is admitted by name has no keys."""
-
-
 class Callers:
     """Callers by their keys. ``names``: those that may call, each with a file HOME/NAME/public_keys; None: all that
     have one.
-
-    Raises MissingKeysError.
     """
 
     def __init__(self, home: Path, names: Sequence[str] | None) -> None:
@@ -157,12 +214,6 @@ class Callers:
         self._names = None if names is None else tuple(names)
         self._by_key: dict[str, str] = {}
         self._looked_s = float("-inf")
-        for name in names or ():
-            if not (home / name / "public_keys").exists():
-                raise MissingKeysError(
-                    f"{name!r} may call, and there are no keys of it in {home / name}: "
-                    f"'immortal keys {name} --make --client' makes some, or copy its public_keys there"
-                )
 
     def name_of(self, key: str) -> str | None:
         """Return the owner of ``key`` (Z85), by files that are at most a second old; None: no admitted caller has
@@ -212,22 +263,3 @@ def _valid_keys(path: Path, today: date) -> list[str]:
             except ValueError:
                 expires = date.min
     return keys
-
-
-class CurveGuard:
-    """ZAP handler that lets only connections with keys of ``callers`` into ``socket``, which is not bound yet."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], pair: KeyPair, callers: Callers) -> None:
-        self._pair = pair
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=callers)
-        self._authenticator.start()
-
-    def protect(self, socket: zmq.Socket[bytes]) -> None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.encode())
-        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody gets in, instead of everybody
-
-    def close(self) -> None:
-        self._authenticator.stop()

@@ -353,11 +353,15 @@ _MOVED = {
     "appsdk.effects.options": "immortal.appsdk.effects.effect",
     "appsdk.patterns.clone.errors": "immortal.appsdk.patterns.clone.model",
     "appsdk.patterns.clone.records": "immortal.appsdk.patterns.clone.model",
-    "appsdk.patterns.harmony.errors": "immortal.appsdk.patterns.harmony.runs",
+    "appsdk.patterns.harmony.dispatch": "immortal.appsdk.patterns.harmony.cluster",
+    "appsdk.patterns.harmony.errors": "immortal.appsdk.patterns.harmony.batch",
+    "appsdk.patterns.harmony.runs": "immortal.appsdk.patterns.harmony.batch",
     "appsdk.patterns.pirate.errors": "immortal.appsdk.patterns.pirate.frames",
     "appsdk.patterns.queue.errors": "immortal.appsdk.patterns.queue.model",
     "appsdk.waits": "immortal.appsdk.waiting.loop",
     "appsdk.waiting.waits": "immortal.appsdk.waiting.loop",
+    "immortal.appsdk.patterns.harmony.dispatch": "immortal.appsdk.patterns.harmony.cluster",
+    "immortal.appsdk.patterns.harmony.runs": "immortal.appsdk.patterns.harmony.batch",
     "immortal.appsdk.waiting.waits": "immortal.appsdk.waiting.loop",
 }
 

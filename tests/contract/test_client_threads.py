@@ -187,7 +187,7 @@ def test_a_call_that_was_interrupted_before_it_was_sent_is_never_sent(coordinato
         connection = client_of(shop)._shell.machine.connection
 
         def interrupt() -> None:
-            until(lambda: connection._main.first_waiting)
+            until(lambda: connection._main.waiting)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

@@ -16,8 +16,8 @@ import zmq
 
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.patterns.pirate import server as server_module
+from immortal.appsdk.patterns.pirate.driver import PlainLink
 from immortal.appsdk.patterns.pirate.frames import Frame, Kind, decode_frame, encode_frame
-from immortal.appsdk.patterns.pirate.links import PlainLink
 from immortal.client import CalleeFailed, CallRefused, ClientClosed, NotConnectable, OutcomeUnknown
 from immortal.coordinator.peers import keys
 from immortal.patterns.pirate import GaveUp, Policy, Request, Server, ServerError, StoreError, connect

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.harmony.runs import Response
+from immortal.appsdk.patterns.harmony.batch import Response
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.running.runner import load
 from immortal.appsdk.state.tree import to_json

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone import publication
 from immortal.appsdk.patterns.clone.frames import Received, decode_answer, decode_request, encode
 from immortal.appsdk.patterns.clone.model import ENTITLED, Entitlement, Entries, Row, covers
 from immortal.appsdk.patterns.clone.model import encode as encode_value
 from immortal.appsdk.patterns.clone.publication import Publication
-from immortal.appsdk.patterns.clone.replica import News, Options, Replica
+from immortal.appsdk.patterns.clone.subscriber import News, Options, Replica
 
 KEYS = ["a", "a/b", "a/b/c", "ab", "b", "b/c"]
 SUBTREES = ["", "a", "a/b", "b"]
@@ -41,10 +41,10 @@ class Client:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what is rare happens often."""
-    monkeypatch.setattr(limits, "PART_CHANGES_MAX", 3)
-    monkeypatch.setattr(limits, "HISTORY_BYTES", 2000)
-    monkeypatch.setattr(limits, "GONE_MAX", 3)
-    monkeypatch.setattr(limits, "WALKS_MAX", 1)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.streams.PART_CHANGES_MAX", 3)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.streams.HISTORY_BYTES", 2000)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.model.GONE_MAX", 3)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.publication.WALKS_MAX", 1)
 
 
 class World:
@@ -152,14 +152,14 @@ class World:
 
 
 def client_of(name: str, subtrees: tuple[str, ...], policy: str, window_bytes: int) -> Client:
-    options = Options(subtrees, window_bytes, limits.MARK_BYTES_MIN, policy, name)  # type: ignore[arg-type]
+    options = Options(subtrees, window_bytes, publication.MARK_BYTES_MIN, policy, name)  # type: ignore[arg-type]
     return Client(name, Replica(options))
 
 
 def drawn_client(random: Random) -> Client:
     subtrees = tuple(sorted(random.sample(SUBTREES, random.randint(1, 2))))
     policy = random.choice(["drop", "drop", "disconnect"])
-    return client_of(random.choice(NAMES), subtrees, policy, random.choice([limits.WINDOW_BYTES_MIN, 1 << 20]))
+    return client_of(random.choice(NAMES), subtrees, policy, random.choice([publication.WINDOW_BYTES_MIN, 1 << 20]))
 
 
 def join(world: World, client: Client) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from immortal.appsdk.patterns.harmony.batch import Ranges, Response, Run, results
+from immortal.appsdk.patterns.harmony.cluster import Dispatch
 from immortal.appsdk.patterns.harmony.collector import CollectedBatch, KeptResults
-from immortal.appsdk.patterns.harmony.dispatch import Dispatch
-from immortal.appsdk.patterns.harmony.runs import Ranges, Response, Run, results
 
 NUMBERS = st.integers(0, 60)
 SILENCE_S, DEATHS_MAX, STEP_NS = 3.0, 3, 1_000_000_000
@@ -58,7 +58,7 @@ class Pipeline(RuleBasedStateMachine):
         self.gathered = {name: CollectedBatch() for name in BATCHES}
         self.values: dict[str, dict[int, object]] = {name: {} for name in BATCHES}
         for name in BATCHES:
-            assert self.dispatch.start(name, "f", "results") == 0
+            assert self.dispatch.begin(name, "f", "results", "cluster").next == 0
 
     def deliver(self, responses: list[Response]) -> None:
         for response in responses:
@@ -76,7 +76,7 @@ class Pipeline(RuleBasedStateMachine):
     @rule(name=st.sampled_from(sorted(BATCHES)), back=st.integers(0, 20), count=st.integers(1, 40))
     def put(self, name: str, back: int, count: int) -> None:
         """Also some that were put before, as a ventilator that was killed may do."""
-        first = max(0, self.dispatch.start(name, "f", "results") - back)
+        first = max(0, self.dispatch.begin(name, "f", "results", "cluster").next - back)
         stop = min(first + count, BATCHES[name])
         self.dispatch.put(name, first, encode([2 * number for number in range(first, stop)]))
         if stop == BATCHES[name]:
@@ -136,7 +136,7 @@ class Pipeline(RuleBasedStateMachine):
         if not hasattr(self, "dispatch"):
             return
         for name, size in BATCHES.items():
-            first = self.dispatch.start(name, "f", "results")
+            first = self.dispatch.begin(name, "f", "results", "cluster").next
             self.dispatch.put(name, first, encode([2 * number for number in range(first, size)]))
             self.dispatch.end(name, size)
             self.dispatch.close(name)

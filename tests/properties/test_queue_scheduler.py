@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue import model
 from immortal.appsdk.patterns.queue.model import (
     DedupConflict,
     Limit,
@@ -23,15 +23,22 @@ from immortal.appsdk.patterns.queue.model import (
     Submission,
     Task,
 )
-from immortal.appsdk.patterns.queue.ready_queue import rank_of
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
+from immortal.appsdk.patterns.queue.tasks import rank_of
 
-S = limits.SECOND_NS
+S = model.SECOND_NS
 FUNCTIONS = ["f", "g", "h"]
 T = TypeVar("T")
 functions = st.sampled_from(FUNCTIONS)
 worker_ids = st.sampled_from(["a", "b", "c", "d"])
 sessions = st.sampled_from(["1", "2"])
+
+
+def waiting(scheduler: Scheduler, name: str) -> set[int]:
+    """The IDs of a function's waiting tasks, in the order or parked."""
+    lanes = scheduler.tasks.lanes
+    queues = [lanes._ready.get(name), *(parked for lane, parked in lanes._parked.items() if lane[0] == name)]
+    return {task for one in queues if one is not None for task in one.ranks}
 
 
 class AnyQueue(RuleBasedStateMachine):
@@ -71,7 +78,7 @@ class AnyQueue(RuleBasedStateMachine):
             assert dedup
             return
         self.submitted = max(self.submitted, task)
-        if wait and (number := self.scheduler.outcome(task, wait=True).wait):
+        if wait and (number := self.scheduler.tasks.outcome(task, wait=True).wait):
             self.waits.add(number)
         self.look()
 
@@ -314,19 +321,17 @@ class AnyQueue(RuleBasedStateMachine):
     def a_recovery_goes_on_alike(self) -> None:
         """What is not kept follows from what is."""
         again = Scheduler(copy.deepcopy(self.records))
-        assert again.timers() == self.scheduler.timers()
+        assert again._timers.ranks == self.scheduler._timers.ranks
         for name in FUNCTIONS:
-            assert again._tasks.lanes.waiting(name) == self.scheduler._tasks.lanes.waiting(name)
+            assert waiting(again, name) == waiting(self.scheduler, name)
             if not self.is_late():
-                assert again._tasks.lanes.first(name, self.now_ns) == self.scheduler._tasks.lanes.first(
-                    name, self.now_ns
-                )
+                assert again.tasks.lanes.first(name, self.now_ns) == self.scheduler.tasks.lanes.first(name, self.now_ns)
             assert list(again._workers._idle.get(name, ())) == list(self.scheduler._workers._idle.get(name, ()))
-        assert (again._tasks._open, again._tasks._open_size_bytes) == (
-            self.scheduler._tasks._open,
-            self.scheduler._tasks._open_size_bytes,
+        assert (again.tasks._open, again.tasks._open_size_bytes) == (
+            self.scheduler.tasks._open,
+            self.scheduler.tasks._open_size_bytes,
         )
-        assert again._tasks._by_dedup == self.scheduler._tasks._by_dedup
+        assert again.tasks._by_dedup == self.scheduler.tasks._by_dedup
 
 
 AnyQueue.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone import model, publication, table
 from immortal.client import CallRefused
 from immortal.client import connect as connect_client
 from immortal.patterns.clone import CloneError, Ended, NotEntitled, Place, Table, connect
@@ -26,7 +26,7 @@ REQUIREMENTS = (ROOT / "tests" / "requirements" / "clone.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 WAIT_S = 40.0
-SMALL = {"window_bytes": limits.WINDOW_BYTES_MIN, "mark_bytes": limits.MARK_BYTES_MIN}
+SMALL = {"window_bytes": publication.WINDOW_BYTES_MIN, "mark_bytes": publication.MARK_BYTES_MIN}
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -118,7 +118,7 @@ def test_a_tree_of_forwarders(folder: Path) -> None:
 
 
 def test_a_slow_reader_harms_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHANGES_WAITING_MAX", 10)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.copies.CHANGES_WAITING_MAX", 10)
     home = folder / HOME
     with (
         connect("prices", str, home=home, subtrees=["s"], **SMALL) as slow,
@@ -146,7 +146,7 @@ def test_a_slow_reader_harms_nobody(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_writers_wait_for_one_that_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHANGES_WAITING_MAX", 10)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.copies.CHANGES_WAITING_MAX", 10)
     home = folder / HOME
     with (
         connect("prices", str, home=home, subtrees=["w"], policy="block", label="ledger", **SMALL) as ledger,
@@ -304,5 +304,5 @@ def test_each_test_that_the_requirements_name_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 12
     assert not {name for name in named if f"def {name}(" not in sources}
-    assert f"- rows: {limits.ROWS_MAX:,}, {limits.SIZE_BYTES_MAX >> 20} MiB" in GUIDE
-    assert f"away for more than the last {limits.GONE_MAX:,} keys" in GUIDE
+    assert f"- rows: {table.ROWS_MAX:,}, {table.SIZE_BYTES_MAX >> 20} MiB" in GUIDE
+    assert f"away for more than the last {model.GONE_MAX:,} keys" in GUIDE

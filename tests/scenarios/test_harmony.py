@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.appsdk.patterns.harmony import runs as harmony_limits
+from immortal.appsdk.patterns.harmony import batch as harmony_limits
 from immortal.patterns.harmony import BatchConflict, connect
 from tests.helpers.cli import HOME, Run, immortal
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue import model, scheduler, tasks
 from immortal.client import connect as connect_client
 from immortal.patterns.queue import Queue, TaskFailed, Worker, connect
 from tests.helpers.cli import HOME, Run, immortal
@@ -122,7 +122,7 @@ def test_dead_letters_in_the_operators_hand(tmp_path: Path) -> None:
 
 def test_a_worker_that_is_stopped_while_the_queue_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, whatever it waits for."""
-    monkeypatch.setattr(limits, "STOP_S", 0.3)
+    monkeypatch.setattr("immortal.appsdk.patterns.queue.worker.STOP_S", 0.3)
     worker = Worker("jobs", {"square": abs}, home=tmp_path / HOME, heartbeat=0.1)
     with queue(tmp_path) as run, connect("jobs", home=tmp_path / HOME) as jobs:
         working = threading.Thread(target=worker.run)
@@ -143,5 +143,5 @@ def test_each_test_that_the_requirements_name_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 8
     assert not {name for name in named if f"def {name}(" not in sources}
-    assert f"- open tasks: {limits.OPEN_TASKS_MAX:,}, with" in GUIDE
-    assert f"- workers: {limits.WORKERS_MAX:,}, each with up to {limits.NAMES_MAX} functions" in GUIDE
+    assert f"- open tasks: {tasks.OPEN_TASKS_MAX:,}, with" in GUIDE
+    assert f"- workers: {scheduler.WORKERS_MAX:,}, each with up to {model.NAMES_MAX} functions" in GUIDE

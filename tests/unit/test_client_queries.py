@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from immortal.appsdk.client.connection import BUSY_S, QUERIES_SENT_MAX, QUERY_POLL_S
 from immortal.appsdk.client.errors import CallRefused, ClientClosed
-from immortal.appsdk.client.limits import BUSY_S, QUERIES_SENT_MAX, QUERY_POLL_S
 from immortal.appsdk.client.session import Call
 from immortal.protocol.client_frames import ClientCode, ClientFrame, Reply, ReplyKind, encode_replies
 from tests.unit.test_client_connection import T, Talk, opened
@@ -93,25 +93,6 @@ def test_an_app_that_takes_none_gets_a_logged_call() -> None:
     talk.reply(FIVE)
     answer(talk, 2)
     assert (call.outcome, other.outcome and other.outcome.number) == (FIVE, 2)  # type: ignore[union-attr]
-
-
-def test_a_coordinator_that_knows_none_gets_logged_calls_until_it_is_another_one() -> None:
-    """It refuses the frame, as each one that it does not know, and does not say which."""
-    talk = opened()
-    first = ask(talk)
-    assert len(asked(talk)) == 1
-    talk.say(T.REFUSED, code=ClientCode.UNKNOWN, reason="a frame of type 8 is not known here")
-    second = ask(talk)
-    (frame,) = talk.sent
-    assert (frame.frame_type, frame.count) == (T.REQUEST, 2)
-    talk.reply(FIVE, Reply(2, ReplyKind.VALUE, b"\x06"))
-    assert first.outcome == FIVE
-    assert second.outcome is not None
-    talk.connection.reopened(talk.now_s)
-    assert talk.types == ["HELLO"]
-    talk.welcome()
-    ask(talk)
-    assert len(asked(talk)) == 1
 
 
 def test_names_of_queries() -> None:

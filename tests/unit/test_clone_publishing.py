@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone import model, publication
 from immortal.appsdk.patterns.clone.frames import (
     MAGIC,
     POLICIES,
@@ -39,8 +39,8 @@ from immortal.patterns.clone import Entitlement
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import RemoteProtocolError
 
-S = limits.SECOND_NS
-MARK = limits.MARK_BYTES_MIN
+S = model.SECOND_NS
+MARK = publication.MARK_BYTES_MIN
 ROUTE = b"client"
 _TEXT = st.text(st.characters(codec="utf-8"), max_size=5)  # what UTF-8 has no bytes for can't be sent
 _NUMBERS = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-1, 5)
@@ -53,8 +53,8 @@ _REQUESTS = st.one_of(
         table=st.sampled_from(["", "table", "other"]),
         number=_NUMBERS,
         had=_SUBTREES,
-        window_bytes=_NUMBERS | st.just(limits.WINDOW_BYTES_MIN),
-        mark_bytes=_NUMBERS | st.just(limits.MARK_BYTES_MIN),
+        window_bytes=_NUMBERS | st.just(publication.WINDOW_BYTES_MIN),
+        mark_bytes=_NUMBERS | st.just(publication.MARK_BYTES_MIN),
         policy=st.sampled_from(POLICIES),
         label=_TEXT,
         relay=st.booleans(),
@@ -92,7 +92,7 @@ class Driven:
             "table": "",
             "number": 0,
             "had": [],
-            "window_bytes": limits.WINDOW_BYTES_MIN,
+            "window_bytes": publication.WINDOW_BYTES_MIN,
             "mark_bytes": MARK,
             "policy": "drop",
             "label": "",
@@ -327,7 +327,7 @@ def test_operators_see_each_client_but_not_all_the_time() -> None:
 
 
 def test_there_are_so_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "STREAMS_MAX", 1)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.publication.STREAMS_MAX", 1)
     driven = Driven()
     driven.activate()
     assert "ask another forwarder" in reason(driven.activate(b"other"))
@@ -350,8 +350,8 @@ def test_frames_of_others_are_no_messages() -> None:
 
 def test_one_that_walks_for_too_long_is_brought_up_to_date_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows its walk is not kept for it."""
-    monkeypatch.setattr(limits, "HISTORY_BYTES", 0)
-    monkeypatch.setattr(limits, "PART_CHANGES_MAX", 5)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.streams.HISTORY_BYTES", 0)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.streams.PART_CHANGES_MAX", 5)
     driven = Driven()
     driven.change(*(f"k{index}" for index in range(50)), size_bytes=500)
     told = [answer for answer in driven.activate() if isinstance(answer, Part)]
@@ -374,6 +374,6 @@ def test_a_ping_says_again_what_has_come_where_the_acknowledgement_was_lost() ->
     driven.overrun()
     heard += driven.flush()
     came_bytes = sum(len(encode(one)) for one in heard if isinstance(one, Part))
-    assert came_bytes >= limits.WINDOW_BYTES_MIN
+    assert came_bytes >= publication.WINDOW_BYTES_MIN
     assert driven.say(Ping(1)) == [Pong(1, came_bytes)]
     assert any(isinstance(one, Part) for one in driven.say(Ping(1, came_bytes)))

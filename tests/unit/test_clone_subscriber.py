@@ -17,8 +17,7 @@ from immortal.appsdk.patterns.clone.frames import MAGIC, Activate, Ping, Pong, d
 from immortal.appsdk.patterns.clone.model import Entries, Place, Row
 from immortal.appsdk.patterns.clone.publication import Publication
 from immortal.appsdk.patterns.clone.publisher import Publisher
-from immortal.appsdk.patterns.clone.replica import Options, Replica
-from immortal.appsdk.patterns.clone.subscriber import Subscriber
+from immortal.appsdk.patterns.clone.subscriber import Options, Replica, Subscriber
 from immortal.protocol.checksum import crc64
 from tests.helpers.lossy import LossyNetwork
 from tests.helpers.proxy import FaultProxy

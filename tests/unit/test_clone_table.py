@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.model import LEASE_S
+from immortal.appsdk.patterns.clone.table import ROOM_S
 from immortal.appsdk.testing.instance import Instance
 from immortal.patterns.clone import Change, Entitlement, Place, Presence, Table, TableFull, Written
 from immortal.testing import Environment
@@ -20,8 +21,8 @@ def value(of: object) -> bytes:
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for the replay at the end of the test: it is asked for before the environment."""
-    monkeypatch.setattr(limits, "ROWS_MAX", 2)
-    monkeypatch.setattr(limits, "SIZE_BYTES_MAX", 50)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.table.ROWS_MAX", 2)
+    monkeypatch.setattr("immortal.appsdk.patterns.clone.table.SIZE_BYTES_MAX", 50)
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_only_who_is_entitled_to_is_named_as_a_place(table: Instance[Table]) -> 
 def test_a_silent_forwarder_is_gone_with_its_clients(immortal_env: Environment, table: Instance[Table]) -> None:
     says(table, "dead", [Presence("dead.1", "", "", "dead")], begins=True)
     says(table, "alive", [Presence("alive.1", "", "", "alive")], begins=True)
-    for _ in range(int(limits.LEASE_S) + 1):
+    for _ in range(int(LEASE_S) + 1):
         immortal_env.advance(seconds=1)
         says(table, "alive")
     assert keys(table) == ["@present/alive.1"]
@@ -174,7 +175,7 @@ def test_writers_wait_while_a_client_holds_them_up(immortal_env: Environment, ta
 def test_a_writer_asks_again_after_a_while(immortal_env: Environment, table: Instance[Table]) -> None:
     says(table, held=["slow one"], begins=True)
     wait = table.begin(Table.room)
-    immortal_env.advance(seconds=limits.ROOM_S + 1)
+    immortal_env.advance(seconds=ROOM_S + 1)
     assert wait.result() is False
     assert table.state.waiting == []
 

@@ -10,11 +10,17 @@ import msgspec
 import pytest
 
 from immortal import rpc
-from immortal.appsdk.patterns.harmony import batch as rules
-from immortal.appsdk.patterns.harmony.batch import Contents, Progress
+from immortal.appsdk.patterns.harmony.batch import (
+    SILENCE_S,
+    WAITING_TASKS_MAX,
+    Contents,
+    Life,
+    Response,
+    Run,
+    array,
+    results,
+)
 from immortal.appsdk.patterns.harmony.collector import CollectedBatch
-from immortal.appsdk.patterns.harmony.dispatch import Dispatch
-from immortal.appsdk.patterns.harmony.runs import SILENCE_S, WAITING_TASKS_MAX, Life, Response, Run, array, results
 from immortal.appsdk.patterns.harmony.ventilator import digest_of
 from immortal.appsdk.testing.instance import Instance
 from immortal.patterns.harmony import (
@@ -31,7 +37,6 @@ from immortal.protocol.identity import chained_digest
 from immortal.testing import Environment
 
 PER_CALL = 100
-PROGRESS = Progress("done", 4, 4, 0, 4, 0, 0, 0)
 
 
 def pack(numbers: range) -> bytes:
@@ -53,7 +58,7 @@ class Pipeline:
         self.collector: Instance[Collector] = env.start(Collector, "results")
 
     def start(self, batch: str = "squares", function: str = "square", size: int | None = None) -> int:
-        first = self.cluster.call(Cluster.start, batch, function, "results")
+        first = self.cluster.call(Cluster.begin, batch, function, "results").next
         if size is not None:
             self.cluster.call(Cluster.put, batch, 0, pack(range(size)))
             self.cluster.call(Cluster.end, batch, size)
@@ -216,8 +221,8 @@ def test_what_a_ventilator_gets_wrong(pipeline: Pipeline) -> None:
     pipeline.start()
     call = pipeline.cluster.call
     for wrong, text in (
-        (lambda: call(Cluster.start, "squares", "cube", "results"), "not for 'cube'"),
-        (lambda: call(Cluster.start, "", "cube", "results"), "1 to 128 bytes"),
+        (lambda: call(Cluster.begin, "squares", "cube", "results"), "not for 'cube'"),
+        (lambda: call(Cluster.begin, "", "cube", "results"), "1 to 128 bytes"),
         (lambda: call(Cluster.put, "other", 0, pack(range(1))), "there is no batch 'other'"),
         (lambda: call(Cluster.put, "squares", 5, pack(range(1))), "0 was expected: send from there"),
         (lambda: call(Cluster.put, "squares", -1, pack(range(1))), "tasks from -1 on came"),
@@ -337,7 +342,7 @@ class Sums(BaseCollector):
 def test_a_collector_of_ones_own(immortal_env: Environment) -> None:
     pipeline = Pipeline(immortal_env)
     sums = immortal_env.start(Sums, "sums")
-    pipeline.cluster.call(Cluster.start, "squares", "square", "sums")
+    pipeline.cluster.call(Cluster.begin, "squares", "square", "sums")
     pipeline.cluster.call(Cluster.put, "squares", 0, array([b"\x01", b"\x02", b"\x03"]))
     pipeline.cluster.call(Cluster.end, "squares", 3)
     pipeline.finish()
@@ -437,9 +442,7 @@ def test_what_a_worker_still_has_of_the_earlier_batch_is_no_result_of_the_later_
     pipeline.cluster.call(Cluster.leave, "slow", True)
     pipeline.finish()
     sender.batch(again=True).send(range(10, 14))
-    late = done(slow)
-    for life in (None, slow.life):
-        pipeline.cluster.call(Cluster.work, "slow", {}, late, life)
+    pipeline.cluster.call(Cluster.work, "slow", {}, done(slow), slow.life)
     pipeline.finish()
     assert values(sender.batch()) == [100, 121, 144, 169]
 
@@ -498,25 +501,9 @@ def test_the_pieces_in_which_tasks_come_make_no_difference(pipeline: Pipeline) -
     for number in range(7):
         begun.put(number)
         begun.flush()
-    pipeline.cluster.call(Cluster.put, "squares", 7, pack(range(7, 9)))  # of an earlier version: without digests
+    pipeline.cluster.call(Cluster.put, "squares", 7, pack(range(7, 9)))  # without digests
     sender.batch().send(range(12))
     assert pipeline.cluster.call(Cluster.progress, "squares").size == 12
-
-
-def test_a_batch_of_an_earlier_version_is_compared_with_nothing(pipeline: Pipeline) -> None:
-    batch = rules.Batch("square", "results", put_count=3)
-    dispatch = Dispatch(batches={"old": batch}, ended={"done": PROGRESS})
-    assert dispatch.put("done", 0, pack(range(9)))
-    with pytest.raises(BatchError, match="not for 'cube'"):
-        dispatch.start("old", "cube", "results")
-    piece = batch.run("old", rules.TaskSlice(0, 1, pack(range(1))))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(piece)).keys() == {
-        "batch", "function", "first", "count", "tasks"
-    }, "as its log has it"  # fmt: skip
-    assert dispatch.start("done", "cube", "results") == 4
-    dispatch.put("old", 3, pack(range(3, 5)), b"x" * 16, b"y" * 16)
-    assert dispatch.end("old", 5, b"z" * 16) == "results"
-    assert dispatch.batches["old"].digest == b""
 
 
 def test_a_collector_takes_no_results_of_another_function_or_other_tasks_from_another_cluster(
@@ -545,7 +532,7 @@ def test_a_collector_takes_no_results_of_another_function_or_other_tasks_from_an
 def test_a_name_that_the_cluster_has_forgotten_brings_no_old_results(
     monkeypatch: pytest.MonkeyPatch, pipeline: Pipeline
 ) -> None:
-    monkeypatch.setattr("immortal.appsdk.patterns.harmony.dispatch.BATCHES_ENDED_MAX", 1)
+    monkeypatch.setattr("immortal.appsdk.patterns.harmony.cluster.BATCHES_ENDED_MAX", 1)
     sender = Sender(pipeline)
     sender.batch().send(range(4))
     pipeline.finish()

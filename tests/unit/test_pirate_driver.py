@@ -7,9 +7,8 @@ import zmq
 
 from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
 from immortal.appsdk.patterns.pirate import driver as driver_module
-from immortal.appsdk.patterns.pirate.driver import Driver, NoReply, Pending
+from immortal.appsdk.patterns.pirate.driver import Driver, Event, Heard, NoReply, Pending, Replied
 from immortal.appsdk.patterns.pirate.frames import TooManyRequests
-from immortal.appsdk.patterns.pirate.links import Event, Heard, Replied
 from immortal.appsdk.patterns.pirate.pool import Policy
 
 POLICY = Policy(tries=1, try_timeout_s=5.0)

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from immortal.appsdk.patterns.pirate.frames import (
+    BODY_SIZE_BYTES_MAX,
     MAGIC,
     NUMBER_MAX,
     OVERHEAD_BYTES,
@@ -15,7 +16,6 @@ from immortal.appsdk.patterns.pirate.frames import (
     decode_frame,
     encode_frame,
 )
-from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX
 from immortal.protocol.checksum import crc64_reference
 from immortal.protocol.errors import LimitExceededError, RemoteProtocolError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from immortal.appsdk.patterns.pirate import limits
-from immortal.appsdk.patterns.pirate.frames import Kind
+from immortal.appsdk.patterns.pirate import clients, driver, frames, server, store
 from immortal.appsdk.patterns.pirate.pool import Policy
 
 ROOT = Path(__file__).parents[2]
@@ -25,15 +24,15 @@ def test_each_test_that_the_requirements_name_is_there() -> None:
 
 def test_its_limits() -> None:
     for said in (
-        f"- replies of one client: {limits.REPLIES_OF_CLIENT_MAX}, and "
-        f"{limits.REPLIES_OF_CLIENT_SIZE_BYTES_MAX >> 20} MiB, each with {limits.REPLY_OVERHEAD_BYTES} bytes more",
-        f"- replies of all its clients: {limits.REPLIES_SIZE_BYTES_MAX >> 20} MiB",
-        f"- clients: {limits.CLIENTS_MAX:,}, the last used ones",
-        f"The folder can take {limits.MAP_SIZE_BYTES >> 30} GiB",
-        f"bytes, up to {limits.BODY_SIZE_BYTES_MAX >> 20} MiB",
-        f"({limits.WAITING_MAX} requests or {limits.WAITING_SIZE_BYTES_MAX >> 20} MiB of one name wait there)",
-        f"- `TooManyRequests`: {limits.OPEN_REQUESTS_MAX:,} of this client are open",
-        f"timeout={limits.TIMEOUT_DEFAULT_S:g}, policy=Policy(",
+        f"- replies of one client: {store.REPLIES_OF_CLIENT_MAX}, and "
+        f"{store.REPLIES_OF_CLIENT_SIZE_BYTES_MAX >> 20} MiB, each with {store.REPLY_OVERHEAD_BYTES} bytes more",
+        f"- replies of all its clients: {store.REPLIES_SIZE_BYTES_MAX >> 20} MiB",
+        f"- clients: {store.CLIENTS_MAX:,}, the last used ones",
+        f"The folder can take {store.MAP_SIZE_BYTES >> 30} GiB",
+        f"bytes, up to {frames.BODY_SIZE_BYTES_MAX >> 20} MiB",
+        f"({server.WAITING_MAX} requests or {server.WAITING_SIZE_BYTES_MAX >> 20} MiB of one name wait there)",
+        f"- `TooManyRequests`: {driver.OPEN_REQUESTS_MAX:,} of this client are open",
+        f"timeout={clients.TIMEOUT_DEFAULT_S:g}, policy=Policy(",
     ):
         assert said in GUIDE, said
     (policy,) = re.findall(r"policy=(Policy\(.*?\))\)", GUIDE)
@@ -42,4 +41,4 @@ def test_its_limits() -> None:
 
 def test_its_types_of_messages() -> None:
     rows = re.findall(r"^\| (\d) \| ([A-Z]+) \|", FRAMES, re.MULTILINE)
-    assert [(int(number), name) for number, name in rows] == [(kind.value, kind.name) for kind in Kind]
+    assert [(int(number), name) for number, name in rows] == [(kind.value, kind.name) for kind in frames.Kind]

@@ -10,7 +10,7 @@ import pytest
 from immortal import Immortal, query, rpc
 from immortal.appsdk.client.methods import TypedMethod, typed_method
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.pirate.links import instances
+from immortal.appsdk.patterns.pirate.driver import instances
 from immortal.client import NotConnectable, start
 from immortal.patterns.pirate import connect_instances
 

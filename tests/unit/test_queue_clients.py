@@ -62,6 +62,11 @@ def test_arguments_are_a_list(arguments: Any) -> None:
     assert queue.submitted == []
 
 
+def test_an_option_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match="no option delay_s, retries of a submission; there are key, priority, delay"):
+        Jobs(Queue()).submit("resize", [], delay_s=1, retries=2)  # type: ignore[arg-type,call-overload]
+
+
 class AwayOnce:
     """A queue whose first reply is late: it was away for a while."""
 

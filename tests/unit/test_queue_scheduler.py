@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue import model, scheduler, tasks
 from immortal.appsdk.patterns.queue.model import (
     DedupConflict,
     Limit,
@@ -19,7 +19,7 @@ from immortal.appsdk.patterns.queue.model import (
 )
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
 
-S = limits.SECOND_NS
+S = model.SECOND_NS
 NOTHING = msgspec.msgpack.encode([])
 ALL = ["f", "g"]
 
@@ -190,7 +190,7 @@ def test_a_limit_that_is_lifted_lets_tasks_go_on(driven: Driven) -> None:
 
 def test_a_silent_idle_worker_is_disabled_and_back_with_a_heartbeat(driven: Driven) -> None:
     call = driven.ready("w")
-    driven.advance(limits.SILENT_HEARTBEATS)
+    driven.advance(scheduler.SILENT_HEARTBEATS)
     assert driven.records.workers["w"].disabled
     task = driven.submit()
     assert driven.given(call) == 0
@@ -304,12 +304,12 @@ def test_a_withdrawn_call_gives_back_what_it_got(driven: Driven) -> None:
 
 def test_dead_workers_are_forgotten_and_so_are_their_calls(driven: Driven) -> None:
     calls = [driven.ready(f"w{number}") for number in range(20)]
-    driven.advance(limits.SILENT_HEARTBEATS + limits.FORGET_NS / S)
+    driven.advance(scheduler.SILENT_HEARTBEATS + scheduler.FORGET_NS / S)
     assert driven.records.workers == {}
     assert sorted(driven.scheduler.woken) == [call.call for call in calls]
     assert not any(driven.given(call) for call in calls)
     assert driven.records.offers == {}
-    assert driven.scheduler.timers() == {}
+    assert driven.scheduler._timers.ranks == {}
 
 
 # --- tries ------------------------------------------------------------------------------------------------------------
@@ -351,9 +351,9 @@ def test_a_rejected_task_is_not_tried_again(driven: Driven) -> None:
 def test_a_result_that_is_too_large_is_a_dead_letter(driven: Driven) -> None:
     task = driven.submit()
     driven.ready("w")
-    driven.done("w", task, result=bytes(limits.RESULT_SIZE_BYTES_MAX + 1))
+    driven.done("w", task, result=bytes(model.RESULT_SIZE_BYTES_MAX + 1))
     assert driven.state(task) == "dead"
-    assert f"takes {limits.RESULT_SIZE_BYTES_MAX + 1} bytes" in driven.records.tasks[task].reason
+    assert f"takes {model.RESULT_SIZE_BYTES_MAX + 1} bytes" in driven.records.tasks[task].reason
     assert driven.records.tasks[task].result == b""
 
 
@@ -372,11 +372,11 @@ def test_a_retried_dead_letter_has_all_its_tries_and_takes_no_reply_of_before(dr
 
 def test_dropped_tasks(driven: Driven) -> None:
     waiting, delayed, running = driven.submit("g"), driven.submit("g", delay_s=5), driven.submit("f")
-    wait = driven.scheduler.outcome(waiting, wait=True).wait
+    wait = driven.scheduler.tasks.outcome(waiting, wait=True).wait
     driven.ready("w", names=["f"])
     assert driven.scheduler.drop([waiting, delayed, running], "not needed", driven.now_ns) == 3
     assert wait in driven.scheduler.woken
-    assert driven.scheduler.outcome(waiting).reason == "not needed"
+    assert driven.scheduler.tasks.outcome(waiting).reason == "not needed"
     driven.ready("w", Report(running, 1, b"r"), names=["f", "g"])
     driven.advance(4)
     assert {driven.state(task) for task in (waiting, delayed, running)} == {"dropped"}
@@ -397,7 +397,7 @@ def test_a_dedup_key_is_one_task_as_long_as_it_is_known(driven: Driven) -> None:
     assert driven.submit(dedup="order-17") == task
     with pytest.raises(DedupConflict, match="dedup key 'order-17' is that of task 1"):
         driven.submit("g", dedup="order-17")
-    driven.advance(limits.ENDED_AGE_NS / S)
+    driven.advance(tasks.ENDED_AGE_NS / S)
     assert driven.submit(dedup="order-17") == 2
 
 
@@ -427,12 +427,12 @@ def test_a_dropped_task_frees_its_dedup_key(driven: Driven) -> None:
     task = driven.submit(dedup="k")
     driven.scheduler.drop([task], "", driven.now_ns)
     assert driven.submit(dedup="k") == 2
-    driven.advance(limits.ENDED_AGE_NS / S)
+    driven.advance(tasks.ENDED_AGE_NS / S)
     assert driven.submit(dedup="k") == 2, "the dropped one's end is not its end"
 
 
 def test_tasks_that_have_ended_are_kept_by_number_and_time(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ENDED_TASKS_MAX", 3)
+    monkeypatch.setattr(tasks, "ENDED_TASKS_MAX", 3)
     call = driven.ready("w")
     for _ in range(5):
         task = driven.submit()
@@ -440,13 +440,13 @@ def test_tasks_that_have_ended_are_kept_by_number_and_time(driven: Driven, monke
         call = driven.done("w", task, result=b"r")
     assert list(driven.records.tasks) == [3, 4, 5]
     with pytest.raises(UnknownTask, match="not kept any more"):
-        driven.scheduler.outcome(1)
-    driven.advance(limits.ENDED_AGE_NS / S)
+        driven.scheduler.tasks.outcome(1)
+    driven.advance(tasks.ENDED_AGE_NS / S)
     assert driven.records.tasks == {}
 
 
 def test_tasks_that_have_ended_are_kept_by_size(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ENDED_SIZE_BYTES_MAX", 25)
+    monkeypatch.setattr(tasks, "ENDED_SIZE_BYTES_MAX", 25)
     call = driven.ready("w")
     for _ in range(5):
         task = driven.submit()
@@ -456,7 +456,7 @@ def test_tasks_that_have_ended_are_kept_by_size(driven: Driven, monkeypatch: pyt
 
 
 def test_dead_letters_are_kept_by_number(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DEAD_TASKS_MAX", 2)
+    monkeypatch.setattr(tasks, "DEAD_TASKS_MAX", 2)
     call = driven.ready("w")
     for _ in range(3):
         task = driven.submit()
@@ -464,12 +464,12 @@ def test_dead_letters_are_kept_by_number(driven: Driven, monkeypatch: pytest.Mon
         call = driven.done("w", task, error="no", again=False)
     assert list(driven.records.tasks) == [2, 3]
     assert driven.records.dead_forgotten == 1
-    driven.advance(10 * limits.ENDED_AGE_NS / S)
+    driven.advance(10 * tasks.ENDED_AGE_NS / S)
     assert list(driven.records.tasks) == [2, 3]
 
 
 def test_a_full_queue_takes_no_more(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "OPEN_TASKS_MAX", 2)
+    monkeypatch.setattr(tasks, "OPEN_TASKS_MAX", 2)
     first = driven.submit(dedup="k")
     driven.submit()
     with pytest.raises(QueueFull, match="2 tasks with 2 bytes of arguments are open"):
@@ -481,7 +481,7 @@ def test_a_full_queue_takes_no_more(driven: Driven, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_queue_counts_bytes(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "OPEN_SIZE_BYTES_MAX", 2)
+    monkeypatch.setattr(tasks, "OPEN_SIZE_BYTES_MAX", 2)
     driven.submit()
     driven.submit()
     with pytest.raises(QueueFull):
@@ -489,7 +489,7 @@ def test_a_full_queue_counts_bytes(driven: Driven, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_more_workers_than_can_be(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WORKERS_MAX", 1)
+    monkeypatch.setattr(scheduler, "WORKERS_MAX", 1)
     driven.ready("a")
     driven.ready("a")
     with pytest.raises(QueueFull, match="1 workers are known"):
@@ -497,7 +497,7 @@ def test_no_more_workers_than_can_be(driven: Driven, monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_queue_counts_starts_under_a_rate(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "STARTS_KEPT_MAX", 2)
+    monkeypatch.setattr(tasks, "STARTS_KEPT_MAX", 2)
     driven.scheduler.set_limit("f", Limit(starts_max=1, period_ns=10 * S), driven.now_ns)
     for key in "xy":
         driven.submit(key=key)
@@ -509,7 +509,7 @@ def test_a_full_queue_counts_starts_under_a_rate(driven: Driven, monkeypatch: py
 
 
 def test_no_more_limits_than_can_be(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LIMITED_MAX", 1)
+    monkeypatch.setattr(scheduler, "LIMITED_MAX", 1)
     driven.scheduler.set_limit("f", Limit(running_max=1), driven.now_ns)
     driven.scheduler.set_limit("f", Limit(running_max=2), driven.now_ns)
     with pytest.raises(ValueError, match="1 functions have limits"):
@@ -533,7 +533,7 @@ def test_the_absence_of_the_queue_counts_against_no_worker(driven: Driven) -> No
     assert not any(worker.disabled for worker in driven.records.workers.values())
     task = driven.submit("g")
     assert driven.given(call) == task
-    driven.advance(2 * limits.SILENT_HEARTBEATS)
+    driven.advance(2 * scheduler.SILENT_HEARTBEATS)
     assert driven.records.workers["busy"].disabled, "from now on it counts"
 
 
@@ -576,7 +576,7 @@ def test_what_was_due_happens_before_what_is_asked(driven: Driven) -> None:
         ({"delay_s": float("nan")}, "delay nan s"),
         ({"tries": 0}, "tries 0: 1 to 1000"),
         ({"timeout_s": 0.0}, "timeout 0 s: 0.001 to"),
-        ({"arguments": bytes(limits.ARGUMENTS_SIZE_BYTES_MAX + 1)}, "take 1048577 bytes, at most 1048576"),
+        ({"arguments": bytes(model.ARGUMENTS_SIZE_BYTES_MAX + 1)}, "take 1048577 bytes, at most 1048576"),
     ],
 )
 def test_submissions_that_are_refused(options: dict[str, object], message: str) -> None:

@@ -481,7 +481,7 @@ def test_rows_of_a_table_and_tasks_of_a_queue_are_bytes_before_they_are_sent() -
     with pytest.raises(TypeError):
         encode_entry(Heavy(500))
     with pytest.raises(TypeError, match="the arguments can't be encoded"):
-        clients.submission("lift", [Heavy(500)], "", 0, 0, "", 1, 0, 0, again=False)
+        clients.submission("lift", [Heavy(500)], {})
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------

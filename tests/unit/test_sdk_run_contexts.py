@@ -24,7 +24,7 @@ from immortal.appsdk.calls.user_code import RunContexts, inherited_context
 from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest
 from immortal.appsdk.effects.runner import LocalEffectRunner
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.harmony.runs import Run
+from immortal.appsdk.patterns.harmony.batch import Run
 from immortal.appsdk.patterns.harmony.worker import _Life, task_functions
 from immortal.appsdk.patterns.pirate.server import Server
 from immortal.appsdk.patterns.queue.model import Given

@@ -22,7 +22,7 @@ from immortal.appsdk.calls.user_code import RunContexts, interrupt, is_user_fail
 from immortal.appsdk.client.errors import CalleeFailed as ClientCalleeFailed
 from immortal.appsdk.dispatch.invocation import answer_query
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.harmony.runs import Run
+from immortal.appsdk.patterns.harmony.batch import Run
 from immortal.appsdk.patterns.harmony.worker import Results, task_functions
 from immortal.appsdk.patterns.pirate.server import Server
 from immortal.appsdk.patterns.queue.model import Given

@@ -6,8 +6,15 @@ The table is an instance, ``immortal run prices appsdk.patterns.clone:Table``; c
 
 from __future__ import annotations
 
-from immortal.appsdk.patterns.clone.clients import CloneConnector, connect
-from immortal.appsdk.patterns.clone.copies import AsyncChanges, AsyncClone, Changed, Changes, Clone
+from immortal.appsdk.patterns.clone.copies import (
+    AsyncChanges,
+    AsyncClone,
+    Changed,
+    Changes,
+    Clone,
+    CloneConnector,
+    connect,
+)
 from immortal.appsdk.patterns.clone.forwarder import Forwarder
 from immortal.appsdk.patterns.clone.model import (
     Change,
@@ -21,7 +28,7 @@ from immortal.appsdk.patterns.clone.model import (
     TableFull,
     Written,
 )
-from immortal.appsdk.patterns.clone.replica import Counts
+from immortal.appsdk.patterns.clone.subscriber import Counts
 from immortal.appsdk.patterns.clone.table import Table
 
 __all__ = [

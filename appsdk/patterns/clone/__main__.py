@@ -11,12 +11,15 @@ import zmq
 
 from immortal.appsdk.client import ClientError
 from immortal.appsdk.client import connect as connect_client
-from immortal.appsdk.client.discovery import Finder
-from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.clients import connect
+from immortal.appsdk.client.transport import Dealer
+from immortal.appsdk.patterns.clone.copies import connect
 from immortal.appsdk.patterns.clone.forwarder import Forwarder
 from immortal.appsdk.patterns.clone.frames import Look, Report, decode_answer, encode
-from immortal.appsdk.patterns.clone.model import CloneError, Place
+from immortal.appsdk.patterns.clone.model import (
+    CONNECT_S,
+    CloneError,
+    Place,
+)
 from immortal.appsdk.patterns.clone.subscriber import Access
 from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.errors import RemoteProtocolError
@@ -98,25 +101,20 @@ def _show(options: argparse.Namespace) -> None:
 
 def _look(table: str, place: Place, identity: str | None) -> Report | None:
     """Ask a publisher for its report; None: no answer in time."""
-    finder: Finder = Access(table, identity=identity).finder(place)
-    found = finder.find()
+    found = Access(table, {"identity": identity}).finder(place).find()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = Dealer(context, {})
     try:
-        with context.socket(zmq.DEALER, socket_class=zmq.Socket) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            if found.pair is not None:
-                socket.setsockopt(zmq.CURVE_SERVERKEY, found.server_keys[0].encode())
-                socket.setsockopt(zmq.CURVE_PUBLICKEY, found.pair.public.encode())
-                socket.setsockopt(zmq.CURVE_SECRETKEY, found.pair.secret.encode())
-            socket.connect(found.endpoints[0])
-            socket.send(encode(Look()))
-            if not socket.poll(int(1000 * limits.CONNECT_S)):
-                return None
-            answer = decode_answer(socket.recv())
-            return answer if isinstance(answer, Report) else None
+        dealer.open(found.endpoints[0], found, 0)
+        dealer.send(encode(Look()))
+        if not dealer.socket.poll(int(1000 * CONNECT_S)):
+            return None
+        answer = decode_answer(dealer.socket.recv())
+        return answer if isinstance(answer, Report) else None
     except RemoteProtocolError:
         return None
     finally:
+        dealer.close()
         context.term()
 
 

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack, overload
 
 import zmq
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
-from immortal.appsdk.client import ClientClosed, with_timeout
-from immortal.appsdk.client.shells import ThreadShell
-from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.model import Change, CloneError, Ended, NotEntitled, check_change, covers
-from immortal.appsdk.patterns.clone.replica import Counts, Options, Replica, Told
-from immortal.appsdk.patterns.clone.subscriber import Places, Subscriber
-from immortal.protocol.process import after_fork_message
+from immortal.appsdk.client import ClientClosed, ReachOptions, with_timeout
+from immortal.appsdk.client import connect as connect_client
+from immortal.appsdk.client.shells import ThreadShell, require_process
+from immortal.appsdk.patterns.clone.frames import POLICIES, Policy
+from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
+    MARK_BYTES_DEFAULT,
+    WINDOW_BYTES_DEFAULT,
+    Change,
+    CloneError,
+    Ended,
+    NotEntitled,
+    check_change,
+    check_subtrees,
+    covers,
+)
+from immortal.appsdk.patterns.clone.subscriber import Access, Counts, Options, Places, Replica, Subscriber, Told
+from immortal.appsdk.patterns.clone.table import Table
+from immortal.protocol.process import register
+
+TIMEOUT_DEFAULT_S = 30.0  # as immortal.appsdk.client's
+PART_S = 0.5  # for a publisher to say that it has heard of the end
+CHANGES_WAITING_MAX = 10_000  # that wait for who reads changes(); beyond it nothing more is taken in
+
+_FORKED = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
 
 V = TypeVar("V")
 
@@ -52,7 +71,7 @@ class Changes(Generic[V]):
 
         Raises msgspec.ValidationError for a value of another type, and goes on behind it.
         """
-        require_same_process(self._process_id)
+        require_process(self._process_id, *_FORKED)
         return self._clone._next(self._waiting, self._timeout_s)
 
     def close(self) -> None:
@@ -82,7 +101,7 @@ class _Follower:
 
     @property
     def _has_room(self) -> bool:
-        return max(map(len, self.listeners), default=0) < limits.CHANGES_WAITING_MAX
+        return max(map(len, self.listeners), default=0) < CHANGES_WAITING_MAX
 
     def process(self) -> None:
         news = self.subscriber.process(time.monotonic(), _NEWS_MAX if self._has_room else 0)
@@ -105,7 +124,7 @@ class _Follower:
         if self._has_more:
             return now_s
         due_s = self.subscriber.next_deadline_s() if not self.replica.ended else now_s + 1.0
-        return min(due_s, now_s + limits.BEAT_S)
+        return min(due_s, now_s + BEAT_S)
 
     def close(self) -> None:
         self.subscriber.close()
@@ -298,7 +317,7 @@ class Clone(_Copy[V]):
         """
         if waiting:
             told = waiting.popleft()
-            if len(waiting) == limits.CHANGES_WAITING_MAX // 2:
+            if len(waiting) == CHANGES_WAITING_MAX // 2:
                 self._shell.rouse()
             return told
         if self._shell.error is not None or (self._is_over and not self._shell.closing):
@@ -336,15 +355,8 @@ class Clone(_Copy[V]):
                 if not (shell.closing or follower.replica.ended):
                     follower.subscriber.deactivate()
                     shell.rouse()
-                    shell.turned.wait_for(lambda: follower.subscriber.has_ended or self._is_over, limits.PART_S)
+                    shell.turned.wait_for(lambda: follower.subscriber.has_ended or self._is_over, PART_S)
         shell.close()
-
-
-def require_same_process(process_id: int) -> None:
-    """Check that an iterator of changes is used in its own process. Raises ClientClosed."""
-    if process_id != os.getpid():
-        what, advice = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
-        raise ClientClosed(after_fork_message(what, process_id, advice))
 
 
 def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
@@ -359,9 +371,6 @@ def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
 
 
 # As `threaded`, with asyncio. The same thread follows the table; nothing here waits but with ``await``.
-
-
-R = TypeVar("R")
 
 
 class AsyncChanges(Generic[V]):
@@ -388,7 +397,7 @@ class AsyncChanges(Generic[V]):
         return self
 
     async def __anext__(self) -> Changed[V]:
-        require_same_process(self._process_id)
+        require_process(self._process_id, *_FORKED)
         while True:
             self._came.clear()
             with self._clone._shell.lock:
@@ -427,17 +436,121 @@ class AsyncClone(_Copy[V]):
 
     async def put(self, key: str, value: V, *, ttl: float = 0.0, wait: bool = True) -> int:
         """Set a key; see Clone."""
-        return await _in_thread(lambda: self._clone.put(key, value, ttl=ttl, wait=wait))
+        return await asyncio.to_thread(self._clone.put, key, value, ttl=ttl, wait=wait)
 
     async def delete(self, key: str, *, wait: bool = True) -> int:
         """Delete a key; see Clone."""
-        return await _in_thread(lambda: self._clone.delete(key, wait=wait))
+        return await asyncio.to_thread(self._clone.delete, key, wait=wait)
 
     async def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
         """Set several keys; see Clone."""
-        return await _in_thread(lambda: self._clone.update(values, ttl=ttl, wait=wait))
+        return await asyncio.to_thread(self._clone.update, values, ttl=ttl, wait=wait)
 
 
-async def _in_thread(call: Callable[[], R]) -> R:
-    found: Any = await asyncio.to_thread(call)
-    return found  # type: ignore[no-any-return]
+# Connectors to copies: ``with connect("prices") as prices:``, and the same with ``async with``.
+
+
+class CloneConnector(Generic[V]):
+    """Connector that ``connect(...)`` returns: ``with connect("prices") as prices:``, or ``async with``."""
+
+    def __init__(self, access: Access, kind: Any, options: Options, timeout_s: float, connector: Any) -> None:
+        self._access = access
+        self._kind = kind
+        self._options = options
+        self._timeout_s = timeout_s
+        self._connector = connector
+        self._connecting = threading.Lock()
+        self._table: Any = None
+        self._clone: Clone[V] | None = None
+        register(self)
+
+    def forked_in_child(self) -> None:
+        self._connecting = threading.Lock()
+
+    def _connected(self) -> Any:
+        """Connect to the table itself. A client that only reads from given publishers never needs it. Raises
+        ClientError.
+        """
+        with self._connecting:
+            if self._table is None:
+                self._table = self._connector.__enter__()
+            return self._table
+
+    def __enter__(self) -> Clone[V]:
+        """Return the clone, once it has a copy. Raises CloneError, ClientError."""
+        try:
+            places = Places(self._access, None if self._access.publishers else self._connected())
+            self._clone = Clone(self._connected, self._kind, self._options, places, self._timeout_s)
+            self._clone._wait_until_whole()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self._clone
+
+    def __exit__(self, *error: Any) -> None:
+        if self._clone is not None:
+            self._clone._close()
+            self._clone = None
+        if self._table is not None:
+            self._table = None
+            self._connector.__exit__(*error)
+
+    async def __aenter__(self) -> AsyncClone[V]:
+        """Return the clone, as ``with`` does."""
+        return AsyncClone(await asyncio.to_thread(self.__enter__))
+
+    async def __aexit__(self, *error: Any) -> None:
+        await asyncio.to_thread(self.__exit__, *error)
+
+
+class CloneOptions(ReachOptions, total=False):
+    """Options of :func:`connect`."""
+
+    subtrees: Sequence[str]
+    policy: Policy
+    window_bytes: int
+    mark_bytes: int
+    label: str
+    writes: str
+    timeout: float
+    publishers: Sequence[str]
+
+
+@overload
+def connect(table: str, of: type[V], **options: Unpack[CloneOptions]) -> CloneConnector[V]: ...
+@overload
+def connect(table: str, **options: Unpack[CloneOptions]) -> CloneConnector[Any]: ...
+def connect(
+    table: str,
+    of: Any = Any,
+    *,
+    subtrees: Sequence[str] = ("",),
+    policy: Policy = "drop",
+    window_bytes: int = WINDOW_BYTES_DEFAULT,
+    mark_bytes: int = MARK_BYTES_DEFAULT,
+    label: str = "",
+    writes: str = "",
+    timeout: float = TIMEOUT_DEFAULT_S,
+    publishers: Sequence[str] = (),
+    **reach: Unpack[ReachOptions],
+) -> CloneConnector[Any]:
+    """Return a copy of the table called so, as a context manager, also for ``async with``.
+
+    ``of``: the type of all values; they are checked as they are read. ``subtrees``: those of interest. ``policy``: when
+    more than ``mark_bytes`` wait for this client beyond the ``window_bytes`` that may be on their way: "drop": changes
+    are dropped, the oldest first, and the keys come again as they are then; "disconnect": it is ended; "block": writers
+    wait, as long as the table allows. ``writes``: the subtree that all its changes are in, for who may write to that
+    alone. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints to follow, in place of those
+    that the table names; ``endpoints=[]`` and the rest are of :func:`immortal.appsdk.client.connect`.
+
+    Raises TypeError, ValueError.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r}: {', '.join(map(repr, POLICIES))} were expected")
+    if isinstance(publishers, str):
+        raise ValueError(f"publishers={publishers!r}: a list was expected, such as [{publishers!r}]")
+    if writes:
+        check_subtrees([writes])
+    options = Options(check_subtrees(subtrees), window_bytes, mark_bytes, policy, label, writes=writes)
+    access = Access(table, reach, publishers, blocks=policy == "block")
+    return CloneConnector(access, of, options, timeout, connect_client(Table, table, timeout=timeout, **reach))

@@ -10,20 +10,30 @@ import select
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import zmq
 
-from immortal.appsdk.client import CallRefused, ClientError, connect, with_timeout
+from immortal.appsdk.client import CallRefused, ClientError, ReachOptions, connect, with_timeout
 from immortal.appsdk.client.discovery import home_of
 from immortal.appsdk.client.shells import WatchedSockets
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import Policy
-from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row, TableFull
+from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
+    MARK_BYTES_DEFAULT,
+    MARK_BYTES_MAX,
+    PRESENCE_S,
+    STREAMS_MAX,
+    CloneError,
+    Entries,
+    Place,
+    Presence,
+    Row,
+    TableFull,
+)
 from immortal.appsdk.patterns.clone.publication import Publication
 from immortal.appsdk.patterns.clone.publisher import Publisher, drain_presences, has_keys, logger
-from immortal.appsdk.patterns.clone.replica import News, Options, Replica
-from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
+from immortal.appsdk.patterns.clone.subscriber import Access, News, Options, Places, Replica, Subscriber
 from immortal.appsdk.patterns.clone.table import Table
 
 _RETRY_S = 0.5
@@ -47,34 +57,22 @@ class Forwarder:
         listen: str = "tcp://127.0.0.1:*",
         *,
         upstream: Sequence[str] = (),
-        identity: str | None = None,
         advertise: str = "",
         blocking_s: float = 0.0,
-        endpoints: Sequence[str] = (),
-        home: str | os.PathLike[str] | None = None,
-        server_keys: Sequence[str] = (),
-        insecure: bool = False,
+        **reach: Unpack[ReachOptions],
     ) -> None:
         self.id = secrets.token_hex(4)
-        folder = home_of(home)
-        self._identity = identity or (table if has_keys(folder, table) else "")
+        folder = home_of(reach.get("home"))
+        self._identity = reach.get("identity") or (table if has_keys(folder, table) else "")
         self._blocking_s = blocking_s
-        self._connector = connect(
-            Table,
-            table,
-            timeout=None,
-            endpoints=endpoints,
-            home=home,
-            identity=identity,
-            server_keys=server_keys,
-            insecure=insecure,
-        )
+        self._connector = connect(Table, table, timeout=None, **reach)
+        insecure = reach.get("insecure", False)
         self._publisher = Publisher(listen, home=folder, identity=self._identity, insecure=insecure)
         self.endpoint = advertise or self._publisher.endpoint
         policy: Policy = "block" if blocking_s else "drop"
-        mark_bytes = limits.MARK_BYTES_MAX if policy == "drop" else limits.MARK_BYTES_DEFAULT
+        mark_bytes = MARK_BYTES_MAX if policy == "drop" else MARK_BYTES_DEFAULT
         self._replica = Replica(Options(("",), 4 << 20, mark_bytes, policy, f"forwarder {self.id}", relay=True))
-        self._access = Access(table, home, identity, server_keys, insecure, tuple(upstream))
+        self._access = Access(table, reach, tuple(upstream))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -103,7 +101,7 @@ class Forwarder:
         table = self._connector.__enter__()
         telling = threading.Thread(target=self._tell, args=(table,), name=f"forwarder {self.id}", daemon=True)
         telling.start()
-        places = _Upstream(Places(self._access, table), self.endpoint)
+        places = Places(self._access, table, only_tables=True)
         subscriber = Subscriber(self._context, self._replica, places.find, self._access.finder, time.monotonic())
         try:
             self._forward(subscriber)
@@ -136,8 +134,8 @@ class Forwarder:
             if current and current != problem and self._replica.number:
                 logger.warning("forwarder %s waits: %s", self.id, current)
             problem = current
-            wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), limits.PRESENCE_S)
-            if publisher.publishing is not None and now_s - reported_s >= limits.PRESENCE_S:
+            wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), PRESENCE_S)
+            if publisher.publishing is not None and now_s - reported_s >= PRESENCE_S:
                 reported_s = now_s
                 self._report(publisher.publishing)
             is_new = watched.update(() if holds else subscriber.sockets())
@@ -177,7 +175,7 @@ class Forwarder:
                 joined, left = drain_presences(publishing)
                 self._joined += joined
                 self._left += left
-                if len(self._joined) + len(self._left) > limits.STREAMS_MAX:  # the table is away
+                if len(self._joined) + len(self._left) > STREAMS_MAX:  # the table is away
                     self._wants_all = True
             held = publishing.held_by
             has_news = bool(self._joined or self._left or self._all is not None or held != self._held)
@@ -190,7 +188,7 @@ class Forwarder:
         self._wants_all = True
         told = False
         while not self._stopping:
-            self._news.wait(limits.BEAT_S)
+            self._news.wait(BEAT_S)
             self._news.clear()
             with self._lock:
                 everything, self._all = self._all, None
@@ -218,28 +216,9 @@ class Forwarder:
                     return
                 self._wants_all = True
                 logger.warning("forwarder %s: the table was not told: %s", self.id, error)
-            self._pause()
+            if not self._stopping:  # one report in PRESENCE_S, however much happens
+                time.sleep(PRESENCE_S)
         try:
             with_timeout(table, _CALL_S).forwarder_ends(self.id)
         except ClientError:
             return  # it finds out by itself
-
-    def _pause(self) -> None:
-        """Wait for the next report: one in PRESENCE_S, however much happens."""
-        if not self._stopping:
-            time.sleep(limits.PRESENCE_S)
-
-
-class _Upstream:
-    """Places of a table, without this forwarder and those that follow it."""
-
-    def __init__(self, places: Places, own: str) -> None:
-        self._places = places
-        self._own = own
-
-    def find(self, anew: bool) -> Sequence[Place]:
-        """Return the places to follow. Raises NotConnectable."""
-        found = self._places.find(anew)
-        if self._places.access.publishers:
-            return found
-        return [place for place in found if place.is_table]

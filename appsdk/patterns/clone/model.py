@@ -7,8 +7,28 @@ from typing import Any
 
 import msgspec
 
-from immortal.appsdk.patterns.clone import limits
 from immortal.protocol.errors import ImmortalError
+
+SECOND_NS = 1_000_000_000
+KEY_SIZE_BYTES_MAX = 256
+KEY_DEPTH_MAX = 16  # parts between "/": each is a subtree that somebody may have
+VALUE_SIZE_BYTES_MAX = 1 << 20
+# Keys that were deleted, which a client that returns is told; one that was away longer gets all anew.
+GONE_MAX = 100_000
+TTL_S_MAX = 10 * 365 * 86_400.0
+SUBTREES_MAX = 100  # of one client
+SUBTREES_SIZE_BYTES_MAX = 4096  # of all of them: they are in the row that says who is there
+STREAMS_MAX = 10_000  # clients of one publisher; more is what forwarders are for
+REQUEST_SIZE_BYTES_MAX = 64 << 10  # of one frame of a client
+BEAT_S = 1.0  # each side says a word so often
+SILENCE_S = 5.0  # who says none for so long is gone
+WINDOW_BYTES_DEFAULT = 1 << 20  # in flight to one client
+MARK_BYTES_DEFAULT = 4 << 20  # the high-water mark: what waits for one client beyond its window
+MARK_BYTES_MAX = 64 << 20
+PRESENCE_S = 0.2  # who came and who went is told to the table so often
+LEASE_S = 5.0  # a forwarder without a word for so long is gone, and its clients
+FORWARDERS_MAX = 1000
+CONNECT_S = 2.5  # for an answer to the first word; then the next place
 
 OWN = "@"
 """Keys of the table itself begin with it."""
@@ -99,13 +119,11 @@ def check_key(key: str) -> None:
     """Check a key. Raises ValueError."""
     if not isinstance(key, str):
         raise ValueError(f"key {key!r}: text was expected")
-    if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= limits.KEY_SIZE_BYTES_MAX:
-        raise ValueError(f"key {key[:40]!r}: 1 to {limits.KEY_SIZE_BYTES_MAX} bytes were expected")
+    if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= KEY_SIZE_BYTES_MAX:
+        raise ValueError(f"key {key[:40]!r}: 1 to {KEY_SIZE_BYTES_MAX} bytes were expected")
     parts = key.split("/")
-    if len(parts) > limits.KEY_DEPTH_MAX or not all(parts) or not key.isprintable():
-        raise ValueError(
-            f"key {key!r}: up to {limits.KEY_DEPTH_MAX} printable parts with '/' between them were expected"
-        )
+    if len(parts) > KEY_DEPTH_MAX or not all(parts) or not key.isprintable():
+        raise ValueError(f"key {key!r}: up to {KEY_DEPTH_MAX} printable parts with '/' between them were expected")
 
 
 def check_change(change: Change) -> None:
@@ -113,13 +131,12 @@ def check_change(change: Change) -> None:
     check_key(change.key)
     if change.key.startswith(OWN):
         raise ValueError(f"key {change.key!r}: those that begin with {OWN!r} are the table's own")
-    if change.value is not None and len(change.value) > limits.VALUE_SIZE_BYTES_MAX:
+    if change.value is not None and len(change.value) > VALUE_SIZE_BYTES_MAX:
         raise ValueError(
-            f"key {change.key!r}: a value of {len(change.value)} bytes, at most {limits.VALUE_SIZE_BYTES_MAX} are "
-            f"possible"
+            f"key {change.key!r}: a value of {len(change.value)} bytes, at most {VALUE_SIZE_BYTES_MAX} are possible"
         )
-    if not 0 <= change.ttl_s <= limits.TTL_S_MAX:
-        raise ValueError(f"key {change.key!r}: ttl {change.ttl_s!r}: 0 to {limits.TTL_S_MAX:g} seconds were expected")
+    if not 0 <= change.ttl_s <= TTL_S_MAX:
+        raise ValueError(f"key {change.key!r}: ttl {change.ttl_s!r}: 0 to {TTL_S_MAX:g} seconds were expected")
 
 
 def encode(value: Any) -> bytes:
@@ -156,7 +173,7 @@ class Entries(msgspec.Struct):
         else:
             self.gone.pop(key, None)
             self.gone[key] = row.number
-            if len(self.gone) > limits.GONE_MAX:
+            if len(self.gone) > GONE_MAX:
                 oldest = next(iter(self.gone))
                 self.forgotten = self.gone.pop(oldest)
         self.number = row.number
@@ -236,18 +253,15 @@ def check_subtrees(subtrees: Iterable[str]) -> tuple[str, ...]:
     if isinstance(subtrees, str):
         raise ValueError(f"subtrees {subtrees!r}: a list was expected, such as [{subtrees!r}]")
     found = tuple(subtrees)
-    if len(found) > limits.SUBTREES_MAX:
-        raise ValueError(
-            f"{len(found)} subtrees: at most {limits.SUBTREES_MAX} are possible; ask for what has them all"
-        )
+    if len(found) > SUBTREES_MAX:
+        raise ValueError(f"{len(found)} subtrees: at most {SUBTREES_MAX} are possible; ask for what has them all")
     for subtree in found:
         if subtree not in ALL:
             check_key(subtree)
     size_bytes = sum(len(subtree.encode()) for subtree in found)
-    if size_bytes > limits.SUBTREES_SIZE_BYTES_MAX:
+    if size_bytes > SUBTREES_SIZE_BYTES_MAX:
         raise ValueError(
-            f"subtrees of {size_bytes} bytes: at most {limits.SUBTREES_SIZE_BYTES_MAX} are possible; ask for what has "
-            f"them all"
+            f"subtrees of {size_bytes} bytes: at most {SUBTREES_SIZE_BYTES_MAX} are possible; ask for what has them all"
         )
     return reduced(found)
 
@@ -320,11 +334,6 @@ class Entitlements:
 
 
 # What can go wrong with a shared table.
-#
-# CloneError
-#   TableFull        there is no room for more rows, bytes, or names; nothing was changed
-#   NotEntitled      the caller may see nothing of what it asked for
-#   Ended            its publisher has ended this client's stream, and it does not come back by itself
 
 
 class CloneError(ImmortalError):

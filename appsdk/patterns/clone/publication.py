@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import (
     Activate,
     Activated,
@@ -26,7 +25,12 @@ from immortal.appsdk.patterns.clone.frames import (
     encode,
 )
 from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
     ENTITLED,
+    MARK_BYTES_MAX,
+    SECOND_NS,
+    SILENCE_S,
+    STREAMS_MAX,
     Entitlement,
     Entitlements,
     Entries,
@@ -36,6 +40,13 @@ from immortal.appsdk.patterns.clone.model import (
 )
 from immortal.appsdk.patterns.clone.streams import EVERYTHING, Stream, Views
 from immortal.protocol import decoding
+
+REPORT_S = 0.1  # between two reports for operators, each of which names all clients
+WINDOW_BYTES_MIN = 4 << 10
+WINDOW_BYTES_MAX = 64 << 20
+MARK_BYTES_MIN = 4 << 10
+WALKS_MAX = 64  # clients that are brought up to date at a time: each has a list of rows
+LABEL_SIZE_BYTES_MAX = 128  # what a client calls itself
 
 _ENTITLED = ENTITLED + "/"
 
@@ -63,18 +74,13 @@ class Publication:
         self._entitlements = _entitlements(self._owner, entries)
         self._count = 0  # of streams, in all
         self._walking: set[str] = set()  # streams with a list of rows of their own
-        self._dirty = True
+        self.is_dirty = True  # flush() has something to do
         self._beat_ns = 0
-        self._reported_ns = -limits.SECOND_NS
+        self._reported_ns = -SECOND_NS
         self._recheck = False
 
     def __len__(self) -> int:
         return len(self._streams)
-
-    @property
-    def is_dirty(self) -> bool:
-        """Tell whether :meth:`flush` has something to do."""
-        return self._dirty
 
     @property
     def held_by(self) -> list[str]:
@@ -99,7 +105,7 @@ class Publication:
                 self._recheck = True
         self.entries.number = max(self.entries.number, number)
         self._views.add(rows, is_conflated=is_conflated)
-        self._dirty = True
+        self.is_dirty = True
 
     def replace(self, table: str, entries: Entries) -> None:
         """Publish another table: all streams begin anew."""
@@ -125,7 +131,7 @@ class Publication:
                 return
             stream.heard_ns = now_ns
             if not isinstance(request, Deactivate):
-                self._dirty |= isinstance(request, Received) or not stream.has_room
+                self.is_dirty |= isinstance(request, Received) or not stream.has_room
                 stream.received(request.total_bytes)
                 if isinstance(request, Ping):
                     self._say(route, Pong(request.stream, stream.sent_bytes))
@@ -133,7 +139,7 @@ class Publication:
                 self._say(route, Deactivated(request.stream))
                 self._forget(stream)
             return
-        if now_ns < self._reported_ns + limits.REPORT_S * limits.SECOND_NS:
+        if now_ns < self._reported_ns + REPORT_S * SECOND_NS:
             return  # it is asked again
         if not name or self._entitlements.may_relay(name) or not len(self._entitlements):
             self._reported_ns = now_ns
@@ -165,8 +171,8 @@ class Publication:
                 route, Refused(asked.stream, f"update {asked.number} has not come here yet", again=True, is_behind=True)
             )
             return
-        if len(self._streams) >= limits.STREAMS_MAX:
-            reason = f"there are {limits.STREAMS_MAX} clients, which is as many as may be: ask another forwarder"
+        if len(self._streams) >= STREAMS_MAX:
+            reason = f"there are {STREAMS_MAX} clients, which is as many as may be: ask another forwarder"
             self._say(route, Refused(asked.stream, reason, again=True))
             return
         self._count += 1
@@ -175,17 +181,17 @@ class Publication:
         self._streams[route] = stream
         self._say(route, Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
         self.joined[stream.id] = Presence(stream.id, name, asked.label, self.name, visible)
-        self._dirty = True
+        self.is_dirty = True
 
     def lost(self, route: bytes) -> None:
         """End the stream whose connection is gone."""
         if (stream := self._streams.get(route)) is not None:
             self._forget(stream)
 
-    def report(self, upstream: str = "") -> Report:
+    def report(self) -> Report:
         streams = [stream.report() for stream in self._streams.values()]
         number, rows = self.entries.number, len(self.entries.rows)
-        return Report(self.table, number, rows, upstream, self.ended_slow, self.ended_silent, streams)
+        return Report(self.table, number, rows, "", self.ended_slow, self.ended_silent, streams)
 
     def present(self) -> list[Presence]:
         """Return all clients that are present, for a table that has forgotten them."""
@@ -197,18 +203,18 @@ class Publication:
 
     def flush(self, now_ns: int) -> None:
         """Send changes to the clients that have room, and apply the policies of slow ones."""
-        self._dirty = False
+        self.is_dirty = False
         if self._recheck:
             self._recheck = False
             self._check_rights()
         number = self.entries.number
-        beat = now_ns - self._beat_ns >= limits.BEAT_S * limits.SECOND_NS
+        beat = now_ns - self._beat_ns >= BEAT_S * SECOND_NS
         if beat:
             self._beat_ns = now_ns
             self._end_silent(now_ns)
         joining = {stream.view for stream in self._streams.values() if stream.is_waiting}
         for view in self._views:
-            if beat or view in joining or view.has_pending:
+            if beat or view in joining or view.pending:
                 view.cut(number)
         for stream in list(self._streams.values()):
             self._advance(stream, now_ns)
@@ -220,7 +226,7 @@ class Publication:
         def send(data: bytes) -> None:
             self.outgoing.append((route, data))
 
-        if stream.is_waiting and stream.has_room and len(self._walking) < limits.WALKS_MAX:
+        if stream.is_waiting and stream.has_room and len(self._walking) < WALKS_MAX:
             walk = stream.view.walk(self.entries, stream.after)
             stream.start(walk)
             if not walk.is_shared:
@@ -228,9 +234,9 @@ class Publication:
         stream.pump(send)
         if stream.walk is None and stream.id in self._walking:
             self._walking.remove(stream.id)
-            self._dirty = True  # the next one may walk
+            self.is_dirty = True  # the next one may walk
         if stream.is_waiting:
-            self._dirty |= stream.has_room and len(self._walking) < limits.WALKS_MAX
+            self.is_dirty |= stream.has_room and len(self._walking) < WALKS_MAX
         if stream.waiting_bytes > stream.asked.mark_bytes:
             self._too_slow(stream, now_ns)
         elif stream.over_since_ns is not None and stream.waiting_bytes <= stream.asked.mark_bytes // 2:
@@ -245,10 +251,7 @@ class Publication:
         if policy == "block":
             if stream.over_since_ns is None:
                 stream.over_since_ns = now_ns
-            if (
-                now_ns - stream.over_since_ns < self._blocking_s * limits.SECOND_NS
-                and stream.waiting_bytes <= limits.MARK_BYTES_MAX
-            ):
+            if now_ns - stream.over_since_ns < self._blocking_s * SECOND_NS and stream.waiting_bytes <= MARK_BYTES_MAX:
                 return
         self.ended_slow += 1
         waiting_kib, mark_kib = stream.waiting_bytes >> 10, stream.asked.mark_bytes >> 10
@@ -258,10 +261,10 @@ class Publication:
         self._end(stream, reason, again=False)
 
     def _end_silent(self, now_ns: int) -> None:
-        since_ns = now_ns - int(limits.SILENCE_S * limits.SECOND_NS)
+        since_ns = now_ns - int(SILENCE_S * SECOND_NS)
         for stream in [one for one in self._streams.values() if one.heard_ns < since_ns]:
             self.ended_silent += 1
-            self._end(stream, f"nothing was heard for {limits.SILENCE_S:g} s", again=True)
+            self._end(stream, f"nothing was heard for {SILENCE_S:g} s", again=True)
 
     def _check_rights(self) -> None:
         """Check all streams against new entitlements. A client that now sees another part gets all of it anew."""
@@ -292,7 +295,7 @@ class Publication:
         for view, index in needed.items():
             view.trim(index)
             if view not in walking:
-                view.forget_snapshot()
+                view.snapshot = None
 
     # --- the end of a stream -----------------------------------------------------------------------------------------
 
@@ -311,27 +314,25 @@ class Publication:
         stream.walk = None
         if stream.id in self._walking:
             self._walking.remove(stream.id)
-            self._dirty = True
+            self.is_dirty = True
 
     def _say(self, route: bytes, answer: Answer) -> None:
         self.outgoing.append((route, encode(answer)))
-        self._dirty = True
+        self.is_dirty = True
 
 
 def _check(asked: Activate, *, may_block: bool) -> None:
     """Check a client's request for a stream. Raises ValueError."""
-    if not limits.WINDOW_BYTES_MIN <= asked.window_bytes <= limits.WINDOW_BYTES_MAX:
+    if not WINDOW_BYTES_MIN <= asked.window_bytes <= WINDOW_BYTES_MAX:
         raise ValueError(
-            f"a window of {asked.window_bytes} bytes: {limits.WINDOW_BYTES_MIN} to {limits.WINDOW_BYTES_MAX} were "
-            f"expected"
+            f"a window of {asked.window_bytes} bytes: {WINDOW_BYTES_MIN} to {WINDOW_BYTES_MAX} were expected"
         )
-    if not limits.MARK_BYTES_MIN <= asked.mark_bytes <= limits.MARK_BYTES_MAX:
+    if not MARK_BYTES_MIN <= asked.mark_bytes <= MARK_BYTES_MAX:
         raise ValueError(
-            f"a high-water mark of {asked.mark_bytes} bytes: {limits.MARK_BYTES_MIN} to {limits.MARK_BYTES_MAX} were "
-            f"expected"
+            f"a high-water mark of {asked.mark_bytes} bytes: {MARK_BYTES_MIN} to {MARK_BYTES_MAX} were expected"
         )
-    if len(asked.label.encode("utf-8", "surrogatepass")) > limits.LABEL_SIZE_BYTES_MAX:
-        raise ValueError(f"a label of more than {limits.LABEL_SIZE_BYTES_MAX} bytes")
+    if len(asked.label.encode("utf-8", "surrogatepass")) > LABEL_SIZE_BYTES_MAX:
+        raise ValueError(f"a label of more than {LABEL_SIZE_BYTES_MAX} bytes")
     if not asked.label.isprintable():
         raise ValueError(f"label {asked.label!r}: printable text was expected")
     if asked.number < 0:

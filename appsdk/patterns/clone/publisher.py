@@ -17,25 +17,36 @@ import zmq
 
 from immortal.appsdk.client.discovery import home_of, pair_of
 from immortal.appsdk.client.errors import NotConnectable
-from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.frames import Refused, decode_request, encode
-from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row
+from immortal.appsdk.patterns.clone.frames import Refused, Request, decode_request, encode
+from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
+    PRESENCE_S,
+    REQUEST_SIZE_BYTES_MAX,
+    CloneError,
+    Entries,
+    Place,
+    Presence,
+    Row,
+)
 from immortal.appsdk.patterns.clone.publication import Publication
-from immortal.appsdk.patterns.listener import Listener, ListenError
-from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.safe_output import RateLimit
+from immortal.appsdk.patterns.listener import Listener
+
+# Changes of some time go in one frame: under load, a frame for each would be what costs. The pause is so many times
+# what the last frames took to send, so a publisher is busy with it for a fifth of its time.
+FLUSH_PAUSES = 4
+FLUSH_S_MIN = 0.0002
+FLUSH_S_MAX = 0.02
+CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ may end the process where it is cut off in a message
 
 logger = logging.getLogger("immortal.clone")
 
-_NOBLOCK = int(zmq.NOBLOCK)
-_QUEUED_MAX = 65_536  # frames to one client inside ZeroMQ: its window is what bounds them
 _TURN_FRAMES_MAX = 1000  # that are taken in before others have their turn
 _OPTIONS = {
-    zmq.MAXMSGSIZE: limits.REQUEST_SIZE_BYTES_MAX,
-    zmq.SNDHWM: _QUEUED_MAX,
-    zmq.BACKLOG: limits.BACKLOG,
+    zmq.MAXMSGSIZE: REQUEST_SIZE_BYTES_MAX,
+    zmq.SNDHWM: 65_536,  # frames to one client: its window is what bounds them
+    zmq.BACKLOG: 4096,  # connections that the kernel holds: behind a crash all clients come back at once
     zmq.ROUTER_MANDATORY: 1,
-    zmq.HANDSHAKE_IVL: limits.HANDSHAKE_TIMEOUT_MS,
+    zmq.HANDSHAKE_IVL: 10_000,  # ms: all clients may come at the same time
 }
 
 
@@ -49,76 +60,48 @@ class Publisher:
 
     def __init__(self, endpoint: str, *, home: Path, identity: str = "", insecure: bool = False) -> None:
         self.publishing: Publication | None = None
-        self.malformed = 0  # frames that were dropped
         self._flushed_s = self._pause_s = 0.0
-        self._warnings = RateLimit(burst=1)
-        try:
-            self._listener = Listener(endpoint, _OPTIONS, home=home, identity=identity, insecure=insecure)
-        except ListenError as error:
-            raise CloneError(str(error)) from None
+        self._listener = Listener(
+            endpoint, _OPTIONS, decode_request, logger, CloneError, home=home, identity=identity, insecure=insecure
+        )
         self.endpoint = self._listener.endpoint
-        self._socket = self._listener.socket
 
     def fileno(self) -> int:
         """File descriptor to wait for. It signals once: :meth:`receive` takes all that has come."""
-        descriptor = self._socket.getsockopt(zmq.FD)
+        descriptor = self._listener.socket.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
         return descriptor
 
     def receive(self, now_ns: int) -> bool:
         """Process clients' messages. False: there may be more."""
-        for _ in range(_TURN_FRAMES_MAX):
-            try:
-                parts = self._socket.recv_multipart(_NOBLOCK, copy=False)
-            except zmq.Again:
-                return True
-            self._received(parts, now_ns)
-        return False
 
-    def _received(self, parts: list[zmq.Frame], now_ns: int) -> None:
-        try:
-            name = self._listener.caller_of(parts[0])
-        except PermissionError as error:
-            self._drop(str(error))
-            return
-        if len(parts) != 2:
-            self._drop(f"a message of {len(parts) - 1} parts, 1 was expected")
-            return
-        route = parts[0].bytes
-        try:
-            request = decode_request(parts[1].bytes)
-        except RemoteProtocolError as error:
-            self._drop(str(error))
-            return
-        if self.publishing is not None:
-            self.publishing.take(route, name, request, now_ns)
-        else:
-            self._send(route, encode(Refused(getattr(request, "stream", 0), "nothing is published here yet", True)))
+        def take(route: bytes, name: str, request: Request) -> None:
+            if self.publishing is not None:
+                self.publishing.take(route, name, request, now_ns)
+            else:
+                refused = Refused(getattr(request, "stream", 0), "nothing is published here yet", True)
+                self._listener.send(route, encode(refused))
 
-    def _drop(self, what: str) -> None:
-        self.malformed += 1
-        left_out = self._warnings.admit("malformed", time.monotonic_ns())
-        if left_out is not None:
-            logger.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
+        return self._listener.receive(_TURN_FRAMES_MAX, take)
 
     def turn(self) -> float:
         """Do all that is due now, and return after how many seconds to come again, unless something comes."""
         now_s = time.monotonic()
         is_read = self.receive(int(now_s * 1e9))
         if self.publishing is None:
-            return limits.BEAT_S if is_read else 0.0
+            return BEAT_S if is_read else 0.0
         if now_s >= self._due_s():
             self._flush(int(now_s * 1e9))
             self._flushed_s = time.monotonic()
-            busy_s = limits.FLUSH_PAUSES * (self._flushed_s - now_s)
-            self._pause_s = max(limits.FLUSH_S_MIN, min(busy_s, limits.FLUSH_S_MAX))
+            busy_s = FLUSH_PAUSES * (self._flushed_s - now_s)
+            self._pause_s = max(FLUSH_S_MIN, min(busy_s, FLUSH_S_MAX))
             is_read = self.receive(int(now_s * 1e9))  # sending may have taken in the news that something has come
         return max(0.0, self._due_s() - time.monotonic()) if is_read else 0.0
 
     def _due_s(self) -> float:
         """Time of the next flush."""
         is_dirty = self.publishing is not None and self.publishing.is_dirty
-        return self._flushed_s + (self._pause_s if is_dirty else limits.BEAT_S)
+        return self._flushed_s + (self._pause_s if is_dirty else BEAT_S)
 
     def _flush(self, now_ns: int) -> None:
         """Send all that may be sent."""
@@ -128,19 +111,11 @@ class Publisher:
         publishing.flush(now_ns)
         outgoing, publishing.outgoing = publishing.outgoing, []
         for route, data in outgoing:
-            if not self._send(route, data):
+            if not self._listener.send(route, data):
                 publishing.lost(route)
 
-    def _send(self, route: bytes, data: bytes) -> bool:
-        """Send a message; False: the connection is gone, or has no room."""
-        try:
-            self._socket.send_multipart((route, data), _NOBLOCK, copy=len(data) < 4096)
-        except zmq.ZMQError:
-            return False
-        return True
-
     def close(self) -> None:
-        self._listener.close(limits.CLOSE_LINGER_MS)
+        self._listener.close(CLOSE_LINGER_MS)
 
 
 # From a table's handlers to the publisher in the same process. A replay has no publisher: then this does nothing.
@@ -245,7 +220,7 @@ class _TablePublisher:
             wait_s = publisher.turn()
             if publisher.publishing is not None:
                 self._report(publisher.publishing, time.monotonic())
-            poll.poll(1000 * min(wait_s, limits.PRESENCE_S))
+            poll.poll(1000 * min(wait_s, PRESENCE_S))
 
     def _take_rows(self) -> None:
         rows = self._feed.take()
@@ -264,7 +239,7 @@ class _TablePublisher:
         """Report to the table which clients came and went, and which hold up writers."""
         held = publishing.held_by
         has_news = publishing.joined or publishing.left or held != self._said_held
-        pause_s = limits.PRESENCE_S if has_news else limits.BEAT_S
+        pause_s = PRESENCE_S if has_news else BEAT_S
         if now_s < self._said_s + pause_s or not (has_news or self._feed.has_forwarders):
             return
         self._said_s = now_s

@@ -6,25 +6,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import Activate, Dropped, Part, StreamReport, encode
 from immortal.appsdk.patterns.clone.model import ALL, Entries, Row, covers, size_bytes, subtrees_of
+
+PART_SIZE_BYTES_MAX = 64 << 10  # of one frame to a client, but for a single larger value
+PART_CHANGES_MAX = 1000
+HISTORY_BYTES = 1 << 20  # of each view, so that who joins in step need not be brought up to date
 
 EVERYTHING = -1
 """In place of the number behind which changes are wanted."""
 
 
-class Chunk:
+class Chunk(NamedTuple):
     """One part of a view. ``end_bytes``, ``end_changes``: of all parts of the view up to and with this one."""
 
-    __slots__ = ("data", "end_bytes", "end_changes", "number")
-
-    def __init__(self, data: bytes, number: int, end_bytes: int, end_changes: int) -> None:
-        self.data = data
-        self.number = number
-        self.end_bytes = end_bytes
-        self.end_changes = end_changes
+    data: bytes
+    number: int
+    end_bytes: int
+    end_changes: int
 
 
 class Walk:
@@ -66,9 +67,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     begin, bytes_in = 0, 0
     for index, row in enumerate(rows):
         bytes_of = size_bytes(row)
-        if index > begin and (
-            bytes_in + bytes_of > limits.PART_SIZE_BYTES_MAX or index - begin >= limits.PART_CHANGES_MAX
-        ):
+        if index > begin and (bytes_in + bytes_of > PART_SIZE_BYTES_MAX or index - begin >= PART_CHANGES_MAX):
             yield rows[begin:index]
             begin, bytes_in = index, 0
         bytes_in += bytes_of
@@ -90,18 +89,14 @@ class View:
         self.end_changes = 0
         self._begin_bytes = 0  # of the oldest part
         self._chunks: deque[Chunk] = deque()
-        self._pending: list[Row] = []
+        self.pending: list[Row] = []
         self._is_conflated = False
-        self._snapshot: Walk | None = None
+        self.snapshot: Walk | None = None  # from the beginning, shared while streams walk
 
     @property
     def end(self) -> int:
         """Index of the next part."""
         return self.first + len(self._chunks)
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
 
     def __getitem__(self, index: int) -> Chunk:
         return self._chunks[index - self.first]
@@ -111,7 +106,7 @@ class View:
         return self._begin_bytes if index <= self.first else self[index - 1].end_bytes
 
     def add(self, row: Row, *, is_conflated: bool) -> None:
-        self._pending.append(row)
+        self.pending.append(row)
         self._is_conflated |= is_conflated
 
     def sees(self, key: str) -> bool:
@@ -119,9 +114,9 @@ class View:
 
     def cut(self, number: int) -> None:
         """Make parts of all that is pending, up to ``number``; an empty one if nothing is."""
-        if number <= self.number and not self._pending:
+        if number <= self.number and not self.pending:
             return
-        groups = list(_groups(self._pending)) or [()]
+        groups = list(_groups(self.pending)) or [()]
         for index, rows in enumerate(groups):
             to = number if index + 1 == len(groups) else rows[-1].number
             changes = [(row.key, row.number, row.value) for row in rows]
@@ -130,16 +125,16 @@ class View:
             self.end_changes += len(changes)
             self._chunks.append(Chunk(data, to, self.end_bytes, self.end_changes))
             self.number = to
-        self._pending = []
+        self.pending = []
         self._is_conflated = False
 
     def trim(self, needed: int) -> None:
         """Drop the parts in front of index ``needed``."""
-        while self.first < needed and self._chunks and self.end_bytes - self._begin_bytes > limits.HISTORY_BYTES:
+        while self.first < needed and self._chunks and self.end_bytes - self._begin_bytes > HISTORY_BYTES:
             self._begin_bytes = self._chunks.popleft().end_bytes
             self.first += 1
-        if self._snapshot is not None and self._snapshot.then < self.first:
-            self._snapshot = None
+        if self.snapshot is not None and self.snapshot.then < self.first:
+            self.snapshot = None
 
     def walk(self, entries: Entries, after: int) -> Walk:
         """Return the walk from ``after`` to now; nothing may be pending. Where ``after`` is too far back, it holds
@@ -148,17 +143,13 @@ class View:
         rows = None if after == EVERYTHING else entries.since(after)
         if rows is not None:
             return Walk([row for row in rows if self.sees(row.key)], after, self, shared=False)
-        if self._snapshot is None:
+        if self.snapshot is None:
             if self.visible == ALL:
                 seen = entries.everything()
             else:
                 seen = [row for row in entries.rows.values() if self.sees(row.key)]
-            self._snapshot = Walk(seen, EVERYTHING, self, shared=True)
-        return self._snapshot
-
-    def forget_snapshot(self) -> None:
-        """Drop the shared walk, which no stream uses any more."""
-        self._snapshot = None
+            self.snapshot = Walk(seen, EVERYTHING, self, shared=True)
+        return self.snapshot
 
 
 class Views:
@@ -267,9 +258,9 @@ class Stream:
         self._told_changes = walk.then_changes
         self.walk, self._part = walk, 0
 
-    def start_anew(self, view: View, after: int = EVERYTHING) -> None:
+    def start_anew(self, view: View) -> None:
         """Restart the stream with another view."""
-        self.view, self.after = view, after
+        self.view, self.after = view, EVERYTHING
         self._told_changes = None
         self.walk = self._next = None
         self.over_since_ns = None

@@ -1,8 +1,7 @@
-"""Subscriber: connects a replica to one publisher after another, found through the table or given by hand."""
+"""Replica of a part of a table, and the subscriber that connects it to one publisher after another."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,36 +9,232 @@ from typing import Any
 
 import zmq
 
-from immortal.appsdk.client import with_timeout
+from immortal.appsdk.client import ReachOptions, with_timeout
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import CallTimeout, ClientError, NotConnectable
 from immortal.appsdk.client.transport import Dealer
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import (
+    Activate,
+    Activated,
+    Answer,
     Deactivate,
     Deactivated,
+    Dropped,
+    Finished,
+    Part,
     Ping,
+    Policy,
     Pong,
     Received,
+    Refused,
     Request,
     decode_answer,
     encode,
 )
-from immortal.appsdk.patterns.clone.model import Place
-from immortal.appsdk.patterns.clone.replica import News, Replica
+from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
+    CONNECT_S,
+    FORWARDERS_MAX,
+    LEASE_S,
+    MARK_BYTES_DEFAULT,
+    REQUEST_SIZE_BYTES_MAX,
+    SILENCE_S,
+    VALUE_SIZE_BYTES_MAX,
+    WINDOW_BYTES_DEFAULT,
+    Place,
+)
+from immortal.appsdk.patterns.clone.streams import EVERYTHING
 from immortal.protocol.errors import RemoteProtocolError
+
+ASK_S = 0.05  # and a client sooner, then later and later, from its request until it knows that nothing was lost
+ASK_GROWTH = 1.5
+RETRY_S = 0.2  # between two attempts to find a publisher
+RETRY_S_MAX = 2.0
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _OPTIONS = {
     zmq.IMMEDIATE: 1,  # what is sent to nobody would come to whoever listens there later
-    zmq.MAXMSGSIZE: limits.PART_RECEIVED_SIZE_BYTES_MAX,
-    zmq.RECONNECT_IVL: limits.RECONNECT_MS_MIN,
-    zmq.RECONNECT_IVL_MAX: limits.RECONNECT_MS_MAX,
-    zmq.CONNECT_TIMEOUT: limits.CONNECT_TIMEOUT_MS,
+    zmq.MAXMSGSIZE: VALUE_SIZE_BYTES_MAX + REQUEST_SIZE_BYTES_MAX + (1 << 20),
+    zmq.RECONNECT_IVL: 10,
+    zmq.RECONNECT_IVL_MAX: 500,
+    zmq.CONNECT_TIMEOUT: 1_000,
 }
 _BEHIND_S = 5.0  # for so long no publisher is as far as the copy: what it has is of no use any more
 Context = zmq.Context[zmq.Socket[bytes]]
 FindPlaces = Callable[[bool], Sequence[Place]]
+
+
+# A copy of a part of a table, always equal to the table at one number. No I/O, no clock.
+
+
+Told = tuple[str, int, bytes | None]  # key, number, value; None: the key is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a client's stream."""
+
+    subtrees: tuple[str, ...] = ("",)
+    window_bytes: int = WINDOW_BYTES_DEFAULT
+    mark_bytes: int = MARK_BYTES_DEFAULT
+    policy: Policy = "drop"
+    label: str = ""
+    relay: bool = False
+    writes: str = ""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counters of a copy. ``holes``: parts that did not follow the copy. ``whole``: copies from the beginning.
+    ``resumed``: streams that continued from the copy. ``dropped``: changes that were not told one by one.
+    """
+
+    holes: int = 0
+    whole: int = 0
+    resumed: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Changes of a whole part. ``whole``: the part replaced the copy."""
+
+    changes: Sequence[Told]
+    number: int
+    whole: Sequence[Told] | None = None
+    is_conflated: bool = False
+
+
+class Replica:
+    """Copy of a table. ``values``: by key, MessagePack. ``number``: of the last update in it; ``table``: "" while there
+    is no copy.
+
+    ``subtrees``: what it is given; None while it has no stream. ``ended``: why it will get no more.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.values: dict[str, bytes] = {}
+        self.table = ""
+        self.forgotten = 0  # see Activated
+        self.number = 0
+        self.subtrees: tuple[str, ...] | None = None
+        self.counts = Counts()
+        self.ended = ""
+        self.problem = ""
+        self.is_whole = False  # since the stream has begun
+        self.is_ahead = False  # of the publisher, which refused it for that
+        self._stream = 0
+        self._had: tuple[str, ...] = ()  # the subtrees of the copy
+        self._told_table = ""
+        self._staged: list[Told] = []
+        self._staged_after: int | None = None
+        self.received_bytes = 0
+        self._acknowledged_bytes = 0
+        self._dropped = 0  # of this stream
+
+    @property
+    def stream(self) -> int:
+        return self._stream
+
+    def activate(self, *, anew: bool = False) -> Activate:
+        """Make the request for a stream. ``anew``: from the beginning, as if there were no copy."""
+        self._stream += 1
+        self.subtrees = None
+        self.is_whole = False
+        self._staged, self._staged_after = [], None
+        self.received_bytes = self._acknowledged_bytes = self._dropped = 0
+        options = self.options
+        table, number = ("", 0) if anew else (self.table, self.number)
+        return Activate(
+            self._stream,
+            list(options.subtrees),
+            table,
+            number,
+            list(self._had),
+            options.window_bytes,
+            options.mark_bytes,
+            options.policy,
+            options.label,
+            options.relay,
+        )
+
+    def take(self, answer: Answer, size_bytes: int) -> News | bool:
+        """Process a publisher's answer of ``size_bytes``. Returns its changes, or whether to ask for a stream again."""
+        if isinstance(answer, Part):
+            return self.subtrees is not None and self._part(answer, size_bytes)
+        if isinstance(answer, Activated):
+            if answer.stream == self._stream:
+                self.subtrees, self._told_table, self.problem = tuple(answer.subtrees), answer.table, ""
+                self.forgotten = answer.forgotten
+                self._staged, self._staged_after = [], None
+        elif isinstance(answer, (Refused, Finished)) and answer.stream == self._stream:
+            self.subtrees = None
+            self.problem = answer.reason
+            self.is_ahead = isinstance(answer, Refused) and answer.is_behind
+            if not answer.again:
+                self.ended = answer.reason
+            return answer.again
+        elif isinstance(answer, Dropped) and answer.stream == self._stream:
+            self.counts.dropped += answer.count - self._dropped
+            self._dropped = answer.count
+        return False
+
+    def _part(self, part: Part, size_bytes: int) -> News | bool:
+        self.received_bytes += size_bytes
+        if self._staged_after is not None:
+            follows = part.after == self._staged_after
+        else:
+            follows = part.after == EVERYTHING or (part.after == self.number and self.table == self._told_table)
+        if not follows:
+            self.counts.holes += 1
+            self.subtrees = None  # what is on its way follows this one, which is not taken
+            return True
+        if part.more:
+            self._staged += part.changes
+            self._staged_after = part.after
+            return False
+        changes: Sequence[Told] = [*self._staged, *part.changes] if self._staged else part.changes
+        self._staged, self._staged_after = [], None
+        whole = None
+        if part.after == EVERYTHING:
+            whole = changes
+            changes = self._replace(changes, part.number)
+        else:
+            self._apply(changes)
+            if not self.is_whole:
+                self.counts.resumed += 1
+        self.is_whole = True
+        self._had = self.subtrees or ()
+        self.number = part.number
+        return News(changes, part.number, whole, part.is_conflated)
+
+    def _apply(self, changes: Sequence[Told]) -> None:
+        values = self.values
+        for key, _, value in changes:
+            if value is not None:
+                values[key] = value
+            else:
+                values.pop(key, None)
+
+    def _replace(self, changes: Sequence[Told], number: int) -> list[Told]:
+        """Replace the copy and return the differences as changes."""
+        self.counts.whole += 1
+        before = self.values
+        self.table = self._told_table
+        self.values = {key: value for key, _, value in changes if value is not None}
+        gone: list[Told] = [(key, number, None) for key in before if key not in self.values]
+        return [change for change in changes if before.get(change[0]) != change[2]] + gone
+
+    def acknowledgement(self) -> int | None:
+        """Return how many bytes of the stream have come, where that is to be acknowledged now."""
+        if self.received_bytes - self._acknowledged_bytes < self.options.window_bytes // 4:
+            return None
+        self._acknowledged_bytes = self.received_bytes
+        return self.received_bytes
+
+
+# Its connection to a publisher.
 
 
 class Subscriber:
@@ -86,15 +281,15 @@ class Subscriber:
     def next_deadline_s(self) -> float:
         if not self._dealer.is_open:
             return self._next_try_s
-        silence_s = limits.SILENCE_S if self.replica.subtrees is not None else limits.CONNECT_S
+        silence_s = SILENCE_S if self.replica.subtrees is not None else CONNECT_S
         return min(self._pinged_s + self._pause_s, self._heard_s + silence_s)
 
     @property
     def _pause_s(self) -> float:
         """Time between two pings."""
         if self._is_sure and not self._unanswered:
-            return limits.BEAT_S
-        return float(min(limits.BEAT_S, limits.ASK_S * limits.ASK_GROWTH ** min(self._unanswered, 10)))
+            return BEAT_S
+        return float(min(BEAT_S, ASK_S * ASK_GROWTH ** min(self._unanswered, 10)))
 
     def process(self, now_s: float, news_max: int = 1000) -> list[News]:
         """Process what has come and return the copy's changes; at most ``news_max``, the rest with the next call."""
@@ -156,11 +351,11 @@ class Subscriber:
     def _retry(self, now_s: float) -> None:
         """Connect again soon, to another place if there is one."""
         if self._dealer.is_open:
-            self._failed_until_s[self._endpoint] = now_s + limits.LEASE_S
-            if len(self._failed_until_s) > limits.FORWARDERS_MAX:
+            self._failed_until_s[self._endpoint] = now_s + LEASE_S
+            if len(self._failed_until_s) > FORWARDERS_MAX:
                 self._failed_until_s.clear()
         self._disconnect()
-        pause_s = min(limits.RETRY_S * 1.5 ** min(self._tries, 20), limits.RETRY_S_MAX)
+        pause_s = min(RETRY_S * 1.5 ** min(self._tries, 20), RETRY_S_MAX)
         self._tries += 1
         self._next_try_s = now_s + pause_s * (0.5 + self._random.random())
 
@@ -196,7 +391,7 @@ class Subscriber:
         if not reads and self._dealer.has_unread():
             self._heard_s = now_s
         asks = self.replica.subtrees is None
-        if now_s - self._heard_s >= (limits.CONNECT_S if asks else limits.SILENCE_S):
+        if now_s - self._heard_s >= (CONNECT_S if asks else SILENCE_S):
             self.problem = f"{self._endpoint}: {self._watch.problem or 'it does not answer'}"
             self._retry(now_s)
         elif now_s - self._pinged_s >= self._pause_s:
@@ -286,32 +481,33 @@ class Subscriber:
 
 @dataclass
 class Access:
-    """Options by which a client reaches a table and its publishers; as of :func:`immortal.appsdk.client.connect`.
+    """Options by which a client reaches a table and its publishers. ``reach``: of :func:`immortal.client.connect`.
 
     ``publishers``: endpoints, in place of those that the table names; ``NAME@tcp://...`` where NAME's keys are shown.
     ``blocks``: of those that the table names, only where clients may hold up writers.
     """
 
     table: str
-    home: str | os.PathLike[str] | None = None
-    identity: str | None = None
-    server_keys: Sequence[str] = ()
-    insecure: bool = False
+    reach: ReachOptions
     publishers: Sequence[str] = ()
     blocks: bool = False
 
     def finder(self, place: Place) -> Finder:
-        name = place.identity or self.table
-        keys = () if place.identity else self.server_keys
-        return Finder(name, self.home, (place.endpoint,), keys, self.identity, self.insecure)
+        reach: ReachOptions = {**self.reach, "endpoints": (place.endpoint,)}
+        if place.identity:
+            reach["server_keys"] = ()
+        return Finder(place.identity or self.table, **reach)
 
 
 @dataclass
 class Places:
-    """Publishers of a table. ``table``: a proxy of it; None: only those given by hand are known."""
+    """Publishers of a table. ``table``: a proxy of it; None: only those given by hand are known. ``only_tables``: of
+    those that the table names, not its forwarders.
+    """
 
     access: Access
     table: Any = None
+    only_tables: bool = False
     _known: list[Place] = field(default_factory=list)
 
     def find(self, anew: bool) -> Sequence[Place]:
@@ -321,8 +517,9 @@ class Places:
         if self._known and not anew:
             return self._known
         try:
-            found = with_timeout(self.table, limits.CONNECT_S).places()
-            self._known = [place for place in found if place.may_block or not self.access.blocks] or list(found)
+            found = with_timeout(self.table, CONNECT_S).places()
+            found = [place for place in found if place.is_table or not self.only_tables]
+            self._known = [place for place in found if place.may_block or not self.access.blocks] or found
         except (CallTimeout, NotConnectable) as error:
             if not self._known:  # the table is away; its forwarders may be there
                 raise NotConnectable(str(error)) from None

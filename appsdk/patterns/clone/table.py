@@ -17,11 +17,14 @@ from immortal.appsdk.handlers.decorators import impulse, initial, on_primary, qu
 from immortal.appsdk.handlers.definition import ANYBODY
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.model import (
+    BEAT_S,
     ENTITLED,
     EVERYBODY,
+    FORWARDERS_MAX,
+    LEASE_S,
     PRESENT,
+    STREAMS_MAX,
     Change,
     Entitlement,
     Entries,
@@ -40,6 +43,15 @@ from immortal.appsdk.patterns.clone.model import (
 )
 from immortal.appsdk.patterns.clone.publisher import feed_of, run_publisher
 from immortal.protocol import decoding
+
+ROWS_MAX = 1_000_000
+SIZE_BYTES_MAX = 512 << 20  # of keys and values: each publisher and the checkpoint have them in memory
+CHANGES_MAX = 10_000  # of one update
+ENTITLED_MAX = 10_000  # names
+EXPIRED_MAX = 1000  # rows whose time is over, of one look: others are handled in between
+ALARMS_MAX = 10_000  # looks of one run of the alarm; then it begins anew, which keeps its history short
+ROOM_S = 5.0  # for which a writer that is held up waits, before it asks again
+BLOCKING_S = 10.0  # a client that may block holds up writers for so long, then it is ended
 
 _ALARM = "alarm"
 _LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
@@ -70,7 +82,7 @@ class Table(Immortal, roles=ROLES):
     """
 
     listen: ClassVar[str] = "tcp://127.0.0.1:*"
-    blocking_s: ClassVar[float] = limits.BLOCKING_S
+    blocking_s: ClassVar[float] = BLOCKING_S
 
     table: uuid.UUID | None
     entries: Entries
@@ -97,8 +109,8 @@ class Table(Immortal, roles=ROLES):
     @rpc(raises=[ValueError, TableFull])
     def update(self, changes: list[Change]) -> Written:
         """Apply all changes or none, one behind the other."""
-        if not 1 <= len(changes) <= limits.CHANGES_MAX:
-            raise ValueError(f"{len(changes)} changes: 1 to {limits.CHANGES_MAX} were expected")
+        if not 1 <= len(changes) <= CHANGES_MAX:
+            raise ValueError(f"{len(changes)} changes: 1 to {CHANGES_MAX} were expected")
         for change in changes:
             check_change(change)
         self._check_room(changes)
@@ -122,7 +134,7 @@ class Table(Immortal, roles=ROLES):
         wait = await immortal.step(self.wait_for_room)
         if not wait:
             return True
-        came = await immortal.race(immortal.event(_room(wait)), immortal.sleep(timedelta(seconds=limits.ROOM_S)))
+        came = await immortal.race(immortal.event(_room(wait)), immortal.sleep(timedelta(seconds=ROOM_S)))
         if came.index == 0 or await immortal.step(self.stop_waiting, wait):
             return came.index == 0
         await immortal.event(_room(wait))  # it came at the same moment, and would be kept
@@ -162,11 +174,8 @@ class Table(Immortal, roles=ROLES):
             if not may_be_seen(subtree):
                 raise ValueError(f"subtree {subtree!r}: of the table's own, only {PRESENT!r} can be seen by others")
         key = f"{ENTITLED}/{name}"
-        if (
-            key not in self.entries.rows
-            and sum(one.startswith(ENTITLED) for one in self.entries.rows) >= limits.ENTITLED_MAX
-        ):
-            raise TableFull(f"{limits.ENTITLED_MAX} names are entitled, which is as many as may be")
+        if key not in self.entries.rows and sum(one.startswith(ENTITLED) for one in self.entries.rows) >= ENTITLED_MAX:
+            raise TableFull(f"{ENTITLED_MAX} names are entitled, which is as many as may be")
         with self._publishing() as rows:
             self._change(rows, key, encode(Entitlement(reduced, relay, may_block)), 0)
 
@@ -234,8 +243,8 @@ class Table(Immortal, roles=ROLES):
         self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str], begins: bool
     ) -> None:
         """Process a forwarder's report, sent once a second. ``begins``: it reports all its streams anew."""
-        if forwarder not in self.forwarders and len(self.forwarders) >= limits.FORWARDERS_MAX:
-            raise TableFull(f"there are {limits.FORWARDERS_MAX} forwarders, which is as many as may be")
+        if forwarder not in self.forwarders and len(self.forwarders) >= FORWARDERS_MAX:
+            raise TableFull(f"there are {FORWARDERS_MAX} forwarders, which is as many as may be")
         self._check_identity(place.identity)
         if begins:
             with self._publishing() as rows:
@@ -268,7 +277,7 @@ class Table(Immortal, roles=ROLES):
         known = self.forwarders.setdefault(forwarder, Forwarding(place, self.listened_ns))
         known.place, known.heard_ns, known.held_by = place, self.listened_ns, held_by
         with self._publishing() as rows:
-            for one in joined[: limits.STREAMS_MAX]:
+            for one in joined[:STREAMS_MAX]:
                 key = f"{PRESENT}/{one.stream}"
                 if key not in self.entries.rows:
                     known.streams.append(one.stream)
@@ -287,11 +296,11 @@ class Table(Immortal, roles=ROLES):
 
     def _listen(self) -> None:
         now_ns = immortal.now_ns()
-        self.listened_ns += min(max(0, now_ns - self.looked_ns), int(limits.BEAT_S * 1e9))
+        self.listened_ns += min(max(0, now_ns - self.looked_ns), int(BEAT_S * 1e9))
         self.looked_ns = now_ns
 
     def _lose_silent(self) -> None:
-        since_ns = self.listened_ns - int(limits.LEASE_S * 1e9)
+        since_ns = self.listened_ns - int(LEASE_S * 1e9)
         for name in [name for name, one in self.forwarders.items() if one.heard_ns < since_ns and name != _OWN]:
             with self._publishing() as rows:
                 self._lose(rows, name)
@@ -322,16 +331,13 @@ class Table(Immortal, roles=ROLES):
         if all(change.value is None for change in changes):
             return
         more_bytes = sum(len(change.key) + len(change.value or b"") for change in changes)
-        if (
-            len(entries.rows) + len(changes) <= limits.ROWS_MAX
-            and entries.size_bytes + more_bytes <= limits.SIZE_BYTES_MAX
-        ):
+        if len(entries.rows) + len(changes) <= ROWS_MAX and entries.size_bytes + more_bytes <= SIZE_BYTES_MAX:
             return
         new = {change.key for change in changes if change.value is not None} - entries.rows.keys()
-        if len(entries.rows) + len(new) > limits.ROWS_MAX or entries.size_bytes + more_bytes > limits.SIZE_BYTES_MAX:
+        if len(entries.rows) + len(new) > ROWS_MAX or entries.size_bytes + more_bytes > SIZE_BYTES_MAX:
             raise TableFull(
-                f"{len(entries.rows)} rows with {entries.size_bytes} bytes are there, at most {limits.ROWS_MAX} and "
-                f"{limits.SIZE_BYTES_MAX} are possible: delete some first"
+                f"{len(entries.rows)} rows with {entries.size_bytes} bytes are there, at most {ROWS_MAX} and "
+                f"{SIZE_BYTES_MAX} are possible: delete some first"
             )
 
     @contextmanager
@@ -361,7 +367,7 @@ class Table(Immortal, roles=ROLES):
     @rpc(limit=1)
     async def alarm(self) -> None:
         """Sleep until a row expires, and delete it, without end."""
-        for _ in range(limits.ALARMS_MAX):
+        for _ in range(ALARMS_MAX):
             try:
                 sleep_ns = await immortal.step(self.expire)
                 if sleep_ns:
@@ -379,7 +385,7 @@ class Table(Immortal, roles=ROLES):
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         with self._publishing() as rows:
-            for key in self.deadlines.take_due(now_ns, limits.EXPIRED_MAX):
+            for key in self.deadlines.take_due(now_ns, EXPIRED_MAX):
                 self._change(rows, key, None, 0)
         self.alarm_ns = self.deadlines.next_ns()
         return max(1, self.alarm_ns - now_ns) if self.alarm_ns else 0

@@ -4,7 +4,6 @@
 `docs/how-to/ordering.md` says what is promised; :mod:`immortal.appsdk.ordering.views` how members agree.
 """
 
-from immortal.appsdk.patterns.groups.members import Grouped
-from immortal.appsdk.patterns.groups.proxy import group
+from immortal.appsdk.patterns.groups.members import Grouped, group
 
 __all__ = ["Grouped", "group"]

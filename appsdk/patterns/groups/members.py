@@ -1,14 +1,15 @@
-"""Groups: how classes declare them, and the handlers by which members agree on views and messages."""
+"""Groups: how classes declare and call them, and the handlers by which members agree on views and messages."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from immortal.appsdk.calls.codec import encode_value, encoder
+import immortal
+from immortal.appsdk.calls.codec import bind_arguments, encode_value, encoder, unencodable
 from immortal.appsdk.errors import DefinitionError, UsageError
 from immortal.appsdk.handlers.decorators import Handler, rpc
 from immortal.appsdk.handlers.definition import Definition, Peer, definition_of
@@ -17,6 +18,7 @@ from immortal.appsdk.handlers.proxy import find_handler, make_fork
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
+from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
 from immortal.protocol.identity import IdentityConflict
 from immortal.protocol.safe_output import is_encodable
 
@@ -31,8 +33,6 @@ class Group(property):
         target: object,
         name: str,
         members: Iterable[str],
-        make_proxy: Callable[[Group, Any], Any],
-        is_of_members: Callable[[type], bool],
         expel_after: timedelta | None = None,
     ) -> None:
         super().__init__(self._of)
@@ -54,8 +54,6 @@ class Group(property):
         self.first = View(1, given)
         self._target = target
         self._peers = {member: Peer(target, member) for member in given}
-        self._make_proxy = make_proxy
-        self._is_of_members = is_of_members
 
     @property
     def definition(self) -> Definition:
@@ -67,7 +65,7 @@ class Group(property):
         UsageError.
         """
         definition = self.definition
-        if not self._is_of_members(definition.cls):
+        if not issubclass(definition.cls, Grouped):
             raise UsageError(f"group {self.name!r}: its members' class {definition.name} is not below Grouped")
         found = find_handler(definition, name)
         if found.is_async or name in reserved:
@@ -90,9 +88,9 @@ class Group(property):
         return found
 
     def _of(self, instance: Any) -> Any:
-        if not self._is_of_members(instance.__class__):
+        if not issubclass(instance.__class__, Grouped):
             raise UsageError(f"group {self.name!r}: {type(instance).__qualname__} is not below Grouped, and must be")
-        return self._make_proxy(self, instance)
+        return GroupProxy(self, instance)
 
 
 def check_groups(cls: type) -> None:
@@ -118,11 +116,11 @@ def groups_of(cls: type) -> dict[str, Group]:
 
 def group_of(cls: type, name: str) -> Group:
     """Return the group of that name. Raises UsageError."""
-    for ancestor in cls.__mro__:
-        for one in vars(ancestor).values():
-            if isinstance(one, Group) and one.name == name:
-                return one
-    raise UsageError(f"{cls.__qualname__} declares no group {name!r}: give it an attribute: group(..., {name!r}, ...)")
+    if (found := groups_of(cls).get(name)) is None:
+        raise UsageError(
+            f"{cls.__qualname__} declares no group {name!r}: give it an attribute: group(..., {name!r}, ...)"
+        )
+    return found
 
 
 # What members of groups, and who sends to them, tell each other: handlers, at their places in the log.
@@ -433,3 +431,128 @@ def number_of(view: View) -> int:
 
 def newest_of(answers: Iterable[Answer]) -> View:
     return max((one.view for one in answers), key=number_of)
+
+
+# How a class declares a group, and its proxy for use in handlers: ``self.prices``.
+
+
+G = TypeVar("G", bound=Grouped)
+
+
+@overload
+def group(target: type[G], name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> type[G]: ...
+@overload
+def group(target: str, name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> Any: ...
+@overload
+def group(
+    target: Callable[[], type[G]], name: str, members: Iterable[str], *, expel_after: timedelta | None = None
+) -> type[G]: ...
+def group(target: object, name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> Any:
+    """Declare, in a class body, the group ``name`` of instances of the class ``target`` (given as for
+    :func:`immortal.peer`).
+
+    ``members``: its first ones, the same in all classes and for ever; later ones join. ``expel_after``: a member of
+    which nothing is heard for that long, while others wait for it, is expelled; None: only by an operator. Raises
+    DefinitionError.
+    """
+    return Group(target, name, members, expel_after)
+
+
+class GroupProxy:
+    """Proxy of a group in handlers, with an attribute for each handler of its members."""
+
+    def __init__(self, source: Group, instance: Any) -> None:
+        self._immortal_made_from = source, instance
+
+    def __getattr__(self, name: str) -> GroupMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        source, instance = self._immortal_made_from
+        return GroupMethod(source, instance, source.handler(name, definition_of(Grouped).handlers))
+
+    def join(self) -> Awaitable[None]:
+        """Make this instance a member, from a place in the order on: ``await self.prices.join()``. Raises
+        UsageError.
+        """
+        return _change(*self._immortal_made_from, "join")
+
+    def leave(self) -> Awaitable[None]:
+        """End this instance's membership: ``await self.prices.leave()``. Raises UsageError; ValueError for the last
+        member.
+        """
+        return _change(*self._immortal_made_from, "leave")
+
+
+class GroupMethod:
+    """Handler of all members: ``fork`` sends a call to each, ``await ....all(...)`` returns all answers."""
+
+    def __init__(self, source: Group, instance: Any, handler: Handler[Any, Any]) -> None:
+        self._source = source
+        self._instance = instance
+        self._handler = handler
+
+    def fork(self, *arguments: Any, **keywords: Any) -> None:
+        """Send the call to all members. Raises TypeError, UsageError."""
+        encoded = self._encode(arguments, keywords)
+        if is_task(self._instance):
+            self._instance.group_send.fork(self._source.name, self._handler.name, encoded)
+        else:
+            self._instance.group_send(self._source.name, self._handler.name, encoded)
+
+    def all(self, *arguments: Any, **keywords: Any) -> Awaitable[tuple[Any, ...]]:
+        """Call all members and return their answers, in the order of the members. Raises TypeError, UsageError."""
+        _require_task(self._instance, f"self.<group>.{self._handler.name}.all")
+        return self._ask(self._encode(arguments, keywords))
+
+    async def _ask(self, encoded: bytes) -> tuple[Any, ...]:
+        source, instance, name = self._source, self._instance, self._handler.name
+        decode = source.definition.codec(self._handler).decode_result
+        own, view = await immortal.step(instance.group_known, source.name)
+        while True:
+            members = _to_members(source, instance, own, view)
+            answers: tuple[Answer, ...]
+            answers = await members.group_deliver.all(source.name, view.number, Message(0, name, encoded), own, "")
+            if executed := [one for one in answers if one.is_executed]:  # all alike, but for who is expelled meanwhile
+                return tuple(decode(one.result) for one in executed)
+            view = await immortal.step(instance.group_learn, source.name, newest_of(answers))
+
+    def _encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        name, signature = self._handler.function.__qualname__, self._handler.signature
+        bound = bind_arguments(name, signature, arguments, keywords)
+        try:
+            return encode_value(bound)
+        except Exception as error:
+            raise unencodable(name, signature.parameters, bound, error) from None
+
+
+async def _change(source: Group, instance: Any, kind: Kind) -> None:
+    _require_task(instance, f"self.<group>.{kind}")
+    if not issubclass(instance.__class__, source.definition.cls):
+        cls, members = instance.__class__.__qualname__, source.definition.name
+        raise UsageError(f"group {source.name!r}: a {cls} can't {kind}: its members are of the class {members}")
+    own, view = await immortal.step(instance.group_known, source.name)
+    while (own in view.members) != (kind == "join"):
+        if kind == "leave" and view.members == (own,):
+            raise ValueError(f"group {source.name!r}: {own!r} is its last member and can't leave: another must join")
+        everybody = _to_members(source, instance, own, View(view.number, view.after("join", own).members))  # it is last
+        changed = await everybody.group_change.all(source.name, view, kind, [own], own)
+        view = await immortal.step(
+            instance.group_learn, source.name, newest_of(changed[: None if kind == "leave" else -1])
+        )
+
+
+def _to_members(source: Group, instance: Any, own: str, view: View) -> Any:
+    """Return a multicast to the members, of an async handler."""
+    task = instance._immortal_task
+    destinations = source.destinations(own, task.tasks.definition, view.members)
+    return TaskMulticast(task, destinations, Scope(source.name, view.number))
+
+
+def is_task(instance: Any) -> bool:
+    """Tell whether ``instance`` is the ``self`` of an async handler, which claims the class of the app."""
+    return type(instance) is TaskSelf
+
+
+def _require_task(instance: Any, what: str) -> None:
+    if not is_task(instance):
+        raise UsageError(f"{what}(...): only async handlers wait: move it into an 'async def' handler")

@@ -4,10 +4,9 @@ each result once. `docs/patterns/harmony.md`.
 
 from __future__ import annotations
 
-from immortal.appsdk.patterns.harmony.batch import Progress
+from immortal.appsdk.patterns.harmony.batch import BatchConflict, BatchError, Progress, Result
 from immortal.appsdk.patterns.harmony.cluster import Cluster
 from immortal.appsdk.patterns.harmony.collector import BaseCollector, Collector, Received
-from immortal.appsdk.patterns.harmony.runs import BatchConflict, BatchError, Result
 from immortal.appsdk.patterns.harmony.ventilator import Batch, Ventilator, connect
 from immortal.appsdk.patterns.harmony.worker import worker
 

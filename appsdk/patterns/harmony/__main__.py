@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from immortal.appsdk.client import ClientError
-from immortal.appsdk.patterns.harmony.runs import BatchError
+from immortal.appsdk.patterns.harmony.batch import BatchError
 from immortal.appsdk.patterns.harmony.ventilator import connect
 from immortal.appsdk.patterns.harmony.worker import WorkerProcesses, complain, say, worker
 

@@ -11,11 +11,11 @@ import immortal
 from immortal.appsdk.handlers.decorators import query, rpc
 from immortal.appsdk.handlers.definition import ANY_INSTANCE
 from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.patterns.harmony.batch import Contents
-from immortal.appsdk.patterns.harmony.runs import (
+from immortal.appsdk.patterns.harmony.batch import (
     IDLE_S,
     BatchConflict,
     BatchError,
+    Contents,
     Life,
     Ranges,
     Response,
@@ -40,7 +40,7 @@ class Received(msgspec.Struct, frozen=True):
 
 
 ROLES = {
-    ANY_INSTANCE: ["accept", "accept_of", "end", "end_of"],  # clusters
+    ANY_INSTANCE: ["accept_of", "end_of"],  # clusters
     "reader": ["received"],
     "administrator": ["forget", "received"],
 }
@@ -71,34 +71,20 @@ class BaseCollector(Immortal, roles=ROLES):
         """Called when another batch has taken the name of the one that was collected; its results come now."""
 
     @rpc
-    def accept(self, response: Response) -> None:
-        """Take results from a cluster, of a batch that an earlier version has begun."""
-        self._accept(response, self.gathered.setdefault(response.batch, CollectedBatch()))
-
-    @rpc
     def accept_of(self, response: Response, function: str, life: Life) -> None:
         """Take results from a cluster."""
         contents = Contents(function, self._immortal_context.instance_name)
-        self._accept(response, self._gathered(response.batch, life, contents))
-
-    def _accept(self, response: Response, gathered: CollectedBatch) -> None:
+        gathered = self._gathered(response.batch, life, contents)
         for new in gathered.take(response):
             self.keep(new)
         self._look(response.batch, gathered)
 
     @rpc
-    def end(self, batch: str, size: int) -> None:
-        """Take the end from a cluster, of a batch of ``size`` tasks that an earlier version has begun."""
-        self._end(batch, size, self.gathered.setdefault(batch, CollectedBatch()))
-
-    @rpc
     def end_of(self, batch: str, contents: Contents) -> None:
         """Take the end from a cluster: the batch has all its tasks."""
-        self._end(batch, contents.count, self._gathered(batch, contents.life, contents))
-
-    def _end(self, batch: str, size: int, gathered: CollectedBatch) -> None:
+        gathered = self._gathered(batch, contents.life, contents)
         if gathered.size is None:
-            gathered.size = size
+            gathered.size = contents.count
             self._look(batch, gathered)
 
     def _gathered(self, batch: str, life: Life | None, contents: Contents) -> CollectedBatch:
@@ -257,9 +243,7 @@ class CollectedBatch(msgspec.Struct):
 
     def take(self, response: Response) -> list[Response]:
         """Take in results and return the new ones: a number counts once."""
-        stop = response.first + response.count
-        new = [response.part(*gap) for gap in self.done.missing(response.first, stop)]
-        self.done.add(response.first, stop)
+        new = self.done.take(response)
         self.failed += sum(len(part.failures) for part in new)
         return new
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
 from immortal.appsdk.calls.codec import encode_value
+from immortal.appsdk.client import TIMEOUT_DEFAULT_S, ReachOptions
 from immortal.appsdk.client import connect as connect_to
-from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
-from immortal.appsdk.patterns.harmony.batch import Progress
-from immortal.appsdk.patterns.harmony.cluster import Cluster
-from immortal.appsdk.patterns.harmony.collector import Collector
-from immortal.appsdk.patterns.harmony.dispatch import Begun
-from immortal.appsdk.patterns.harmony.runs import (
+from immortal.appsdk.patterns.harmony.batch import (
     FLUSH_S,
     RUN_SIZE_BYTES_MAX,
     RUN_TASKS_MAX,
     TASK_SIZE_BYTES_MAX,
+    Progress,
     Result,
     array,
     results,
 )
+from immortal.appsdk.patterns.harmony.cluster import Begun, Cluster
+from immortal.appsdk.patterns.harmony.collector import Collector
 from immortal.protocol.identity import EMPTY_DIGEST, chained_digest
 
 _PROGRESS_S = 1.0  # between two lines
@@ -196,11 +194,7 @@ def connect(
     cluster: str,
     *,
     timeout: float | None = TIMEOUT_DEFAULT_S,
-    endpoints: Sequence[str] = (),
-    home: str | os.PathLike[str] | None = None,
-    identity: str | None = None,
-    server_keys: Sequence[str] = (),
-    insecure: bool = False,
+    **options: Unpack[ReachOptions],
 ) -> Connector:
     """Send batches to the cluster called so: ``with connect("cluster") as cluster: cluster.batch(...).send(tasks)``.
 
@@ -209,21 +203,9 @@ def connect(
     """
     if not isinstance(cluster, str):
         raise TypeError(f"connect({cluster!r}): the name of a cluster was expected")
-    client = connect_to(
-        Cluster,
-        cluster,
-        timeout=timeout,
-        endpoints=endpoints,
-        home=home,
-        identity=identity,
-        server_keys=server_keys,
-        insecure=insecure,
-    )
-
-    def collector(name: str) -> Any:
-        return connect_to(Collector, name, timeout=timeout, home=home, identity=identity, insecure=insecure)
-
-    return Connector(client, collector)
+    client = connect_to(Cluster, cluster, timeout=timeout, **options)
+    of_collectors: ReachOptions = {**options, "endpoints": (), "server_keys": ()}
+    return Connector(client, lambda name: connect_to(Collector, name, timeout=timeout, **of_collectors))
 
 
 # Tasks of a ventilator become runs of a size that a message may have. No I/O, no clock.

@@ -13,16 +13,15 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hints
 from immortal.appsdk.calls.failures import text_of
 from immortal.appsdk.calls.user_code import RunContexts, is_user_failure, mark_interrupts
-from immortal.appsdk.client import ClientError, NotConnectable, connect, with_timeout
-from immortal.appsdk.patterns.harmony.cluster import Cluster
-from immortal.appsdk.patterns.harmony.runs import (
+from immortal.appsdk.client import ClientError, NotConnectable, ReachOptions, connect, with_timeout
+from immortal.appsdk.patterns.harmony.batch import (
     BEAT_S,
     REASON_SIZE_CHARS_MAX,
     RUN_S,
@@ -36,6 +35,7 @@ from immortal.appsdk.patterns.harmony.runs import (
     array,
     split,
 )
+from immortal.appsdk.patterns.harmony.cluster import Cluster
 from immortal.protocol.safe_output import printable_message
 
 TOO_LONG_STATUS = 75  # of a process whose task took longer than it may
@@ -53,11 +53,7 @@ def worker(
     *,
     task_timeout_s: float | None = None,
     name: str | None = None,
-    endpoints: Sequence[str] = (),
-    home: str | os.PathLike[str] | None = None,
-    identity: str | None = None,
-    server_keys: Sequence[str] = (),
-    insecure: bool = False,
+    **options: Unpack[ReachOptions],
 ) -> None:
     """Do tasks of the cluster called so, until SIGTERM or Ctrl-C: ``worker("cluster", {"square": square})``.
 
@@ -71,17 +67,14 @@ def worker(
     if task_timeout_s is not None and not task_timeout_s > 0:
         raise TypeError(f"task_timeout_s={task_timeout_s!r}: seconds above 0, or None, were expected")
     life = _Life(name or f"{os.uname().nodename[:64]}-{os.getpid()}-{uuid.uuid4().hex[:8]}", known, task_timeout_s)
-    connector = {"home": home, "endpoints": endpoints, "identity": identity, "server_keys": server_keys}
+    connector = connect(Cluster, cluster, timeout=None, **options)
     before = None
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, life.terminate)
     try:
         while not life.stopping:
             try:
-                with (
-                    mark_interrupts(),
-                    connect(Cluster, cluster, timeout=None, insecure=insecure, **connector) as proxy,  # type: ignore[arg-type]
-                ):
+                with mark_interrupts(), connector as proxy:
                     life.run(proxy)
             except NotConnectable as error:
                 life.say(f"waits for cluster {cluster!r}: {error}")

@@ -11,25 +11,26 @@ import zmq
 
 from immortal.appsdk.client.connection import random_client_id
 from immortal.appsdk.client.discovery import Finder, home_of, is_local
-from immortal.appsdk.client.errors import ClientClosed, NotConnectable
+from immortal.appsdk.client.errors import NotConnectable
 from immortal.appsdk.client.methods import Method, TypedMethod
 from immortal.appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
-from immortal.appsdk.client.shells import LoopShell, ThreadShell
+from immortal.appsdk.client.shells import LoopShell, OwnId, ThreadShell
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.pirate.driver import Driver, Pending
-from immortal.appsdk.patterns.pirate.frames import NUMBER_MAX
-from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, TIMEOUT_DEFAULT_S
-from immortal.appsdk.patterns.pirate.links import (
+from immortal.appsdk.patterns.pirate.driver import (
     REQUEST_KEY,
     Context,
+    Driver,
     InstanceCall,
     InstanceLink,
     Link,
+    Pending,
     PlainLink,
     instances,
 )
+from immortal.appsdk.patterns.pirate.frames import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, NUMBER_MAX
 from immortal.appsdk.patterns.pirate.pool import Policy
-from immortal.protocol.process import after_fork_message
+
+TIMEOUT_DEFAULT_S = 30.0  # of a request with all its tries: above what starting a server again takes
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -161,10 +162,10 @@ def connect(
                 f"{endpoint} is not on this machine: say whose keys it has, with server=NAME or server_keys=[...] "
                 f"(insecure=True calls in plain)"
             )
-    ids = _OwnIds(client_id)
+    ids = OwnId(client_id, "a pool")
 
     def make_driver() -> Driver:
-        own_id = ids.take()
+        own_id = ids.take() or random_client_id()
         context: Context = zmq.Context()
 
         def link(endpoint: str) -> Link:
@@ -176,24 +177,6 @@ def connect(
         )
 
     return PoolConnector(make_driver, timeout)
-
-
-class _OwnIds:
-    """Source of client IDs. ``given``: the user's own ID; None: a random one for each process."""
-
-    def __init__(self, given: str | None) -> None:
-        self._given = given
-        self._process_id = 0  # that has taken it
-
-    def take(self) -> str:
-        """Return the ID for this process. Raises ClientClosed where another process has it."""
-        if self._given is None:
-            return random_client_id()
-        if self._process_id not in (0, os.getpid()):
-            what, advice = f"the client {self._given!r} of a pool", "connect here, with a client_id of its own"
-            raise ClientClosed(after_fork_message(what, self._process_id, advice))
-        self._process_id = os.getpid()
-        return self._given
 
 
 def _names(given: Sequence[str], what: str) -> tuple[str, ...]:
@@ -309,7 +292,7 @@ def connect_instances(
     if given is None or (cls is None and names is not None):
         raise TypeError('connect_instances("bank-*") or connect_instances(Class, ["bank-1", ...]) were expected')
     _check_client_id(client_id, _INSTANCE_CLIENT_ID_MAX)
-    ids = _OwnIds(client_id)
+    ids = OwnId(client_id, "a pool")
     folder = home_of(home)
     fixed = None if isinstance(given, str) else _names(given, "names")
 
@@ -319,7 +302,7 @@ def connect_instances(
     def make_driver() -> Driver:
         if not look():
             raise NotConnectable(f"no instance in {folder} fits {given!r}: 'immortal register NAME' makes one")
-        own_id = ids.take()
+        own_id = ids.take() or random_client_id()
         return Driver(
             look,
             lambda name: InstanceLink(Finder(name, home, (), (), identity, insecure), own_id),

@@ -20,10 +20,12 @@ from struct import Struct
 from typing import Any
 
 from immortal.appsdk.client.errors import CallTimeout, ClientError, Request
-from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError, LimitExceededError, RemoteProtocolError
 
+CLIENT_ID_SIZE_BYTES_MAX = 64
+BODY_SIZE_BYTES_MAX = 16 << 20
+CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ may end the process where it is cut off in a message
 MAGIC = b"IPR"
 VERSION = 1
 STORE_ID_SIZE_BYTES = 16
@@ -115,13 +117,6 @@ def _check(frame: Frame) -> None:
 
 
 # What can go wrong, beside what appsdk.client.errors has: CalleeFailed, CallRefused, OutcomeUnknown, ClientClosed.
-#
-# ImmortalError
-#   ServerError     a server can't serve as things are
-#     StoreError    its store can't be opened, read or written
-#   ClientError
-#     GaveUp        a CallTimeout: no reply, after so many tries or so long
-#     TooManyRequests
 
 
 class ServerError(ImmortalError):

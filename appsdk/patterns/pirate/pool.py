@@ -23,25 +23,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
 
-from immortal.appsdk.patterns.pirate.limits import (
-    BUSY_S,
-    HEARTBEAT_DEFAULT_S,
-    REMOVAL_DEFAULT_S,
-    SILENCE_DEFAULT_S,
-    TRIES_DEFAULT,
-    TRY_TIMEOUT_DEFAULT_S,
-)
+BUSY_S = 0.1  # before a server that had no room is asked again
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Policy of a pool: when a server counts as dead, and how often a request is tried. Raises ValueError."""
 
-    tries: int = TRIES_DEFAULT
-    try_timeout_s: float = TRY_TIMEOUT_DEFAULT_S
-    heartbeat_s: float = HEARTBEAT_DEFAULT_S
-    silence_s: float = SILENCE_DEFAULT_S
-    removal_s: float = REMOVAL_DEFAULT_S
+    tries: int = 3  # at one server, where no other may have the request
+    try_timeout_s: float = 2.5  # above the pauses of a busy machine, as immortal.appsdk.client's
+    heartbeat_s: float = 1.0  # between two pings of a server that has nothing to do for this client
+    silence_s: float = 2.5  # after a ping that nothing came back to: two more were sent meanwhile
+    removal_s: float = 60.0  # a server that was silent for so long is waited for no more, only pinged
 
     def __post_init__(self) -> None:
         if self.tries < 1:

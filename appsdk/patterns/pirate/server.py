@@ -21,8 +21,10 @@ import zmq
 from immortal.appsdk.calls.failures import text_of
 from immortal.appsdk.calls.user_code import RunContexts, is_user_failure, mark_interrupts
 from immortal.appsdk.client.discovery import home_of
-from immortal.appsdk.patterns.listener import Listener, ListenError
+from immortal.appsdk.patterns.listener import Listener
 from immortal.appsdk.patterns.pirate.frames import (
+    BODY_SIZE_BYTES_MAX,
+    CLOSE_LINGER_MS,
     FRAME_SIZE_BYTES_MAX,
     Frame,
     Kind,
@@ -30,28 +32,23 @@ from immortal.appsdk.patterns.pirate.frames import (
     decode_frame,
     encode_frame,
 )
-from immortal.appsdk.patterns.pirate.limits import (
-    BODY_SIZE_BYTES_MAX,
-    CLOSE_LINGER_MS,
-    HANDSHAKE_TIMEOUT_MS,
-    REPLIES_QUEUED_MAX,
-    TEXT_SIZE_BYTES_MAX,
-    TURN_REQUESTS_MAX,
-    TURN_S,
-    WAITING_MAX,
-    WAITING_SIZE_BYTES_MAX,
-)
 from immortal.appsdk.patterns.pirate.store import Failure, ReplyStore
-from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.safe_output import RateLimit
 
 logger = logging.getLogger("immortal.pirate")
 
-_NOBLOCK = int(zmq.NOBLOCK)
+# Requests that wait or are worked on, of one name of a key (without keys: of all). One more is told that there is no
+# room, and goes to the next server.
+WAITING_MAX = 1024
+WAITING_SIZE_BYTES_MAX = 64 << 20
+# Requests of one write transaction: one sync for all of them. It ends sooner once it has taken so long, since nobody
+# has a reply before.
+TURN_REQUESTS_MAX = 64
+TURN_S = 0.005
+TEXT_SIZE_BYTES_MAX = 2048  # of what a function has raised: a message for people
 _OPTIONS = {
     zmq.MAXMSGSIZE: FRAME_SIZE_BYTES_MAX,
-    zmq.SNDHWM: REPLIES_QUEUED_MAX,
-    zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
+    zmq.SNDHWM: 64,  # replies on their way to one client; beyond it one is not sent, and is asked for again
+    zmq.HANDSHAKE_IVL: 3_000,
 }
 _Key = tuple[str, str, int]  # name of the caller's key, client ID, number
 
@@ -140,21 +137,23 @@ class Server:
         self._working_since_s: float | None = None
         self._running = False
         self._closing = False
-        self._warnings = RateLimit(burst=1)
-        self.malformed = 0  # frames that were dropped
-        try:
-            self._listener = Listener(
-                endpoint, _OPTIONS, home=home_of(home), identity=identity or "", names=callers, insecure=insecure
-            )
-        except ListenError as error:
-            raise ServerError(str(error)) from None
+        self._listener = Listener(
+            endpoint,
+            _OPTIONS,
+            decode_frame,
+            logger,
+            ServerError,
+            home=home_of(home),
+            identity=identity or "",
+            names=callers,
+            insecure=insecure,
+        )
         try:
             self._store = None if store is None else ReplyStore(store)
         except BaseException:
             self._listener.close(0)
             raise
         self.endpoint = self._listener.endpoint
-        self._socket = self._listener.socket
         self._store_id = b"" if self._store is None else self._store.store_id
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve_socket, name=f"pirate at {self.endpoint}", daemon=True)
@@ -246,8 +245,9 @@ class Server:
     # --- the socket's thread -----------------------------------------------------------------------------------------
 
     def _serve_socket(self) -> None:
+        socket = self._listener.socket
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
@@ -257,51 +257,22 @@ class Server:
                     outgoing, self._outgoing = self._outgoing, deque()
                     closing = self._closing
                 for route, data in outgoing:
-                    self._send(route, data)
+                    self._listener.send(route, data)  # where its connection is gone or full, the client asks again
                 if closing:
                     return
-            if self._socket in ready:
-                self._receive()
+            if socket in ready:  # at most so many requests that replies are not held up for long
+                self._listener.receive(TURN_REQUESTS_MAX, self._received)
 
-    def _receive(self) -> None:
-        """Receive requests, at most so many that replies are not held up for long."""
-        for _ in range(TURN_REQUESTS_MAX):
-            try:
-                first = self._socket.recv(_NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            parts = [first]
-            more = first.more
-            while more:
-                part = self._socket.recv(_NOBLOCK, copy=False)
-                more = part.more
-                if len(parts) < 3:
-                    parts.append(part)
-            self._received(parts)
-
-    def _received(self, parts: list[zmq.Frame]) -> None:
-        try:
-            caller = self._listener.caller_of(parts[0])
-        except PermissionError as error:
-            self._drop(str(error))
-            return
-        if len(parts) != 2:
-            self._drop(f"a message of {len(parts) - 1} parts or more, 1 was expected")
-            return
-        route = parts[0].bytes
-        try:
-            frame = decode_frame(parts[1].bytes)
-        except RemoteProtocolError as error:
-            self._drop(str(error))
-            return
+    def _received(self, route: bytes, caller: str, frame: Frame) -> None:
         if frame.kind is Kind.PING:
             since_s = self._working_since_s
             working_ms = 0 if since_s is None else int(1000 * (time.monotonic() - since_s))
-            self._send(route, encode_frame(Frame(Kind.PONG, frame.number, working_ms, body=self._store_id)))
+            pong = Frame(Kind.PONG, frame.number, working_ms, body=self._store_id)
+            self._listener.send(route, encode_frame(pong))
         elif frame.kind is Kind.REQUEST:
             self._take(route, frame, caller)
         else:
-            self._drop(f"a {frame.kind.name}, which only servers send")
+            self._listener.drop(f"a {frame.kind.name}, which only servers send")
 
     def _take(self, route: bytes, frame: Frame, caller: str) -> None:
         key = (caller, frame.client_id, frame.number)
@@ -320,7 +291,7 @@ class Server:
                 return
             else:
                 kind, text = Kind.BUSY, ""
-        self._send(route, encode_frame(Frame(kind, frame.number, body=text.encode())))
+        self._listener.send(route, encode_frame(Frame(kind, frame.number, body=text.encode())))
 
     def _has_room(self, caller: str, size_bytes: int) -> bool:
         taken = self._taken_of[caller]
@@ -328,18 +299,10 @@ class Server:
             taken < WAITING_MAX and self._taken_bytes_of[caller] + size_bytes <= WAITING_SIZE_BYTES_MAX
         )
 
-    def _send(self, route: bytes, data: bytes) -> None:
-        """Send a message. Where its connection is gone or full, the client asks again."""
-        try:
-            self._socket.send_multipart((route, data), _NOBLOCK)
-        except zmq.ZMQError:
-            return
-
-    def _drop(self, what: str) -> None:
-        self.malformed += 1
-        left_out = self._warnings.admit("malformed", time.monotonic_ns())
-        if left_out is not None:
-            logger.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
+    @property
+    def malformed(self) -> int:
+        """Number of frames that were dropped."""
+        return self._listener.malformed
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -355,16 +318,13 @@ class Server:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
-        self._release()
+        if not self._running:
+            self._close_store()
+        self._listener.close(CLOSE_LINGER_MS)
 
     def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
-
-    def _release(self) -> None:
-        if not self._running:
-            self._close_store()
-        self._listener.close(CLOSE_LINGER_MS)
 
 
 def serve(

@@ -29,18 +29,19 @@ from struct import Struct
 import lmdb
 
 from immortal.appsdk.patterns.pirate.frames import STORE_ID_SIZE_BYTES, Frame, Kind, StoreError
-from immortal.appsdk.patterns.pirate.limits import (
-    CLIENTS_MAX,
-    KEY_SIZE_BYTES_MAX,
-    MAP_SIZE_BYTES,
-    REPLIES_OF_CLIENT_MAX,
-    REPLIES_OF_CLIENT_SIZE_BYTES_MAX,
-    REPLIES_SIZE_BYTES_MAX,
-    REPLY_OVERHEAD_BYTES,
-    VALUE_SIZE_BYTES_MAX,
-)
 from immortal.protocol.checksum import crc64
 from immortal.protocol.files import FILE_MODE, make_folder, openness
+
+# Limits of stored replies, for each name of a key (without keys: all clients together).
+REPLIES_OF_CLIENT_MAX = 4096
+REPLIES_OF_CLIENT_SIZE_BYTES_MAX = 4 << 20
+REPLIES_SIZE_BYTES_MAX = 64 << 20
+REPLY_OVERHEAD_BYTES = 200  # what LMDB needs for the rows of one reply
+CLIENTS_MAX = 100_000
+# LMDB reserves addresses, not memory or disk. Replies need some 100 MiB for each name; the rest is for the user's rows.
+MAP_SIZE_BYTES = 64 << 30
+VALUE_SIZE_BYTES_MAX = 64 << 20  # of the user's rows
+KEY_SIZE_BYTES_MAX = 511  # LMDB's own
 
 FORMAT = b"1"
 _TABLES = ("meta", "owners", "clients", "uses", "replies", "order", "data")
@@ -173,11 +174,6 @@ class ReplyStore:
             raise StoreError(
                 f"the store {self.folder} can't be written: {error}; nothing of this is kept, and nobody was answered"
             ) from error
-
-    def rows(self) -> dict[bytes, bytes]:
-        """Return all rows of the user."""
-        with self._environment.begin() as transaction:
-            return dict(Rows(transaction, self.tables["data"]))
 
     def close(self) -> None:
         self._environment.close()

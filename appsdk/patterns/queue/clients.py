@@ -12,8 +12,14 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.client import CallTimeout, ConnectOptions, Connector, with_timeout
 from immortal.appsdk.client import connect as connect_client
-from immortal.appsdk.patterns.queue import limits
-from immortal.appsdk.patterns.queue.model import NotDone, Outcome, State, Submission, TaskFailed
+from immortal.appsdk.patterns.queue.model import (
+    WAIT_S_MAX,
+    NotDone,
+    Outcome,
+    State,
+    Submission,
+    TaskFailed,
+)
 from immortal.appsdk.patterns.queue.service import Queue
 
 T = TypeVar("T")
@@ -35,18 +41,10 @@ class SubmitOptions(TypedDict, total=False):
     again: bool
 
 
-def submission(
-    name: str,
-    arguments: Sequence[Any],
-    key: str = "",
-    priority: int = 0,
-    delay: Seconds = 0.0,
-    dedup: str = "",
-    tries: int = limits.TRIES_DEFAULT,
-    timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
-    retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
-    again: bool = False,
-) -> Submission:
+_IN_SECONDS = ("delay", "timeout", "retry_delay")
+
+
+def submission(name: str, arguments: Sequence[Any], options: SubmitOptions) -> Submission:
     """Make a submission of the arguments of ``submit``. Raises ValueError, TypeError."""
     if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
         raise TypeError(f"{name}: arguments {arguments!r}: a list was expected, such as [{arguments!r}]")
@@ -54,9 +52,13 @@ def submission(
         encoded = encode_value(list(arguments))
     except Exception as error:  # what a user's type raises as it is encoded
         raise TypeError(f"{name}: the arguments can't be encoded: {error}") from error
-    return Submission(
-        name, encoded, key, priority, _seconds(delay), dedup, tries, _seconds(timeout), _seconds(retry_delay), again
-    )
+    if unknown := options.keys() - SubmitOptions.__annotations__.keys():
+        known = ", ".join(SubmitOptions.__annotations__)
+        raise TypeError(f"{name}: there is no option {', '.join(sorted(unknown))} of a submission; there are {known}")
+    fields: dict[str, Any] = dict(options)
+    for one in fields.keys() & _IN_SECONDS:
+        fields[f"{one}_s"] = _seconds(fields.pop(one))
+    return Submission(name, encoded, **fields)
 
 
 def _seconds(value: Seconds) -> float:
@@ -73,8 +75,8 @@ class _Patience:
     def next(self) -> tuple[float, float | None]:
         """Return (how long the queue may wait, how long its reply may take), in seconds."""
         if self._until_s is None:
-            return limits.WAIT_S_MAX, None
-        left_s = min(limits.WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
+            return WAIT_S_MAX, None
+        left_s = min(WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
         return left_s, left_s + _GRACE_S
 
     def check(self, task: int, why: str) -> None:
@@ -173,26 +175,18 @@ class Jobs:
         arguments: Sequence[Any] = (),
         *,
         returns: Any = Any,
-        key: str = "",
-        priority: int = 0,
-        delay: Seconds = 0.0,
-        dedup: str = "",
-        tries: int = limits.TRIES_DEFAULT,
-        timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
-        retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
-        again: bool = False,
+        **options: Unpack[SubmitOptions],
     ) -> Job[Any]:
         """Submit a task for the workers that have a function ``name``. It is durable when this returns.
 
         ``returns``: the type of the result. ``key``: whose task it is, for limits by key. ``priority``: higher ones go
         first. ``delay``: it waits so long first. ``dedup``: a further submission with this key gives the same task;
         ``again``: another one, if that has ended.
-        ``tries``: so often it is given to a worker before it is a dead letter. ``timeout``: of one try.
-        ``retry_delay``: before it is tried again after an exception, doubled each time. Times are seconds or
+        ``tries``: so often (3 times) it is given to a worker before it is a dead letter. ``timeout``: of one try, 60 s.
+        ``retry_delay``: before it is tried again after an exception, 1 s, doubled each time. Times are seconds or
         timedeltas. Raises ValueError, TypeError, QueueFull, DedupConflict, ClientError.
         """
-        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay, again)
-        return Job(self._queue, self._queue.submit(made), returns)
+        return Job(self._queue, self._queue.submit(submission(name, arguments, options)), returns)
 
     @overload
     def task(self, task: int, *, returns: type[T]) -> Job[T]: ...
@@ -234,8 +228,7 @@ class AsyncJobs:
         **options: Unpack[SubmitOptions],
     ) -> AsyncJob[Any]:
         """Submit a task; see :meth:`Jobs.submit`."""
-        made = submission(name, arguments, **options)
-        return AsyncJob(self._queue, await self._queue.submit(made), returns)
+        return AsyncJob(self._queue, await self._queue.submit(submission(name, arguments, options)), returns)
 
     @overload
     def task(self, task: int, *, returns: type[T]) -> AsyncJob[T]: ...

@@ -8,14 +8,33 @@ letter) or ``dropped``.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+import heapq
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from immortal.appsdk.patterns.queue import limits
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.identity import IdentityConflict
 from immortal.protocol.safe_output import is_encodable
+
+# Limits that several modules need. Sizes are in bytes.
+
+SECOND_NS = 1_000_000_000
+NAME_LENGTH_MAX = 200  # of functions, keys, deduplication keys and workers: all are in each checkpoint
+NAMES_MAX = 100  # functions of one worker
+PRIORITY_MAX = 1000  # and -PRIORITY_MAX
+ARGUMENTS_SIZE_BYTES_MAX = 1 << 20  # of one task; larger things belong in a store, and their name in the task
+RESULT_SIZE_BYTES_MAX = 1 << 20
+REASON_LENGTH_MAX = 1000  # characters
+TRIES_DEFAULT = 3
+TRIES_MAX = 1000
+TIMEOUT_DEFAULT_S = 60.0  # of one try
+TIMEOUT_S_MAX = 7 * 24 * 3600.0
+DELAY_S_MAX = 366 * 24 * 3600.0
+RETRY_DELAY_DEFAULT_S = 1.0  # behind the first exception; doubled behind each further one
+RETRY_DELAY_NS_MAX = 3600 * SECOND_NS
+HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.01, 3600.0
+WAIT_S_MAX = 20.0  # of one question for a result: a client that died is waited with no longer
 
 State = Literal["waiting", "delayed", "running", "done", "dead", "dropped"]
 Key = tuple[str, str]
@@ -26,10 +45,10 @@ Timer = tuple[str, str | int, str]
 
 def check_name(what: str, name: str, *, empty: bool = False) -> None:
     """Check a name. Raises ValueError."""
-    if not (name or empty) or len(name) > limits.NAME_LENGTH_MAX or "\0" in name or not is_encodable(name):
+    if not (name or empty) or len(name) > NAME_LENGTH_MAX or "\0" in name or not is_encodable(name):
         least = 0 if empty else 1
         raise ValueError(
-            f"{what} {name[:50]!r}: {least} to {limits.NAME_LENGTH_MAX} characters without zero bytes and lone "
+            f"{what} {name[:50]!r}: {least} to {NAME_LENGTH_MAX} characters without zero bytes and lone "
             f"surrogates were expected"
         )
 
@@ -50,24 +69,24 @@ class Submission(msgspec.Struct, frozen=True):
     priority: int = 0
     delay_s: float = 0.0
     dedup: str = ""
-    tries: int = limits.TRIES_DEFAULT
-    timeout_s: float = limits.TIMEOUT_DEFAULT_S
-    retry_delay_s: float = limits.RETRY_DELAY_DEFAULT_S
+    tries: int = TRIES_DEFAULT
+    timeout_s: float = TIMEOUT_DEFAULT_S
+    retry_delay_s: float = RETRY_DELAY_DEFAULT_S
     again: bool = False
 
     def __post_init__(self) -> None:
         check_name("function", self.name)
         check_name("key", self.key, empty=True)
         check_name("dedup", self.dedup, empty=True)
-        _check_number("priority", self.priority, -limits.PRIORITY_MAX, limits.PRIORITY_MAX)
-        _check_number("delay", self.delay_s, 0, limits.DELAY_S_MAX, " s")
-        _check_number("tries", self.tries, 1, limits.TRIES_MAX)
-        _check_number("timeout", self.timeout_s, 0.001, limits.TIMEOUT_S_MAX, " s")
-        _check_number("retry_delay", self.retry_delay_s, 0, limits.RETRY_DELAY_NS_MAX / limits.SECOND_NS, " s")
-        if len(self.arguments) > limits.ARGUMENTS_SIZE_BYTES_MAX:
+        _check_number("priority", self.priority, -PRIORITY_MAX, PRIORITY_MAX)
+        _check_number("delay", self.delay_s, 0, DELAY_S_MAX, " s")
+        _check_number("tries", self.tries, 1, TRIES_MAX)
+        _check_number("timeout", self.timeout_s, 0.001, TIMEOUT_S_MAX, " s")
+        _check_number("retry_delay", self.retry_delay_s, 0, RETRY_DELAY_NS_MAX / SECOND_NS, " s")
+        if len(self.arguments) > ARGUMENTS_SIZE_BYTES_MAX:
             raise ValueError(
                 f"the arguments of {self.name!r} take {len(self.arguments)} bytes, at most "
-                f"{limits.ARGUMENTS_SIZE_BYTES_MAX} are possible: keep them elsewhere, and submit where they are"
+                f"{ARGUMENTS_SIZE_BYTES_MAX} are possible: keep them elsewhere, and submit where they are"
             )
 
     def digest(self) -> bytes:
@@ -158,14 +177,14 @@ class QueueState(msgspec.Struct):
     ended: int = 0
     late_replies: int = 0  # dropped
     dead_forgotten: int = 0
-    describes: bool = False  # a conflict says both contents; not in a log of an earlier version, whose replies stay so
+    describes: bool = True  # always; a log of 0.1 has it
 
 
 NOTHING, SUPERSEDED = (0, 0), (-1, 0)
 
 
 def nanoseconds(seconds: float) -> int:
-    return round(seconds * limits.SECOND_NS)
+    return round(seconds * SECOND_NS)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -261,16 +280,57 @@ class Overview(msgspec.Struct, frozen=True):
     dead_forgotten: int
 
 
+# A priority queue whose entries can be moved and taken out.
+
+
+E = TypeVar("E")
+
+_STALE_MAX = 64  # beside as many as there are live ones
+
+
+class IndexedPriorityQueue(Generic[E]):
+    """Entries by rank, lowest first; of one rank by the entries themselves, so that the order never depends on
+    history.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Any, E]] = []
+        self.ranks: dict[E, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def put(self, entry: E, rank: Any) -> None:
+        """Add an entry, or move it."""
+        if self.ranks.get(entry) == rank:
+            return
+        self.ranks[entry] = rank
+        heapq.heappush(self._heap, (rank, entry))
+        if len(self._heap) > 2 * len(self.ranks) + _STALE_MAX:
+            self._heap = [(rank, entry) for entry, rank in self.ranks.items()]
+            heapq.heapify(self._heap)
+
+    def remove(self, entry: E) -> None:
+        self.ranks.pop(entry, None)
+
+    def first(self) -> tuple[Any, E] | None:
+        """Return (rank, entry) of the first entry; None: there is none."""
+        heap = self._heap
+        while heap:
+            rank, entry = heap[0]
+            if self.ranks.get(entry) == rank:
+                return rank, entry
+            heapq.heappop(heap)
+        return None
+
+    def pop(self) -> tuple[Any, E] | None:
+        found = self.first()
+        if found is not None:
+            del self.ranks[found[1]]
+        return found
+
+
 # What can go wrong with a task.
-#
-# QueueError
-#   QueueFull        too much waits; nothing was submitted
-#   DedupConflict    the deduplication key is that of another task
-#   UnknownTask      there is no such task, or it has ended and is not kept any more
-#   Superseded       of a worker: another process has said ready under its ID
-#   NotPossible      it can't be retried or dropped as it is
-#   TaskFailed       it is a dead letter, or was dropped; ``reason``, ``tries``
-#   NotDone          no result yet, within the time given
 
 
 class QueueError(ImmortalError):

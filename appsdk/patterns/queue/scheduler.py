@@ -8,7 +8,7 @@ A worker says *ready* and waits. The worker that has waited longest gets the tas
 A disabled worker's task goes to the next one, and its reply is dropped. A worker that still waits is back with its next
 heartbeat, any other one with its next ready. Who says ready under the ID of another process takes its place.
 
-Everything that lasts is in the :class:`Records`; the rest is an index of it, and is made of it again after a recovery.
+Everything that lasts is in the :class:`QueueState`; the rest is an index of it, made of it again after a recovery.
 Times are nanoseconds and never go back.
 """
 
@@ -17,47 +17,55 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from immortal.appsdk.patterns.queue import limits
 from immortal.appsdk.patterns.queue.model import (
+    HEARTBEAT_S_MAX,
+    HEARTBEAT_S_MIN,
+    NAMES_MAX,
     NOTHING,
+    RESULT_SIZE_BYTES_MAX,
+    SECOND_NS,
     SUPERSEDED,
     Given,
+    IndexedPriorityQueue,
     Limit,
     Offer,
-    Outcome,
     QueueFull,
     QueueState,
     Report,
     Submission,
-    Task,
     Timer,
     Worker,
     check_name,
     nanoseconds,
 )
-from immortal.appsdk.patterns.queue.ready_queue import IndexedPriorityQueue, Rank
-from immortal.appsdk.patterns.queue.tasks import Tasks
+from immortal.appsdk.patterns.queue.tasks import Rank, Tasks
+
+WORKERS_MAX = 2000  # each sends a heartbeat a second, which is logged
+LIMITED_MAX = 1000  # functions with limits
+STARTS_MAX = 1000  # of a rate: each start in the period is kept
+PERIOD_S_MAX = 24 * 3600.0
+SILENT_HEARTBEATS = 5  # so many without a word, and a worker is disabled: above what a busy machine holds one up
+FORGET_NS = 60 * SECOND_NS  # a disabled worker: its call, which nobody may wait for any more, is ended
+LATE_NS = SECOND_NS  # what is due happens so late: the queue was away, and holds that against no worker
+EXCUSED_NS = 5 * SECOND_NS  # besides: until what was said to it meanwhile has come
 
 
 class Scheduler:
     """Rules over the state of a queue. ``woken``: the numbers of calls and waits that have ended, for the service to
-    tell and to clear.
+    tell and to clear. ``tasks`` answers questions about one.
     """
 
     def __init__(self, records: QueueState) -> None:
         self._records = records
         self.woken: list[int] = []
         self._timers: IndexedPriorityQueue[Timer] = IndexedPriorityQueue()
-        self._tasks = Tasks(records, self._timers, self.woken)
+        self.tasks = Tasks(records, self._timers, self.woken)
         self._workers = Workers(records, self._timers, self.woken)
 
     def next_due_ns(self) -> int | None:
         """Return the time at which :meth:`advance` has something to do; None: not before something else happens."""
         found = self._timers.first()
         return None if found is None else found[0]
-
-    def timers(self) -> dict[Timer, int]:
-        return self._timers.ranks()
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
@@ -66,23 +74,9 @@ class Scheduler:
         DedupConflict.
         """
         self.advance(now_ns)
-        task_id = self._tasks.submit(submission, now_ns)
+        task_id = self.tasks.submit(submission, now_ns)
         self._dispatch(now_ns)
         return task_id
-
-    def task(self, task_id: int) -> Task:
-        """Return the task. Raises UnknownTask."""
-        return self._tasks.get(task_id)
-
-    def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
-        """Return the task's state; with ``wait``, if it is open, also the number under which its end will be told.
-        Raises UnknownTask.
-        """
-        return self._tasks.outcome(task_id, wait=wait)
-
-    def forget_wait(self, task_id: int, number: int) -> bool:
-        """Forget a wait for the task's end. False: its end was told already."""
-        return self._tasks.forget_wait(task_id, number)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -162,19 +156,19 @@ class Scheduler:
         check_name("function", name)
         if limit.running_max < 0:
             raise ValueError(f"{limit.running_max} running at once: 0 (without limit) or more were expected")
-        if not 0 <= limit.starts_max <= limits.STARTS_MAX:
-            raise ValueError(f"{limit.starts_max} starts in a period: 0 to {limits.STARTS_MAX} were expected")
-        if limit.starts_max and not 0 < limit.period_ns <= nanoseconds(limits.PERIOD_S_MAX):
+        if not 0 <= limit.starts_max <= STARTS_MAX:
+            raise ValueError(f"{limit.starts_max} starts in a period: 0 to {STARTS_MAX} were expected")
+        if limit.starts_max and not 0 < limit.period_ns <= nanoseconds(PERIOD_S_MAX):
             raise ValueError(
-                f"a period of {limit.period_ns / limits.SECOND_NS:g} s: more than 0 and at most "
-                f"{limits.PERIOD_S_MAX:g} s were expected"
+                f"a period of {limit.period_ns / SECOND_NS:g} s: more than 0 and at most "
+                f"{PERIOD_S_MAX:g} s were expected"
             )
         if not limit.starts_max and limit.period_ns:
             raise ValueError("a period without a number of starts: how many may start in it?")
-        if name not in self._records.limits and len(self._records.limits) >= limits.LIMITED_MAX:
-            raise ValueError(f"{limits.LIMITED_MAX} functions have limits, and no more can: lift another one's first")
+        if name not in self._records.limits and len(self._records.limits) >= LIMITED_MAX:
+            raise ValueError(f"{LIMITED_MAX} functions have limits, and no more can: lift another one's first")
         self.advance(now_ns)
-        self._tasks.lanes.set_limit(name, limit, now_ns)
+        self.tasks.lanes.set_limit(name, limit, now_ns)
         self._dispatch(now_ns)
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
@@ -182,7 +176,7 @@ class Scheduler:
         then none was changed.
         """
         self.advance(now_ns)
-        count = self._tasks.retry(task_ids, now_ns)
+        count = self.tasks.retry(task_ids, now_ns)
         self._dispatch(now_ns)
         return count
 
@@ -193,7 +187,7 @@ class Scheduler:
         A worker that has one goes on, and its reply is dropped.
         """
         self.advance(now_ns)
-        count = self._tasks.drop(task_ids, reason, now_ns)
+        count = self.tasks.drop(task_ids, reason, now_ns)
         self._dispatch(now_ns)
         return count
 
@@ -206,32 +200,32 @@ class Scheduler:
         workers nor as their work.
         """
         due_ns = self.next_due_ns()
-        if due_ns is not None and now_ns - due_ns > limits.LATE_NS:
-            late_ns = now_ns - due_ns + limits.EXCUSED_NS
+        if due_ns is not None and now_ns - due_ns > LATE_NS:
+            late_ns = now_ns - due_ns + EXCUSED_NS
             self._workers.excuse(late_ns, now_ns)
-            self._tasks.put_off(late_ns, now_ns)
+            self.tasks.put_off(late_ns, now_ns)
         while (found := self._timers.first()) is not None and found[0] <= now_ns:
             (kind, what, key) = timer = found[1]
             self._timers.remove(timer)
             if kind == "delay":
-                self._tasks.delay_is_over(int(what))
+                self.tasks.delay_is_over(int(what))
             elif kind == "timeout":
                 task = self._records.tasks[int(what)]
-                why = f"no reply to task {task.id} within {task.timeout_ns / limits.SECOND_NS:g} s"
+                why = f"no reply to task {task.id} within {task.timeout_ns / SECOND_NS:g} s"
                 self._disable(self._records.workers[task.worker], why, now_ns)
             elif kind == "worker":
                 self._look_at(self._records.workers[str(what)], now_ns)
             elif kind == "start":
-                self._tasks.lanes.refresh(str(what), key, now_ns)
+                self.tasks.lanes.refresh(str(what), key, now_ns)
             else:
-                self._tasks.forget_old(now_ns)
+                self.tasks.forget_old(now_ns)
         self._dispatch(now_ns)
 
     def _look_at(self, worker: Worker, now_ns: int) -> None:
         if worker.disabled:
             self._leave(worker, "", now_ns)
         elif silent_ns := self._workers.silent_ns(worker, now_ns):
-            self._disable(worker, f"nothing was heard of it for {silent_ns / limits.SECOND_NS:.3g} s", now_ns)
+            self._disable(worker, f"nothing was heard of it for {silent_ns / SECOND_NS:.3g} s", now_ns)
 
     # --- who has what ------------------------------------------------------------------------------------------------
 
@@ -252,16 +246,16 @@ class Scheduler:
             return
         worker.task = 0
         if report.error:
-            self._tasks.failed(task, report.error, now_ns, again=report.again, pause=True)
-        elif len(report.result) > limits.RESULT_SIZE_BYTES_MAX:
+            self.tasks.failed(task, report.error, now_ns, again=report.again, pause=True)
+        elif len(report.result) > RESULT_SIZE_BYTES_MAX:
             why = (
-                f"its result takes {len(report.result)} bytes, at most {limits.RESULT_SIZE_BYTES_MAX} are possible: "
+                f"its result takes {len(report.result)} bytes, at most {RESULT_SIZE_BYTES_MAX} are possible: "
                 f"keep it elsewhere, and return where it is"
             )
-            self._tasks.failed(task, why, now_ns, again=False)
+            self.tasks.failed(task, why, now_ns, again=False)
         else:
             worker.done += 1
-            self._tasks.done(task, report.result, now_ns)
+            self.tasks.done(task, report.result, now_ns)
 
     def _disable(self, worker: Worker, why: str, now_ns: int) -> None:
         self._workers.disable(worker, why, now_ns)
@@ -276,11 +270,11 @@ class Scheduler:
         task = self._records.tasks.get(worker.task)
         worker.task = 0
         if task is not None and task.state == "running" and task.worker == worker.id:
-            self._tasks.failed(task, why, now_ns)
+            self.tasks.failed(task, why, now_ns)
 
     def _dispatch(self, now_ns: int, names: Iterable[str] = ()) -> None:
         """Give waiting workers the best tasks. ``names``: functions for which a worker is new among those that wait."""
-        lanes = self._tasks.lanes
+        lanes = self.tasks.lanes
         candidates = sorted(lanes.changed.union(names))
         lanes.changed.clear()
         while candidates:
@@ -295,14 +289,14 @@ class Scheduler:
             if best is not None:
                 (_, task_id), _, worker = best
                 task = self._records.tasks[task_id]
-                self._tasks.start(task, worker.id, now_ns)
+                self.tasks.start(task, worker.id, now_ns)
                 worker.task = task.id
                 self._workers.end_call(worker, (task.id, task.attempt))
 
 
 # Workers as a queue knows them: who waits for a task, and who was silent for too long.
 #
-# What lasts is in the :class:`Records`; the rest is an index of it.
+# What lasts is in the :class:`QueueState`; the rest is an index of it.
 
 
 class Workers:
@@ -322,17 +316,16 @@ class Workers:
         """Check what a worker says of itself. Raises ValueError, QueueFull."""
         check_name("worker", worker_id)
         check_name("session", session)
-        if not 1 <= len(names) <= limits.NAMES_MAX:
-            raise ValueError(f"a worker of {len(names)} functions; 1 to {limits.NAMES_MAX} were expected")
+        if not 1 <= len(names) <= NAMES_MAX:
+            raise ValueError(f"a worker of {len(names)} functions; 1 to {NAMES_MAX} were expected")
         for name in names:
             check_name("function", name)
-        if not limits.HEARTBEAT_S_MIN <= heartbeat_s <= limits.HEARTBEAT_S_MAX:
+        if not HEARTBEAT_S_MIN <= heartbeat_s <= HEARTBEAT_S_MAX:
             raise ValueError(
-                f"a heartbeat each {heartbeat_s:g} s; {limits.HEARTBEAT_S_MIN:g} to {limits.HEARTBEAT_S_MAX:g} s were "
-                f"expected"
+                f"a heartbeat each {heartbeat_s:g} s; {HEARTBEAT_S_MIN:g} to {HEARTBEAT_S_MAX:g} s were expected"
             )
-        if worker_id not in self._records.workers and len(self._records.workers) >= limits.WORKERS_MAX:
-            raise QueueFull(f"{limits.WORKERS_MAX} workers are known, and no more can be")
+        if worker_id not in self._records.workers and len(self._records.workers) >= WORKERS_MAX:
+            raise QueueFull(f"{WORKERS_MAX} workers are known, and no more can be")
 
     def get(self, worker_id: str, session: str) -> Worker | None:
         """Return the worker if it has that session, so is the same process."""
@@ -403,7 +396,7 @@ class Workers:
     @staticmethod
     def _patience_ns(worker: Worker) -> int:
         """Return how long the worker may be silent; for a disabled one until it is forgotten."""
-        return limits.FORGET_NS if worker.disabled else limits.SILENT_HEARTBEATS * worker.heartbeat_ns
+        return FORGET_NS if worker.disabled else SILENT_HEARTBEATS * worker.heartbeat_ns
 
     def _time(self, worker: Worker, from_ns: int) -> None:
         worker.check_ns = from_ns + self._patience_ns(worker)

@@ -11,8 +11,8 @@ import immortal
 from immortal.appsdk.errors import Cancelled
 from immortal.appsdk.handlers.decorators import initial, query, rpc
 from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.patterns.queue import limits
 from immortal.appsdk.patterns.queue.model import (
+    WAIT_S_MAX,
     DedupConflict,
     FunctionView,
     Given,
@@ -38,6 +38,8 @@ from immortal.appsdk.patterns.queue.model import (
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
 from immortal.appsdk.state.schema import Transient
 
+ALARMS_MAX = 100  # in one journal of the handler that waits for them
+SHOWN_MAX = 1000  # tasks in one answer
 _ALARM = "alarm"
 _LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
 
@@ -61,7 +63,7 @@ class Queue(Immortal, roles=ROLES):
     scheduler: Transient[Scheduler]
 
     def __init__(self) -> None:
-        self.records = QueueState(describes=True)
+        self.records = QueueState()
         self.alarm_ns = _LOOKS
 
     def prepare(self) -> None:
@@ -83,7 +85,7 @@ class Queue(Immortal, roles=ROLES):
             return outcome
         told = False
         try:
-            duration = timedelta(seconds=min(seconds, limits.WAIT_S_MAX))
+            duration = timedelta(seconds=min(seconds, WAIT_S_MAX))
             told = (await immortal.race(immortal.event(_call(outcome.wait)), immortal.sleep(duration))).index == 0
         finally:
             if not told and not await immortal.step(self.look_no_more, task, outcome.wait):
@@ -92,11 +94,11 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[UnknownTask])
     def look(self, task: int, wait: bool) -> Outcome:
-        return self.scheduler.outcome(task, wait=wait)
+        return self.scheduler.tasks.outcome(task, wait=wait)
 
     @rpc
     def look_no_more(self, task: int, number: int) -> bool:
-        return self.scheduler.forget_wait(task, number)
+        return self.scheduler.tasks.forget_wait(task, number)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -176,7 +178,7 @@ class Queue(Immortal, roles=ROLES):
 
     @query(raises=[UnknownTask])
     def task(self, task: int) -> TaskDetail:
-        return _detail(self.scheduler.task(task))
+        return _detail(self.scheduler.tasks.get(task))
 
     def _dead(self) -> list[int]:
         return [task.id for task in self.records.tasks.values() if task.state == "dead"]
@@ -190,7 +192,7 @@ class Queue(Immortal, roles=ROLES):
     @rpc(limit=1)
     async def alarm(self) -> None:
         """Sleep until something is due, and do it, without end."""
-        for _ in range(limits.ALARMS_MAX):
+        for _ in range(ALARMS_MAX):
             try:
                 sleep_ns = await immortal.step(self.advance)
                 if sleep_ns:
@@ -269,7 +271,7 @@ def _overview(records: QueueState, state: State, now_ns: int) -> Overview:
             for name, one in sorted(by_function.items())
         ],
         workers=[_worker_view(worker) for _, worker in sorted(records.workers.items())],
-        tasks=[_task_view(task) for task in tasks[: limits.SHOWN_MAX]],
+        tasks=[_task_view(task) for task in tasks[:SHOWN_MAX]],
         late_replies=records.late_replies,
         dead_forgotten=records.dead_forgotten,
     )

@@ -1,17 +1,24 @@
-"""Tasks from submission to end, and how long ended tasks and dead letters are kept.
+"""Tasks from submission to end: which waits for its turn, and how long ended tasks and dead letters are kept.
 
-What lasts is in the :class:`Records`; the rest is an index of it.
+What lasts is in the :class:`QueueState`; the rest is an index of it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TypeVar
 
-from immortal.appsdk.patterns.queue import limits
 from immortal.appsdk.patterns.queue.model import (
+    REASON_LENGTH_MAX,
+    RETRY_DELAY_NS_MAX,
+    SECOND_NS,
     DedupConflict,
     Failure,
+    IndexedPriorityQueue,
+    Key,
+    Limit,
     NotPossible,
     Outcome,
     QueueFull,
@@ -23,8 +30,22 @@ from immortal.appsdk.patterns.queue.model import (
     UnknownTask,
     nanoseconds,
 )
-from immortal.appsdk.patterns.queue.ready_queue import IndexedPriorityQueue, ReadyQueue
 from immortal.protocol.identity import digest_prefix
+
+FAILURES_KEPT = 3  # of one task, the last ones
+
+# Open tasks wait or run. Beyond this a submission is refused, and the client decides what to do.
+OPEN_TASKS_MAX = 100_000
+OPEN_SIZE_BYTES_MAX = 64 << 20
+STARTS_KEPT_MAX = 100_000  # under a rate, of all functions and keys; with more, nothing is submitted
+
+# Tasks that have ended are kept, and so are their deduplication keys: the oldest go first.
+ENDED_TASKS_MAX = 10_000
+ENDED_SIZE_BYTES_MAX = 64 << 20
+ENDED_AGE_NS = 24 * 3600 * SECOND_NS
+# Dead letters wait for a person: no time ends them.
+DEAD_TASKS_MAX = 10_000
+DEAD_SIZE_BYTES_MAX = 64 << 20
 
 _AGE: Timer = ("age", 0, "")
 
@@ -73,11 +94,6 @@ class Tasks:
         known = self._known(submission)
         if known is not None:
             if known.digest != digest:
-                if not self._records.describes:
-                    raise DedupConflict(
-                        f"dedup key {submission.dedup!r} is that of task {known.id}, of another function or with other "
-                        f"arguments: use another key"
-                    )
                 given = f"{submission.name!r} with {len(submission.arguments)} bytes of arguments"
                 raise DedupConflict(
                     f"dedup key {submission.dedup!r}",
@@ -118,13 +134,13 @@ class Tasks:
         return self._records.tasks[known]
 
     def _require_room(self, size_bytes: int) -> None:
-        if self._open >= limits.OPEN_TASKS_MAX or self._open_size_bytes + size_bytes > limits.OPEN_SIZE_BYTES_MAX:
+        if self._open >= OPEN_TASKS_MAX or self._open_size_bytes + size_bytes > OPEN_SIZE_BYTES_MAX:
             raise QueueFull(
                 f"{self._open} tasks with {self._open_size_bytes} bytes of arguments are open, at most "
-                f"{limits.OPEN_TASKS_MAX} with {limits.OPEN_SIZE_BYTES_MAX} bytes can be: nothing was submitted, try "
+                f"{OPEN_TASKS_MAX} with {OPEN_SIZE_BYTES_MAX} bytes can be: nothing was submitted, try "
                 f"again later"
             )
-        if self.lanes.starts_kept >= limits.STARTS_KEPT_MAX:
+        if self.lanes.starts_kept >= STARTS_KEPT_MAX:
             raise QueueFull(
                 f"{self.lanes.starts_kept} starts under a rate are remembered, and no more can be: nothing was "
                 f"submitted; shorten the periods of limits, or try again later"
@@ -184,7 +200,7 @@ class Tasks:
         for task in tasks:
             if task.state == "dead":
                 self._ended.remove(task)
-            self._end(task, "dropped", reason[: limits.REASON_LENGTH_MAX] or "dropped", now_ns)
+            self._end(task, "dropped", reason[:REASON_LENGTH_MAX] or "dropped", now_ns)
         return len(tasks)
 
     # --- tries -------------------------------------------------------------------------------------------------------
@@ -205,15 +221,15 @@ class Tasks:
 
     def failed(self, task: Task, reason: str, now_ns: int, *, again: bool = True, pause: bool = False) -> None:
         """Process a failed try of a running task. ``again``: another may help; ``pause``: not at once."""
-        reason = reason[: limits.REASON_LENGTH_MAX]
-        task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-limits.FAILURES_KEPT :]
+        reason = reason[:REASON_LENGTH_MAX]
+        task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-FAILURES_KEPT:]
         if not again or task.tries_left == 0:
             tried = "" if again else "not tried again: "
             self._end(task, "dead", f"{tried}{reason}", now_ns)
             return
         self._stop(task, now_ns)
         failed = task.tries - task.tries_left  # since it was submitted, or retried
-        delay_ns = min(task.retry_delay_ns << min(failed - 1, 60), limits.RETRY_DELAY_NS_MAX) if pause else 0
+        delay_ns = min(task.retry_delay_ns << min(failed - 1, 60), RETRY_DELAY_NS_MAX) if pause else 0
         task.due_ns = now_ns + delay_ns
         self._place(task, now_ns)
 
@@ -316,12 +332,12 @@ class EndedTasks:
         self._put(task)
         gone: list[Task] = []
         while (
-            len(self._kept) > limits.ENDED_TASKS_MAX
-            or self._kept_size_bytes > limits.ENDED_SIZE_BYTES_MAX
-            or len(self._dead) > limits.DEAD_TASKS_MAX
-            or self._dead_size_bytes > limits.DEAD_SIZE_BYTES_MAX
+            len(self._kept) > ENDED_TASKS_MAX
+            or self._kept_size_bytes > ENDED_SIZE_BYTES_MAX
+            or len(self._dead) > DEAD_TASKS_MAX
+            or self._dead_size_bytes > DEAD_SIZE_BYTES_MAX
         ):
-            dead = len(self._dead) > limits.DEAD_TASKS_MAX or self._dead_size_bytes > limits.DEAD_SIZE_BYTES_MAX
+            dead = len(self._dead) > DEAD_TASKS_MAX or self._dead_size_bytes > DEAD_SIZE_BYTES_MAX
             self._records.dead_forgotten += dead
             gone.append(self._records.tasks[next(iter(self._dead if dead else self._kept))])
             self.remove(gone[-1])
@@ -336,7 +352,7 @@ class EndedTasks:
     def due_ns(self) -> int | None:
         """Return the time at which the oldest is too old; None: there is none."""
         first = next(iter(self._kept), None)
-        return None if first is None else self._records.tasks[first].ended_ns + limits.ENDED_AGE_NS
+        return None if first is None else self._records.tasks[first].ended_ns + ENDED_AGE_NS
 
     def too_old(self, now_ns: int) -> Task | None:
         """Return the oldest task, where it is too old."""
@@ -353,3 +369,169 @@ class EndedTasks:
         else:
             self._kept[task.id] = size_bytes
             self._kept_size_bytes += size_bytes
+
+
+# Order of the waiting tasks of each function: priorities, and concurrency and rate limits by key.
+#
+# A lane is a function and a key. A task whose lane is closed is parked when its turn comes, and is back in the order
+# once the lane opens, so a dispatch looks at no task twice in vain.
+
+
+Rank = tuple[int, int]
+"""(-priority, ID): the higher priority first, then the older task."""
+
+K = TypeVar("K")
+
+
+def rank_of(task: Task) -> Rank:
+    return -task.priority, task.id
+
+
+class ReadyQueue:
+    """Waiting tasks in order. ``changed``: functions with a task that is new in the order, for the dispatcher to read
+    and clear.
+
+    ``starts_kept``: how many starts under a rate are remembered.
+    """
+
+    def __init__(self, records: QueueState, timers: IndexedPriorityQueue[Timer]) -> None:
+        self._records = records
+        self._timers = timers
+        self._ready: dict[str, IndexedPriorityQueue[int]] = {}
+        self._parked: dict[Key, IndexedPriorityQueue[int]] = {}
+        self._running: dict[Key, int] = {}
+        self.changed: set[str] = set()
+        self.starts_kept = 0
+        for task in records.tasks.values():
+            if task.state == "waiting":
+                self.put(task)
+            elif task.state == "running":
+                self._count(task, 1)
+        for name, by_key in records.starts.items():
+            for key, starts in by_key.items():
+                self.starts_kept += len(starts)
+                self._time(name, key)
+
+    def put(self, task: Task) -> None:
+        self._enter(task.name, task.id, rank_of(task))
+
+    def remove(self, task: Task, now_ns: int) -> None:
+        """Remove a waiting task, which will not run."""
+        _out(self._ready, task.name, task.id)
+        _out(self._parked, (task.name, task.key), task.id)
+        self._reopen(task.name, task.key, now_ns)
+
+    def first(self, name: str, now_ns: int) -> Rank | None:
+        """Return the rank of the next task of that function that may start now."""
+        ready = self._ready.get(name)
+        while ready:
+            found = ready.first()
+            assert found is not None
+            rank: Rank = found[0]
+            task = self._records.tasks[rank[1]]
+            if self._free(name, task.key, now_ns) > 0:
+                return rank
+            ready.remove(task.id)
+            self._parked.setdefault((name, task.key), IndexedPriorityQueue()).put(task.id, rank)
+        self._ready.pop(name, None)
+        return None
+
+    def started(self, task: Task, now_ns: int) -> None:
+        """Count the task that ``first`` returned as running."""
+        _out(self._ready, task.name, task.id)
+        self._count(task, 1)
+        limit = self._records.limits.get(task.name)
+        if limit is not None and limit.starts_max:
+            self._records.starts.setdefault(task.name, {}).setdefault(task.key, []).append(now_ns)
+            self.starts_kept += 1
+            self._prune(task.name, task.key, limit.period_ns, now_ns)
+
+    def ended(self, task: Task, now_ns: int) -> None:
+        """Count the task as running no more."""
+        self._count(task, -1)
+        self._reopen(task.name, task.key, now_ns)
+
+    def set_limit(self, name: str, limit: Limit, now_ns: int) -> None:
+        """Set the limit for later starts; starts under an earlier rate count for the new one."""
+        if limit == Limit():
+            self._records.limits.pop(name, None)
+        else:
+            self._records.limits[name] = limit
+        for key in list(self._records.starts.get(name, ())):
+            self._prune(name, key, limit.period_ns if limit.starts_max else 0, now_ns)
+        for lane in [lane for lane in self._parked if lane[0] == name]:
+            self._reopen(*lane, now_ns)
+
+    def refresh(self, name: str, key: str, now_ns: int) -> None:
+        """Update a key's lane after a start has left the period."""
+        self._prune(name, key, self._records.limits[name].period_ns, now_ns)
+        self._reopen(name, key, now_ns)
+
+    def _enter(self, name: str, task_id: int, rank: Rank) -> None:
+        self._ready.setdefault(name, IndexedPriorityQueue()).put(task_id, rank)
+        self.changed.add(name)
+
+    def _reopen(self, name: str, key: str, now_ns: int) -> None:
+        """Put parked tasks of that lane back into the order, as far as there is room."""
+        parked = self._parked.get((name, key))
+        if parked is None:
+            return
+        for _ in range(min(len(parked), self._free(name, key, now_ns))):
+            found = parked.pop()
+            assert found is not None
+            self._enter(name, found[1], found[0])
+        if not parked:
+            del self._parked[name, key]
+
+    def _free(self, name: str, key: str, now_ns: int) -> int:
+        """Return how many tasks of the lane may start now."""
+        limit = self._records.limits.get(name)
+        free = len(self._records.tasks)
+        if limit is None:
+            return free
+        if limit.running_max:
+            free = min(free, limit.running_max - self._running.get((name, key), 0))
+        if limit.starts_max:
+            starts = self._records.starts.get(name, {}).get(key, [])
+            in_period = len(starts) - bisect_right(starts, now_ns - limit.period_ns)
+            free = min(free, limit.starts_max - in_period)
+        return max(0, free)
+
+    def _prune(self, name: str, key: str, period_ns: int, now_ns: int) -> None:
+        """Forget the starts that no later moment has to know."""
+        by_key = self._records.starts[name]
+        starts = by_key[key]
+        kept = starts[bisect_right(starts, now_ns - period_ns) :]
+        self.starts_kept -= len(starts) - len(kept)
+        if kept:
+            by_key[key] = kept
+        else:
+            del by_key[key]
+            if not by_key:
+                del self._records.starts[name]
+        self._time(name, key)
+
+    def _time(self, name: str, key: str) -> None:
+        """Set the timer for the moment at which the lane's oldest start leaves the period."""
+        timer: Timer = ("start", name, key)
+        starts = self._records.starts.get(name, {}).get(key)
+        if starts:
+            self._timers.put(timer, starts[0] + self._records.limits[name].period_ns)
+        else:
+            self._timers.remove(timer)
+
+    def _count(self, task: Task, change: int) -> None:
+        lane = task.name, task.key
+        count = self._running.get(lane, 0) + change
+        if count:
+            self._running[lane] = count
+        else:
+            self._running.pop(lane, None)
+
+
+def _out(agendas: dict[K, IndexedPriorityQueue[int]], key: K, task_id: int) -> None:
+    agenda = agendas.get(key)
+    if agenda is not None:
+        agenda.remove(task_id)
+        if not agenda:
+            del agendas[key]

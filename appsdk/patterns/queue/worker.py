@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Unpack
 
 from immortal.appsdk.calls.codec import ArgumentCodec, encode_value
 from immortal.appsdk.calls.failures import argument_mismatch, text_of
@@ -27,14 +27,28 @@ from immortal.appsdk.client import (
     ClientClosed,
     ClientError,
     OutcomeUnknown,
+    ReachOptions,
     ReplyGone,
     connect,
     with_timeout,
 )
-from immortal.appsdk.patterns.queue import limits
-from immortal.appsdk.patterns.queue.model import Given, QueueError, Reject, Report, check_name
+from immortal.appsdk.patterns.queue.model import (
+    HEARTBEAT_S_MAX,
+    HEARTBEAT_S_MIN,
+    NAMES_MAX,
+    REASON_LENGTH_MAX,
+    RESULT_SIZE_BYTES_MAX,
+    Given,
+    QueueError,
+    Reject,
+    Report,
+    check_name,
+)
 from immortal.appsdk.patterns.queue.service import Queue
 from immortal.protocol import decoding
+
+HEARTBEAT_DEFAULT_S = 1.0
+STOP_S = 10.0  # a worker that is to end waits so long for a queue that is away
 
 Function = Callable[..., Any]
 Functions = Mapping[str, Callable[..., Any]]
@@ -115,21 +129,16 @@ class Worker:
         functions: Functions,
         *,
         worker_id: str | None = None,
-        heartbeat: float = limits.HEARTBEAT_DEFAULT_S,
-        endpoints: Sequence[str] = (),
-        home: str | os.PathLike[str] | None = None,
-        identity: str | None = None,
-        server_keys: Sequence[str] = (),
-        insecure: bool = False,
+        heartbeat: float = HEARTBEAT_DEFAULT_S,
+        **options: Unpack[ReachOptions],
     ) -> None:
         if not isinstance(functions, Mapping):
             raise TypeError(f"functions={functions!r}: {{name: function}} was expected")
-        if not 1 <= len(functions) <= limits.NAMES_MAX:
-            raise ValueError(f"{len(functions)} functions: 1 to {limits.NAMES_MAX} were expected")
-        if not limits.HEARTBEAT_S_MIN <= heartbeat <= limits.HEARTBEAT_S_MAX:
+        if not 1 <= len(functions) <= NAMES_MAX:
+            raise ValueError(f"{len(functions)} functions: 1 to {NAMES_MAX} were expected")
+        if not HEARTBEAT_S_MIN <= heartbeat <= HEARTBEAT_S_MAX:
             raise ValueError(
-                f"heartbeat={heartbeat!r}: {limits.HEARTBEAT_S_MIN:g} to {limits.HEARTBEAT_S_MAX:g} seconds were "
-                f"expected"
+                f"heartbeat={heartbeat!r}: {HEARTBEAT_S_MIN:g} to {HEARTBEAT_S_MAX:g} seconds were expected"
             )
         self._functions = {name: _Function(name, function) for name, function in functions.items()}
         self.id = worker_id or f"{socket.gethostname()[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -137,16 +146,7 @@ class Worker:
         self._session = secrets.token_hex(16)
         self._queue = queue
         self._heartbeat_s = heartbeat
-        self._connector = connect(
-            Queue,
-            queue,
-            timeout=None,
-            endpoints=endpoints,
-            home=home,
-            identity=identity,
-            server_keys=server_keys,
-            insecure=insecure,
-        )
+        self._connector = connect(Queue, queue, timeout=None, **options)
         self._changed = threading.Event()  # stopping, or ended
         self._stopping = self._ended = self._busy = False
         self._runner: asyncio.Runner | None = None
@@ -201,7 +201,7 @@ class Worker:
                     self._busy = False
         if report is not None:
             try:
-                with_timeout(queue, limits.STOP_S).leave(self.id, self._session, report)
+                with_timeout(queue, STOP_S).leave(self.id, self._session, report)
             except (CallTimeout, ClientClosed):
                 _log.error("task %d was done, and the queue is away: it will be done again", report.task)
 
@@ -215,7 +215,7 @@ class Worker:
 
     def _done(self, given: Given) -> Report:
         def failed(reason: str, *, again: bool) -> Report:
-            return Report(given.task, given.attempt, error=reason[: limits.REASON_LENGTH_MAX], again=again)
+            return Report(given.task, given.attempt, error=reason[:REASON_LENGTH_MAX], again=again)
 
         function = self._functions[given.name]
         try:
@@ -241,9 +241,9 @@ class Worker:
             if not is_user_failure(error):
                 raise
             return failed(f"what {given.name} returned can't be encoded: {text_of(error)}", again=False)
-        if len(result) > limits.RESULT_SIZE_BYTES_MAX:
+        if len(result) > RESULT_SIZE_BYTES_MAX:
             return failed(
-                f"what {given.name} returned takes {len(result)} bytes, at most {limits.RESULT_SIZE_BYTES_MAX} are "
+                f"what {given.name} returned takes {len(result)} bytes, at most {RESULT_SIZE_BYTES_MAX} are "
                 f"possible: keep it elsewhere, and return where it is",
                 again=False,
             )
@@ -268,7 +268,7 @@ class Worker:
             leaves = self._stopping
             try:
                 if leaves:  # again and again: a call that waits for a task may just have left
-                    with_timeout(queue, limits.STOP_S).leave(self.id, self._session, None)
+                    with_timeout(queue, STOP_S).leave(self.id, self._session, None)
                 elif unanswered is None:
                     with_timeout(queue, self._heartbeat_s).heartbeat(self.id, self._session)
                 else:

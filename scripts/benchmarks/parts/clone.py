@@ -20,9 +20,8 @@ from unittest import mock
 import msgspec
 import zmq
 
-from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.replica import Options, Replica
-from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
+from immortal.appsdk.patterns.clone import copies, publication
+from immortal.appsdk.patterns.clone.subscriber import Access, Options, Places, Replica, Subscriber
 from immortal.bench.processes import BenchError, hear, start_module, tell
 from immortal.client import connect
 from immortal.patterns.clone import Change, Table
@@ -100,9 +99,9 @@ def _delay_ms(table: Table, copies: _Copies) -> float:
 def _one_that_reads_nothing(home: Path) -> Iterator[None]:
     """A client whose program takes no change: behind its high-water mark changes are dropped, for it alone."""
     with (
-        mock.patch.object(limits, "CHANGES_WAITING_MAX", 10),
+        mock.patch.object(copies, "CHANGES_WAITING_MAX", 10),
         connect_clone(
-            "prices", home=home, window_bytes=limits.WINDOW_BYTES_MIN, mark_bytes=limits.MARK_BYTES_MIN
+            "prices", home=home, window_bytes=publication.WINDOW_BYTES_MIN, mark_bytes=publication.MARK_BYTES_MIN
         ) as slow,
     ):
         changes = slow.changes(timeout=_WAIT_S)
@@ -158,7 +157,7 @@ class Swarm:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 4 * count + 100)
         self._connector = connect(Table, table, home=home)
-        access = Access(table, home, publishers=publishers)
+        access = Access(table, {"home": home}, publishers)
         places = Places(access, self._connector.__enter__())
         now_s = time.monotonic()
         self._subscribers = [
