@@ -74,19 +74,19 @@ class Answer(Struct, frozen=True):
 
 
 def encode_challenge(app_nonce: bytes) -> bytes:
-    """The first message of an app that has a secret."""
+    """Encode the first message of an app that has a secret."""
     return encode_message(MessageType.CHALLENGE, bytes((CHALLENGE_VERSION,)) + app_nonce)
 
 
 def decode_challenge(data: bytes) -> bytes:
-    """The app's nonce. Raises RemoteProtocolError."""
+    """Decode the app's nonce. Raises RemoteProtocolError."""
     if not data or data[0] != CHALLENGE_VERSION:
         raise RemoteProtocolError(f"a Challenge of version {data[0] if data else 'none'}, expected {CHALLENGE_VERSION}")
     return _exactly("a Challenge's nonce", data[1:], NONCE_SIZE_BYTES)
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """The coordinator's Proof message, for a control record of its own."""
+    """Encode the coordinator's Proof message, for a control record of its own."""
     return encode_message(MessageType.PROOF, answer.coordinator_nonce + answer.proof + encode_name(answer.instance))
 
 
@@ -102,7 +102,7 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def encode_proof(proof: bytes) -> bytes:
-    """The app's Proof message; its Hello follows."""
+    """Encode the app's Proof message; its Hello follows."""
     return encode_message(MessageType.PROOF, proof)
 
 

@@ -41,7 +41,7 @@ class CompiledSet:
         raise NotImplementedError
 
     def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
-        """The modules that run compiled, and what they share."""
+        """Return the modules that run compiled, and what they share."""
         raise NotImplementedError
 
     def paths(self, root: Path = _ROOT) -> dict[str, Path]:

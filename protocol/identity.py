@@ -72,7 +72,7 @@ def call_identity(method_id: int, arguments: bytes) -> bytes:
 
 
 def method_of_identity(identity: bytes) -> int:
-    """The method ID. Raises RemoteProtocolError."""
+    """Return the method ID of a call's identity. Raises RemoteProtocolError."""
     return decode_zigzag_int(identity, CALL_DIGEST_SIZE_BYTES)[0]
 
 

@@ -147,7 +147,7 @@ class MessageReader(_Reader):
         self._skip_left_bytes = 0
 
     def next_event(self) -> Message | TooLargeRpc | BlobStart | BlobData | None:
-        """The next event, or None when more data is needed. Raises RemoteProtocolError, LimitExceededError."""
+        """Return the next event, or None when more data is needed. Raises RemoteProtocolError, LimitExceededError."""
         if self._blob_left_bytes is not None:
             return self._next_blob_data()
         pieces = self._pieces
@@ -265,7 +265,7 @@ class RecordReader(_Reader):
     """Reads what a coordinator sends: records, and the blob behind the record with a Checkpoint message."""
 
     def next_event(self) -> Record | BlobStart | BlobData | None:
-        """The next event, or None when more data is needed. Raises RemoteProtocolError, DamagedRecordError."""
+        """Return the next event, or None when more data is needed. Raises RemoteProtocolError, DamagedRecordError."""
         if self._blob_left_bytes is not None:
             return self._next_blob_data()
         pieces = self._pieces

@@ -42,7 +42,7 @@ def is_encodable(text: str) -> bool:
 
 
 def printable_lines(text: str, indent: str = "  ") -> list[str]:
-    """The lines of ``text``, each of them indented, so that none can be taken for one of somebody else's."""
+    """Indent the lines of ``text`` and escape them, so that none can be taken for a line of somebody else."""
     lines = map(printable, text.split("\n"))
     return [line if line[:1] in ("", " ") else f"{indent}{line}" for line in lines]
 
@@ -74,7 +74,7 @@ def _json_character(character: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
+    """Return ": did you mean 'x'?" if ``word`` looks like a known one, else ""."""
     import difflib  # imported here: few words are wrong
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

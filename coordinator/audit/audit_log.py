@@ -37,7 +37,7 @@ class AuditError(ImmortalError):
 
 
 def path(folder: Path) -> Path:
-    """The newest file; ``folder`` is the instance's."""
+    """Return the path of the newest file. ``folder`` is the instance's."""
     return folder / FILE_NAME
 
 

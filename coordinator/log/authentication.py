@@ -51,7 +51,7 @@ UNSEALED_META = frozenset((META_JOURNAL, META_SEAL))
 
 
 class ForgedLogError(DamagedLogError):
-    """Something in the log was not written with its key."""
+    """Raised for something in the log that was not written with the log's key."""
 
 
 class LogKeyError(LogError):
@@ -153,7 +153,7 @@ def read_marker(view: View) -> Marker | None:
 
 
 def find_key(keys: Sequence[LogKey], marker: Marker, instance_name: str) -> LogKey:
-    """The key of the log. Raises LogKeyError where ``keys`` have it not."""
+    """Find the log's key among ``keys``. Raises LogKeyError if it is not there."""
     for key in keys:
         if key.id == marker.key_id:
             return key

@@ -37,7 +37,7 @@ class PendingBlob(Struct):
         self.check = crc64(data, self.check)
 
     def require_complete(self, header: CheckpointHeader) -> None:
-        """The blob must be there with the size and CRC that its header says; a memory fault shows here as well."""
+        """Check that the blob has the size and CRC that its header says; this finds memory faults as well."""
         require(
             (self.size_bytes, self.check) == (header.size_bytes, header.check),
             f"checkpoint {header.checkpoint_id} has {self.size_bytes} bytes with CRC {self.check:016x},"
@@ -211,8 +211,9 @@ def _trim_history(
     acknowledged: Mapping[str, int],
     budget: RemovalBudget,
 ) -> None:
-    """The order matters: a header goes before its chunks, and headers before the records that they need, so that a
-    crash between two steps never leaves a checkpoint that looks whole and is not.
+    """Remove headers before their chunks, and before the records that they need.
+
+    A crash between two steps so never leaves a checkpoint that looks whole and is not.
     """
     oldest = keep.oldest_kept(_valid_headers(view, damaged_ids), _sizes_behind(view))
     if oldest is None:

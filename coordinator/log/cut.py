@@ -322,7 +322,7 @@ def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int])
 
 
 def cut_checkpoint_ids(view: View, sequence_id: int) -> list[int]:
-    """The checkpoints that have seen the record: sequence IDs never shrink from one checkpoint to the next.
+    """Return the checkpoints that contain the record: sequence IDs never shrink from one checkpoint to the next.
 
     One with an unreadable header goes with those behind the last that stays: it is of no use in either place.
     """

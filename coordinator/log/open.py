@@ -157,7 +157,7 @@ def open_log(
 
 
 def _store(backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, accept: bool = False) -> RowLogStore:
-    """The backend is the store's, or closed."""
+    """Return a store that owns the backend; if that fails, close the backend."""
     try:
         return RowLogStore(backend, keys, adopt=adopt, accept=accept)
     except BaseException:

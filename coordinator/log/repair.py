@@ -85,7 +85,7 @@ def _damaged_rows(view: View) -> Iterator[tuple[bytes, bytes, str]]:
 
 
 def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePosition] | None:
-    """The row of which this one differs by one bit, of key or value; at most one has its CRC right."""
+    """Return the row that differs from this one by one bit, of key or value, and has the right CRC: at most one."""
     row = bytearray(key + value)
     for bit in range(8 * len(row)):
         row[bit // 8] ^= 1 << bit % 8

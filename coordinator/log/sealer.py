@@ -211,7 +211,7 @@ def seal_all(
 
 
 def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Span], head: bytes) -> Row:
-    """The seal of the log as it is with these changes, whatever it is now. ``head``: its last record's MAC then."""
+    """Return the seal of the log as these changes leave it. ``head``: MAC of its last record then."""
     tags = {}
     for table in SUMMED_TABLES:
         gone = [span for span in deletes if span.table == table]

@@ -74,7 +74,7 @@ def missing(destination: str, position: int) -> DamagedLogError:
 
 
 def _covering(view: View, table: str, destination: str, position: int) -> OutputBatch | None:
-    """The row that has ``position``."""
+    """Return the row that has the message at ``position``."""
     for key_view, value in view.scan_back(table, log_format.batch_key(destination, position)):
         key, name = bytes(key_view), table.encode()
         row_destination, first_position = log_format.batch_of_key(name, key)

@@ -341,7 +341,7 @@ class RowLogStore(LogStore):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """After LogUnavailableError appends in flight stay unresolved; after other errors they are dropped."""
+        """Watch an operation: after LogUnavailableError appends in flight stay unresolved; other errors drop them."""
         try:
             yield
         except LogUnavailableError:

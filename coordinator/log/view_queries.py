@@ -95,7 +95,7 @@ def has_readable_header(view: View, checkpoint_id: int) -> bool:
 
 
 def outputs_pieces(view: View, checkpoint_id: int) -> Iterator[bytes]:
-    """The pieces of a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
+    """Yield the pieces of a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
     index = 0
     while (value := view.get("outputs", key := CHUNK_KEY.pack(checkpoint_id, index))) is not None:
         data = log_format.unseal_chunk(key, value)
@@ -117,7 +117,7 @@ def check_outputs(view: View, stored: StoredHeader) -> None:
 
 
 def load_outputs(view: View, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
-    """A checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
+    """Return a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
     data = b"".join(outputs_pieces(view, stored.header.checkpoint_id))
     _require_outputs(stored, len(data), crc64(data))
     try:
@@ -211,7 +211,7 @@ def version_starts(view: View) -> list[VersionStart]:
 
 
 def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
-    """The header as the core knows it."""
+    """Return the header as the core knows it."""
     if not stored.outputs_size_bytes:
         return stored.header
     return replace(stored.header, unacknowledged=StoredOutputs(stored, load))

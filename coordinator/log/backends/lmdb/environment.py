@@ -99,13 +99,13 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
 
 
 def clear_dead_readers(environment: lmdb.Environment, folder: Path) -> None:
-    """The places of readers that were killed: they would keep freed pages from being used again."""
+    """Clear the places of readers that were killed: these would keep freed pages from being used again."""
     with contextlib.suppress(OSError), locks.clearing(folder):
         environment.reader_check()
 
 
 def begin_reading(environment: lmdb.Environment, folder: Path, *, buffers: bool) -> lmdb.Transaction[Any]:
-    """A read transaction. Raises lmdb.Error."""
+    """Begin a read transaction. Raises lmdb.Error."""
     try:
         return environment.begin(buffers=buffers)  # type: ignore[call-overload,no-any-return]
     except lmdb.ReadersFullError:
@@ -142,7 +142,7 @@ def _code_of(error: lmdb.Error | OSError) -> int:
 
 
 def _allocate_readers_table(folder: Path) -> None:
-    """LMDB makes it as a hole, and maps it: on a full disk the first touch would kill the process. Raises OSError."""
+    """Allocate LMDB's table of readers, a mapped hole: on a full disk it would kill the process. Raises OSError."""
     path = folder / READERS_FILE_NAME
     # To close a file drops the locks that this process has on it, and LMDB's would be: it is opened when there is need.
     if path.exists() and path.stat().st_blocks * 512 >= locks.TABLE_SIZE_BYTES:

@@ -156,7 +156,7 @@ class JournalReader:
             )
 
     def _repaired(self, data: bytes, may_repair: Callable[[], bool]) -> bytes | None:
-        """The rows of an entry that differs by one bit from one that would come here."""
+        """Return the rows of an entry that differs by one bit from the entry expected here."""
         if len(data) < HEADER_SIZE_BYTES:
             return None
         magic, size_bytes, *place = CHECKED.unpack_from(data)

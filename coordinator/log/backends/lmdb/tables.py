@@ -96,7 +96,7 @@ class OverlaidView(LmdbView):
         return _descending(under, over) if over else under
 
     def size(self, table: str) -> TableSize:
-        """Rows that are in both count twice: it is for estimates."""
+        """Estimate a table's size: rows that are in both places count twice."""
         size_bytes, rows_count = super().size(table)
         return TableSize(size_bytes, rows_count + len(rows_of_table(self._rows, table)))
 
@@ -240,7 +240,7 @@ class TableWriter:
             reach(point)
 
     def fit_seal_tables(self) -> None:
-        """Authenticated logs have the tables of seals, others have not."""
+        """Create the tables of seals if the log is authenticated, and remove them if not."""
         is_authenticated = self.transaction.get(META_AUTHENTICATED, db=self.tables["meta"]) is not None
         for name in TABLES_OF_SEALS:
             if is_authenticated and name not in self.tables:

@@ -60,7 +60,7 @@ def pointer_of(value: bytes) -> Pointer:
 
 
 def fetch_chunk(value: bytes) -> bytes | None:
-    """The chunk that a row says the place of; None: it is not there any more. Raises LogUnavailableError, LogError."""
+    """Fetch the chunk that a row points to; None: it is not there any more. Raises LogUnavailableError, LogError."""
     pointer = pointer_of(value)
     try:
         return _folder(pointer.url, pointer.folder).get(pointer.name)
@@ -97,7 +97,7 @@ class _Upload(NamedTuple):
     done: Future[None]
 
     def error(self) -> BaseException | None:
-        """Why the store has not taken it."""
+        """Return the error for which the store has not taken the chunk."""
         try:
             return self.done.exception(ANSWER_S)
         except TimeoutError:

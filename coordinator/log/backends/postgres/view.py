@@ -250,7 +250,7 @@ def _limit_after(rows: list[tuple[Any, ...]]) -> int:
 
 @contextlib.contextmanager
 def viewing(connections: Connections, instance: str) -> Iterator[PostgresView]:
-    """The log of ``instance`` as it is now. Raises LogUnavailableError."""
+    """Yield a view of the log of ``instance`` as it is now. Raises LogUnavailableError."""
     with connections.borrowed() as connection:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         yield PostgresView(connection, instance)
@@ -295,7 +295,7 @@ def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, b
 
 
 def unpack(data: Readable, first: int) -> list[Readable]:
-    """The records of a pack. ``first``: the sequence ID of its first one, for the error: DamagedLogError."""
+    """Unpack the records of a pack. ``first``: sequence ID of the first one, for the error, DamagedLogError."""
     view = memoryview(data)
     try:
         (count,) = struct.unpack_from("<I", view)

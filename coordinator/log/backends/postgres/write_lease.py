@@ -121,7 +121,7 @@ def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tupl
 def head_count(
     connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False
 ) -> tuple[int, int]:
-    """The epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
+    """Return the epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
     row = connection.execute(
         "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s" + (" FOR UPDATE" if lock else ""),
         [instance],
@@ -164,7 +164,7 @@ class Lease:
         notify(connection, self._address.named)
 
     def start_renewing(self) -> None:
-        """The transaction is done: renew it from here on."""
+        """Renew the lease from here on; its transaction is done."""
         _OURS.add(self._process.nonce)
         self._thread.start()
 
@@ -184,7 +184,7 @@ class Lease:
             notify(connection, self._address.named)
 
     def end(self) -> None:
-        """Renew it no more."""
+        """Stop renewing the lease."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
