@@ -1,4 +1,4 @@
-"""Agents of Pydantic AI in ``async def`` handlers: each model request and each tool call is an effect.
+"""Runs agents of Pydantic AI in ``async def`` handlers: each model request and each tool call is an effect.
 
     agent = Agent("openai:gpt-5", name="support", capabilities=[ImmortalDurability()])
 
