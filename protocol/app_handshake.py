@@ -42,7 +42,7 @@ class Handshake(Struct, frozen=True):
     channel: str
 
     def proof(self, secret: bytes, role: Role) -> bytes:
-        """Proof of ``role``, PROOF_SIZE_BYTES bytes."""
+        """Return the proof of ``role``, PROOF_SIZE_BYTES bytes."""
         said = encode_name(role) + self.app_nonce + self.coordinator_nonce
         return hmac.digest(secret, said + encode_name(self.instance) + encode_name(self.channel), "sha256")
 
@@ -52,7 +52,7 @@ class Handshake(Struct, frozen=True):
 
 
 def channel_of(app: object, coordinator: object) -> str:
-    """Text that ties a proof to one TCP connection on this machine.
+    """Return the text that ties a proof to one TCP connection on this machine.
 
     ``app``, ``coordinator``: the ends' socket addresses.
 

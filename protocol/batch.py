@@ -68,7 +68,7 @@ def check_batch(payload: bytes, count: int) -> None:
 
 
 def offset_after(payload: bytes, count: int, total: int) -> int:
-    """Offset behind the first ``count`` of the ``total`` RPC messages of ``payload``. Raises RemoteProtocolError.
+    """Return the offset behind the first ``count`` of ``total`` RPC messages. Raises RemoteProtocolError.
 
     Only those ``count`` are sure to be looked at. :func:`check_batch` looks at all.
     """
@@ -181,7 +181,7 @@ class CallRules:
         return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
 
     def _call_at(self, payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
-        """Number of bytes of message ``index`` that decide whether it is valid, and its size.
+        """Return the number of bytes of message ``index`` that decide whether it is valid, and its size.
 
         In place of the first, 0: all of it; -1: its method ID is negative, which is to be reported.
 
@@ -210,7 +210,7 @@ class CallRules:
         return at - offset if at else 0, end - offset
 
     def _caller_end(self, payload: bytes, start: int, end: int, index: int) -> int:
-        """Offset behind the caller in the arguments ``payload[start:end]`` of a call that waits for an answer.
+        """Return the offset behind the caller in ``payload[start:end]``, the arguments of a call that waits.
 
         Arguments that do not begin as those of such a call are the receiver's to refuse: behind what shows that, or 0
         where it takes all of them. Raises RemoteProtocolError for the name of somebody else.

@@ -218,7 +218,7 @@ _INTS = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 
 
 def caller_of(client_id: str) -> str:
-    """Name of the client in a call that waits for an answer."""
+    """Return the name of the client in a call that waits for an answer."""
     return CLIENTS + client_id
 
 
@@ -368,7 +368,7 @@ def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None
 
 
 def conflict_reply(number: int, conflict: IdentityConflict) -> Reply:
-    """Reply to a request whose number was used for another call before."""
+    """Return the reply to a request whose number was used for another call before."""
     said = REFUSED_CALL, [str(conflict)], vars(conflict)
     return Reply(number, ReplyKind.RAISED, msgspec.msgpack.encode(said)[1:])
 

@@ -158,7 +158,7 @@ P = TypeVar("P", bound=ProcessFile)
 
 
 def own_fields() -> dict[str, Any]:
-    """Fields that describe this process."""
+    """Return the fields that describe this process."""
     pid = os.getpid()
     return {
         "pid": pid,

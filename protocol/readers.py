@@ -190,7 +190,7 @@ class MessageReader(_Reader):
         return message
 
     def _front(self) -> tuple[int, int]:
-        """Size of the next message's size field, and that size; (0, 0) while the field is incomplete."""
+        """Return the size of the next message's size field, and that size; (0, 0) while the field is incomplete."""
         data, offset = self._pieces.view(INT_SIZE_BYTES_MAX)
         if self._pieces.size_bytes < INT_SIZE_BYTES_MAX and all(byte >= 0x80 for byte in data[offset:]):
             return 0, 0

@@ -108,7 +108,7 @@ class RateLimit:
         self._kinds: dict[Hashable, _Kind] = {OTHERS: _Kind()}
 
     def admit(self, kind: Hashable, now_ns: int) -> int | None:
-        """Number of lines of this ``kind`` left out since the last one; None: leave this one out, too."""
+        """Return the number of lines of this ``kind`` left out since the last one; None: leave this one out, too."""
         known = self._known(kind, now_ns)
         if known.due_ns - self._credit_ns > now_ns:
             known.left_out += 1
@@ -118,11 +118,11 @@ class RateLimit:
         return left_out
 
     def next_ns(self, kind: Hashable) -> int:
-        """Time at which a line of this kind passes, ns."""
+        """Return the time at which a line of this kind passes, ns."""
         return self._kinds[self.counted_as(kind)].due_ns - self._credit_ns
 
     def counted_as(self, kind: Hashable) -> Hashable:
-        """Kind under which ``kind`` is counted: itself, or OTHERS."""
+        """Return the kind under which ``kind`` is counted: itself, or OTHERS."""
         return kind if kind in self._kinds else OTHERS
 
     def _known(self, kind: Hashable, now_ns: int) -> _Kind:

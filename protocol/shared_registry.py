@@ -124,7 +124,7 @@ def share(url: str, folder: Path, files: dict[tuple[str, str], str]) -> Copy:
 
 
 def path_in(folder: Path, name: str, part: str) -> Path:
-    """Path of the file ``part`` of ``name``."""
+    """Return the path of the file ``part`` of ``name``."""
     return folder / (f"{name}.toml" if part == SETTINGS else f"{name}/{_FILE_NAMES[part]}")
 
 
@@ -180,7 +180,7 @@ class Copy:
         return database_of(log) == database_of(self.log_of(name))
 
     def endpoint(self, name: str, log: str) -> str | None:
-        """Endpoint of ``name`` by the lease of ``log``; None where there is none, or it is in another database.
+        """Return the endpoint of ``name`` by the lease of ``log``; None if there is none, or it is in another database.
 
         A log may name the database by another address: one of the same name counts, if it has a lease of ``name``.
         """
@@ -328,7 +328,7 @@ class Copy:
             connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, name])
 
     def machines(self, name: str) -> list[tuple[str, str, str]]:
-        """Machines with keys for ``name``: ID, host, and the endpoint where peers reached it there last."""
+        """Return the machines with keys for ``name``: ID, host, and the endpoint where peers reached it there last."""
         with self._connected() as connection:
             return connection.execute(
                 "SELECT machine, host, endpoint FROM immortal.registry WHERE instance = %s AND part = %s"

@@ -112,7 +112,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
         return self.kind not in (VerdictKind.KEPT, VerdictKind.TAKEN_BACK)
 
     def without_dead_letter(self) -> Verdict:
-        """Copy without the parts that only a dead letter needs, for a replay."""
+        """Return a copy without the parts that only a dead letter needs, for a replay."""
         return msgspec.structs.replace(self, message=b"", trace="")
 
 

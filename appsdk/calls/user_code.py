@@ -66,7 +66,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def mark_interrupts() -> Iterator[None]:
-    """Tell Ctrl-C, meanwhile, from a KeyboardInterrupt that user code raises, if Ctrl-C does what it does by default.
+    """Tell Ctrl-C from a KeyboardInterrupt that user code raises, inside this context, if SIGINT has its default.
 
     It does nothing in other threads than the main one.
     """

@@ -76,7 +76,7 @@ class Fences:
     # --- as a destination ---------------------------------------------------------------------------------------------
 
     def may_propose(self, sender: str, scope: Scope) -> bool:
-        """Tell whether a run of ``sender``, which has heard of fences, may be filed; False: the sender is expelled."""
+        """Tell ``sender`` of the fences that its run meets, before it is filed. Returns False if it is expelled."""
         may = True
         for fence in self._ordering.state.fences:
             if scope.reaches(fence.group, fence.view):

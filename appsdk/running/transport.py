@@ -357,7 +357,7 @@ def check_owner(connection: socket.socket, address: str) -> None:
 
 
 def authenticate(connection: socket.socket, secret: bytes, address: str) -> None:
-    """Prove to both ends of the fresh ``connection`` that the other knows ``secret``. Blocks only meanwhile.
+    """Let both ends of the fresh, non-blocking ``connection`` prove that they know ``secret``.
 
     Raises ConnectError where who listens can't, and Refused where it says that it does not want this app; nothing else
     that it says is looked at.

@@ -207,7 +207,7 @@ class TimeImpulses:
         return earlier(self._clock.next_due_ns(), self._context.multicasts.due_ns)
 
     def start(self) -> None:
-        """Begin to log the time: the app is primary, and what it says comes back by the log."""
+        """Begin to log the time: the app is primary. What this logs comes back as input."""
         self._is_primary = True
         self._tell_jumps()
 

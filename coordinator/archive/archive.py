@@ -37,7 +37,7 @@ class Archive:
     # --- moments ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> list[int]:
-        """Numbers of the moments that are stored, ascending. Raises StoreError."""
+        """Return numbers of the moments that are stored, ascending. Raises StoreError."""
         return [number for number, _ in self._listed()]
 
     def last(self) -> tuple[Moment, str] | None:

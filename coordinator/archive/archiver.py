@@ -407,7 +407,7 @@ def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
 
 
 def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
-    """Undamaged checkpoint headers by ID: (stored value, decoded header)."""
+    """Return the undamaged checkpoint headers by ID: (stored value, decoded header)."""
     headers = {}
     for key_view, value_view in view.scan("checkpoints"):
         key, value = bytes(key_view), bytes(value_view)

@@ -95,7 +95,7 @@ class Macs:
         from blake3 import blake3  # imported here: saves half a MiB for a log without a key
 
         def bulk(purpose: str) -> blake3:
-            """Keyed hash for large values: BLAKE3 takes a seventh of HMAC's time for a MiB."""
+            """Return the keyed hash for large values: BLAKE3 takes a seventh of HMAC's time for a MiB."""
             return blake3(key=base(purpose, blake3.key_size).digest())
 
         self._record = bulk("record")
@@ -107,7 +107,7 @@ class Macs:
         """Stands for the record before the first one."""
 
     def record(self, before: bytes, value: Readable) -> bytes:
-        """MAC of a record with its trailer. ``before``: MAC of the record before it."""
+        """Return the MAC of a record with its trailer. ``before``: MAC of the record before it."""
         mac = self._record.copy()
         mac.update(before)
         mac.update(value)
@@ -137,7 +137,7 @@ class Macs:
         return tags + mac.digest()
 
     def mark(self, checked: bytes) -> bytes:
-        """MAC of the high-water mark."""
+        """Return the MAC of the high-water mark."""
         mac = self._mark.copy()
         mac.update(checked)
         return mac.digest()

@@ -85,7 +85,7 @@ class View(Protocol):
         """Yield the rows from the key ``last`` (None: the last one) back to the first."""
 
     def sizes(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, int]]:
-        """Keys like :meth:`scan`, each with the size of its value in bytes.
+        """Yield keys like :meth:`scan`, each with the size of its value in bytes.
 
         The value itself, which may be far away, is not read.
         """
@@ -288,7 +288,7 @@ class Place(Protocol):
         """True if something is stored there. Opening it tells whether it is one of our logs."""
 
     def instances(self) -> list[str] | None:
-        """Instances with logs in a location that names none, such as a database; None: the location is one log.
+        """Return the instances with logs in a place that names none, such as a database; None: it is one log.
 
         Raises LogError.
         """
@@ -311,7 +311,7 @@ class Place(Protocol):
         return False
 
     def holder(self) -> str | None:
-        """Description of the process that writes the log; None: none does, or the backend can't tell."""
+        """Return a description of the process that writes the log; None: none does, or the backend can't tell."""
         return "another process" if self.is_live() else None
 
     def follow(self, options: Options, nudge: Callable[[], None]) -> StandbyRegistration | None:
@@ -332,11 +332,11 @@ class Place(Protocol):
         return False
 
     def endpoint(self) -> str | None:
-        """Endpoint at which peers reach the writer; None: there is none, or the backend can't tell. Raises LogError."""
+        """Return the endpoint where peers reach the writer; None: none, or the backend can't tell. Raises LogError."""
         return None
 
     def version(self) -> object:
-        """Value that changes when another log takes this one's place; None where the backend can't tell."""
+        """Return a value that changes when another log takes this one's place; None where the backend can't tell."""
         return None
 
     def remove(self) -> None:
@@ -344,7 +344,7 @@ class Place(Protocol):
         raise only_in_folders(self.where, "removed from here")
 
     def durability(self) -> list[str]:
-        """Losses that the crash of one machine would cause, one sentence each."""
+        """Return losses that the crash of one machine would cause, one sentence each."""
         return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
 
     def migrate(self) -> str:

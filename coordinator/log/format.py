@@ -121,7 +121,7 @@ def name_of_key(key: bytes) -> str:
 
 
 def batch_key(destination: str, first_position: int) -> bytes:
-    """Key of a row of ``impulses`` or ``spilled``."""
+    """Return the key of a row of ``impulses`` or ``spilled``."""
     return name_key(destination) + _POSITION.pack(first_position)
 
 
@@ -133,7 +133,7 @@ def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
 
 
 def record_key(sequence_id: int) -> bytes:
-    """First possible key in ``verdicts`` and ``letters`` of this record."""
+    """Return the first possible key in ``verdicts`` and ``letters`` of this record."""
     return MESSAGE_KEY.pack(sequence_id, 0, 0, 0)
 
 
@@ -186,7 +186,7 @@ def _shown(key: bytes) -> str:
 
 
 def seal_chunk(key: bytes, data: Readable) -> bytes:
-    """CRC over key and data, then the data."""
+    """Return the CRC over key and data, then the data."""
     return b"".join((CRC.pack(crc64(data, crc64(key))), data))
 
 

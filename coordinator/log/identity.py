@@ -45,7 +45,7 @@ class LogIdentity(Struct, frozen=True):
         return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
 
     def rows(self) -> list[tuple[str, bytes, bytes]]:
-        """Rows of a new log."""
+        """Return the rows of a new log."""
         values: dict[bytes, object] = {
             log_format.META_FORMAT: self.format_version,
             log_format.META_INSTANCE: self.instance_name,
@@ -139,7 +139,7 @@ def check_value(value: Readable, expected_sequence_id: int, committer_id: int) -
 
 
 def logged_time_ns(value: Readable, sequence_id: int, committer_id: int) -> int:
-    """Time of a record; 0 where it is damaged, which reading it reports."""
+    """Return the time of a record; 0 where it is damaged, which reading it reports."""
     try:
         return verify_value(value, sequence_id, committer_id)[1].time_ns
     except DamagedLogError:

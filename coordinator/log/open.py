@@ -60,7 +60,7 @@ def place_of(log: Log) -> Place:
 
 @functools.cache
 def backend_of(scheme: str) -> type[Place]:
-    """Class of the places with this scheme. Raises LogError."""
+    """Return the class of the places with this scheme. Raises LogError."""
     known = BACKENDS.get(scheme) or ARCHIVES.get(scheme)
     if known is not None:
         module, _, name = known.partition(":")

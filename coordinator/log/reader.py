@@ -217,7 +217,7 @@ class LogReader:
             )
 
     def verdicts(self) -> list[Verdict]:
-        """Verdicts on the records that are kept, in their order. Raises DamagedLogError."""
+        """Return verdicts on the records that are kept, in their order. Raises DamagedLogError."""
         with self.view() as view:
             return verdicts.load_verdicts(view, first_and_last_sequence_id(view)[0])
 
@@ -328,7 +328,7 @@ class LogReader:
 
 
 def _missing(first: int, last: int) -> LoggedValue:
-    """Marker for a whole gap of records: a damaged key may make it look 2^63 records wide."""
+    """Return a marker for a whole gap of records: a damaged key may make it look 2^63 records wide."""
     what = f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
     return LoggedValue(first, b"", what, last)
 

@@ -70,7 +70,7 @@ def batches(content: bytes) -> Iterator[Batch]:
 
 
 def message_at(content: bytes, index: int) -> bytes | None:
-    """Message ``index`` of a record, whole; None if there is none. Raises RemoteProtocolError."""
+    """Return the message ``index`` of a record, whole; None if there is none. Raises RemoteProtocolError."""
     for batch in batches(content):
         if batch.message_type == MessageType.INITIAL_MESSAGE and index == 0:
             return batch.payload  # which may be any bytes

@@ -32,7 +32,7 @@ class Changes(Struct):
 
 
 def changes_of(transaction: Transaction, now_ns: int) -> Changes:
-    """Changes that follow from ``transaction`` alone. ``now_ns``: time of its verdicts, ns since the Unix epoch."""
+    """Return the changes that ``transaction`` alone makes. ``now_ns``: time of its verdicts, ns since the epoch."""
     changes = Changes()
     puts = changes.puts
     for name, source in transaction.sources.items():

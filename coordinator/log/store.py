@@ -385,7 +385,7 @@ def _append_of(transaction: Transaction, changes: Changes, last_sequence_id: int
 
 
 def _last_of(append: Append) -> int:
-    """Sequence ID of the last record after this append."""
+    """Return the sequence ID of the last record after this append."""
     return append.records[-1][0] if append.records else append.expected_last_sequence_id
 
 

@@ -128,7 +128,7 @@ class LogVerification(Struct):
         return not (self.damaged or self.fatal)
 
     def first_damage(self, first_sequence_id: int) -> int | None:
-        """First damaged or missing record from ``first_sequence_id`` on; valid like :attr:`is_sound`."""
+        """Return the first damaged or missing record from ``first_sequence_id`` on; valid like :attr:`is_sound`."""
         return min(
             (max(first, first_sequence_id) for first, last in self.damaged_records if last >= first_sequence_id),
             default=None,

@@ -121,7 +121,7 @@ def readers_full_error(folder: Path, holders: str) -> LogUnavailableError:
 
 
 def unavailable_error(folder: Path, error: lmdb.Error | OSError) -> LogUnavailableError | None:
-    """Error for a temporary failure: nothing is wrong with the log. None: the failure is permanent."""
+    """Return the error for a temporary failure: nothing is wrong with the log. None: the failure is permanent."""
     if isinstance(error, lmdb.TlsFullError | lmdb.MemoryError) or _code_of(error) in _TEMPORARY:
         return LogUnavailableError(f"the log in {folder} can't be opened for now: {error}; end what is not needed")
     return None
@@ -220,7 +220,7 @@ def _has_engines() -> bool:
 
 
 def last_transaction_id(environment: lmdb.Environment) -> int:
-    """ID of the last transaction that changed something."""
+    """Return the ID of the last transaction that changed something."""
     return int(environment.info()["last_txnid"])
 
 

@@ -48,7 +48,7 @@ class JournalReader:
         nonce: Callable[[], int | None] = lambda: None,
         may_repair: Callable[[], bool] = lambda: True,
     ) -> JournalRows:
-        """Rows of entries behind the LMDB transaction ``transaction_id``. Don't change them.
+        """Return the rows of entries behind the LMDB transaction ``transaction_id``. Don't change them.
 
         ``nonce``: the journal's nonce as that transaction gives it, None: there is no journal. ``may_repair``: returns
         True if an invalid entry can't be one that is being written now; then a flipped bit is repaired. Raises

@@ -243,7 +243,7 @@ class _Walk:
         return UnnamedTransaction(freed_by, self._last_of(self._older), freed_by & 1, self._page_size_bytes)
 
     def _last_of(self, meta: Meta) -> int:
-        """Last page that is used or listed as free. Pages behind it may be left by failed transactions.
+        """Return the last page that is used or listed as free. Pages behind it may be left by failed transactions.
 
         Where a large table is damaged, which its reader will find: the last one that there is.
         """

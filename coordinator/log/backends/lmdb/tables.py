@@ -32,7 +32,7 @@ Rows: TypeAlias = Iterator[tuple[Readable, Readable]]
 
 
 def view_of(transaction: ReadTransaction, tables: Tables, rows: JournalRows) -> LmdbView:
-    """View of ``transaction`` as if the journal's ``rows`` were in its tables."""
+    """Return the view of ``transaction`` as if the journal's ``rows`` were in its tables."""
     return OverlaidView(transaction, tables, rows) if rows else LmdbView(transaction, tables)
 
 
@@ -129,7 +129,7 @@ def _descending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
 
 
 def rows_of_table(rows: JournalRows, table: str) -> list[tuple[bytes, Readable]]:
-    """Rows of one table in the order of their keys."""
+    """Return the rows of one table in the order of their keys."""
     return sorted([(key, value) for (name, key), value in rows.items() if name == table], key=_key_of)
 
 
@@ -177,7 +177,7 @@ def _open_table(environment: lmdb.Environment, name: str) -> lmdb._Database | No
 
 
 def journal_nonce(view: LmdbView) -> int | None:
-    """Nonce of the journal that belongs to the log; None where the log is whole without one. Raises DamagedLogError."""
+    """Return the nonce of the log's journal; None if the log is whole without one. Raises DamagedLogError."""
     return meta_value(view, META_JOURNAL, INT)
 
 

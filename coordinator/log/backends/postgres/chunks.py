@@ -153,7 +153,7 @@ class ChunkUploads:
         return ELSEWHERE, key, _encode(Pointer(self._url, self._instance, name, len(value)))
 
     def _is_away(self) -> bool:
-        """Waits while many are on their way."""
+        """Tell whether the store has failed to take a chunk; wait first while many are on their way."""
         waiting = [one for one in self._uploads if not one.done.done()]
         if len(waiting) >= UPLOADS_MAX:
             return waiting[0].error() is not None

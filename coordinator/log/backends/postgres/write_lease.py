@@ -50,7 +50,7 @@ def own_process() -> Process:
 
 
 def own_name() -> str:
-    """Name of this process for messages."""
+    """Return the name of this process for messages."""
     return f"{socket.gethostname()} (process {os.getpid()})"
 
 
@@ -84,7 +84,7 @@ class Holder(NamedTuple):
 
 
 def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
-    """Holder of the valid lease; None: this process may take the log. ``lock``: lock the row for this transaction."""
+    """Return the holder of the valid lease; None: this process may take the log. ``lock``: lock its row meanwhile."""
     row = connection.execute(
         "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
         " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
@@ -96,7 +96,7 @@ def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lo
 
 
 def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> list[Standby]:
-    """Other processes that follow the log."""
+    """Return the other processes that follow the log."""
     rows = connection.execute(
         "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
         " WHERE instance = %s AND name <> %s AND seen > clock_timestamp() - make_interval(secs => %s) ORDER BY name",
