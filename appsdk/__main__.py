@@ -1,4 +1,4 @@
-"""``python -m immortal.appsdk module:Class``."""
+"""Command ``python -m immortal.appsdk module:Class``."""
 
 import os
 import sys

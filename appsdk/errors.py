@@ -1,4 +1,4 @@
-"""Every error of the SDK, below :class:`immortal.protocol.errors.ImmortalError`, by who can do something about it.
+"""Errors of the SDK, below :class:`immortal.protocol.errors.ImmortalError`, by who can do something about it.
 
     AppError
       DefinitionError    the class is not an app that could be replayed: raised where the class is made
@@ -81,23 +81,23 @@ __all__ = [
 
 
 class AppError(ImmortalError):
-    """The root of the SDK's errors."""
+    """Root of the SDK's errors."""
 
     exit_status: ClassVar[int] = EXIT_FAILED
 
 
 class DefinitionError(AppError, TypeError):
-    """A class, handler or hook is not one that the SDK can run; the message names it and the way out."""
+    """Raised for a class, handler or hook that the SDK can't run; the message names it and the way out."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
 
 class UsageError(AppError):
-    """A call that is not possible where it was made."""
+    """Raised for a call that is not possible where it was made."""
 
 
 class QueryError(UsageError):
-    """A ``@query`` method has changed the state (``changed``), or tried to call, signal or draw; the message says what
+    """Raised if a ``@query`` method has changed the state (``changed``), or tried to call, signal or draw; it says what
     it did."""
 
     changed = False
@@ -112,7 +112,7 @@ AS_RPC = "make the method an @rpc, or leave this out"
 
 
 class StateError(AppError):
-    """An attribute can't be saved, or a checkpoint does not fit the class.
+    """Raised if an attribute can't be saved, or a checkpoint does not fit the class.
 
     ``takes_too_long``: to encode the state was given up.
     """
@@ -140,7 +140,7 @@ class Failure:
 
 
 class HandlerError(AppError):
-    """A logged message can't be handled. ``sequence_id`` and ``message_index`` (from 0) say which one.
+    """Raised for a logged message that can't be handled. ``sequence_id``, ``message_index`` (from 0): which one.
 
     ``failure``: how it may fail alone; None: it can't. ``arguments``: of the call, as text, "" if it has none.
     """
@@ -156,20 +156,20 @@ class HandlerError(AppError):
 
 
 class RecoveryNeeded(AppError):  # noqa: N818 (what happened, not what is wrong)
-    """A call failed, the coordinator knows, and the app is to be recovered without it."""
+    """Raised after a failed call: the coordinator knows of it, and the app is to be recovered without it."""
 
     exit_status = EXIT_RECOVER
 
 
 class CallRefused(AppError):  # noqa: N818
-    """A call can't be made: no such method, or arguments that do not fit it. Nothing was called there.
+    """Raised if a call can't be made: no such method, or arguments that do not fit it. Nothing was called there.
 
     Raised where an async handler waits for the answer; the message says what came and what was expected.
     """
 
 
 class CalleeFailed(AppError):  # noqa: N818
-    """The handler that was called raised what it does not declare, or returned what it does not say.
+    """Raised if the called handler raised what it does not declare, or returned what it does not say.
 
     Raised where an async handler waits for the answer. ``type_name`` and ``message``: of what it raised, as text;
     ``reference``: where to look for it, "NAME record SEQ:INDEX" of the callee's log, or "" where nobody says.
@@ -184,7 +184,7 @@ class CalleeFailed(AppError):  # noqa: N818
 
 
 class CallCancelled(CalleeFailed):
-    """The handler that was called was cancelled, and has ended with that; ``message`` is the reason."""
+    """Raised if the called handler was cancelled, and has ended with that; ``message`` is the reason."""
 
     def __init__(self, called: str, reason: str, reference: str = "") -> None:
         super().__init__(called, "Cancelled", reason, reference)
@@ -201,7 +201,7 @@ letting this pass or with another exception. ``str(error)``: the reason.
 
 
 class EffectFailed(AppError):  # noqa: N818
-    """All attempts at an effect have failed, or one with what is not retried. Raised where its handler waits for it.
+    """Raised where a handler waits for an effect of which all attempts have failed, or one that is not retried.
 
     ``effect``: the function's name; ``type_name``, ``message`` and ``traceback``: of what the last attempt raised, as
     text, since it was raised elsewhere and went through the log; ``attempts``: how many there were, since the last
@@ -221,7 +221,7 @@ class EffectFailed(AppError):  # noqa: N818
 
 
 class UpgradeError(AppError):
-    """The state can't be brought to the version that was asked for. ``reason`` says why in one line."""
+    """Raised if the state can't be brought to the version that was asked for. ``reason`` says why in one line."""
 
     exit_status = EXIT_UPGRADE_FAILED
 
@@ -231,28 +231,28 @@ class UpgradeError(AppError):
 
 
 class HookError(AppError):
-    """An ``@on_primary`` hook raised."""
+    """Raised if an ``@on_primary`` hook raised."""
 
     exit_status = EXIT_HANDLER_FAILED
 
 
 class LoadError(AppError):
-    """``module:Class`` does not lead to a class that can be run."""
+    """Raised if ``module:Class`` does not lead to a class that can be run."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
 
 class ConnectError(AppError):
-    """No coordinator listens at the address."""
+    """Raised if no coordinator listens at the address."""
 
 
 class StartError(AppError):
-    """An instance that was to run in this process does not."""
+    """Raised if an instance that was to run in this process does not."""
 
 
 class Refused(AppError):  # noqa: N818 (what happened, not what is wrong)
-    """The coordinator closed the connection and said why."""
+    """Raised if the coordinator closed the connection and said why."""
 
 
 class Disconnected(AppError):  # noqa: N818
-    """The connection with the coordinator has ended: what was not accepted may or may not be in its log."""
+    """Raised when the connection with the coordinator has ended: what was not accepted may or may not be in its log."""

@@ -1,4 +1,4 @@
-"""The functions that handlers use. Each function finds the handler that calls it.
+"""Functions that handlers use. Each function finds the handler that calls it.
 
     started = immortal.now()
     await immortal.sleep(timedelta(minutes=5))
@@ -123,7 +123,7 @@ logger = HandlerLog()
 
 
 def sleep(duration: timedelta) -> Coroutine[object, None, None]:
-    """``await immortal.sleep(timedelta(minutes=5))`` waits; the timer outlives crashes. Raises UsageError."""
+    """Wait: ``await immortal.sleep(timedelta(minutes=5))``; the timer outlives crashes. Raises UsageError."""
     task = _task("sleep")
     if not isinstance(duration, timedelta):
         raise UsageError(f"immortal.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
@@ -133,7 +133,7 @@ def sleep(duration: timedelta) -> Coroutine[object, None, None]:
 
 
 def at(moment: datetime) -> Coroutine[object, None, None]:
-    """``await immortal.at(moment)`` waits until ``moment``, an aware datetime. Raises UsageError."""
+    """Wait until ``moment``, an aware datetime: ``await immortal.at(moment)``. Raises UsageError."""
     task = _task("at")
     if not isinstance(moment, datetime) or moment.tzinfo is None:
         raise UsageError(
@@ -175,7 +175,7 @@ def race(*awaitables: Awaitable[A]) -> Coroutine[object, None, Winner[A]]: ...
 @overload
 def race(*awaitables: Awaitable[Any]) -> Coroutine[object, None, Winner[Any]]: ...
 def race(*awaitables: Awaitable[Any]) -> Any:
-    """``await immortal.race(one, two)`` returns the first that is done, with its value, and cancels the others.
+    """Return the first that is done, with its value, and cancel the others: ``await immortal.race(one, two)``.
 
     A call that has lost is executed all the same. Takes what asyncio.gather takes. Of up to three, type checkers know
     the value's type where ``index`` was looked at. Raises UsageError.
@@ -194,7 +194,7 @@ def event(name: str) -> Coroutine[object, None, Any]: ...
 @overload
 def event(name: str, kind: type[A]) -> Coroutine[object, None, A]: ...
 def event(name: str, kind: Any = Any) -> Any:
-    """``await immortal.event("approved", bool)`` waits for a signal and returns its value, of the type ``kind``.
+    """Wait for a signal, and return its value, of the type ``kind``: ``await immortal.event("approved", bool)``.
 
     Each signal is for one who waits, the one that has waited longest. Raises UsageError.
     """
@@ -203,7 +203,7 @@ def event(name: str, kind: Any = Any) -> Any:
 
 
 def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
-    """``await immortal.step(self.count, 2)`` runs a ``def`` handler of one's own, or a local function, at once.
+    """Run a ``def`` handler of this class, or a local function, at once: ``await immortal.step(self.count, 2)``.
 
     It owns the state: it reads and sets attributes. Its result, a copy, is in the journal: a recovery does not run it
     again. ``function`` does not wait and does not reach outside. Raises UsageError, TypeError for arguments that a
@@ -224,7 +224,7 @@ def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coro
 
 
 def continue_as(*arguments: Any, **keywords: Any) -> NoReturn:
-    """``return immortal.continue_as(...)`` begins this handler again, with these arguments and an empty journal.
+    """Begin this handler again, with these arguments and an empty journal: ``return immortal.continue_as(...)``.
 
     Raises TypeError for arguments that it does not take, UsageError.
     """
@@ -242,7 +242,7 @@ def continue_as(*arguments: Any, **keywords: Any) -> NoReturn:
 
 
 class Effects:
-    """The class of ``immortal.effect``, which runs work in the outside world: ``await immortal.effect(fetch, url)``."""
+    """Class of ``immortal.effect``, which runs work in the outside world: ``await immortal.effect(fetch, url)``."""
 
     __slots__ = ("_options",)
 
@@ -258,7 +258,7 @@ class Effects:
         self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[object, None, R]: ...
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """``await immortal.effect(fetch, url)`` runs ``fetch`` outside and returns its result.
+        """Run ``fetch`` outside, and return its result: ``await immortal.effect(fetch, url)``.
 
         ``function`` is a plain one of a module, with annotations: a ``def`` runs in a thread, an ``async def`` on an
         asyncio loop. It gets copies of its arguments. It is run at least once; its result is seen exactly once.
@@ -339,7 +339,7 @@ def signal(name: str, value: Any = None) -> None:
 
 
 def multicast(targets: Iterable[type[A]]) -> type[A]:
-    """``immortal.multicast([self.a, self.b]).count.fork("text")`` calls all of them, in one order for everybody.
+    """Call all targets, in one order for everybody: ``immortal.multicast([self.a, self.b]).count.fork("text")``.
 
     Two instances that get the same two multicasts get them in the same order, and an effect never comes before its
     cause; see ``docs/how-to/ordering.md``. ``targets``: peers of one class or of several with that handler, and
@@ -362,7 +362,7 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
 
 
 def label(**labels: str | int | uuid.UUID) -> None:
-    """``immortal.label(order=17)`` gives this execution a business key: `immortal executions shop --where order=17`.
+    """Give this execution a business key: ``label(order=17)``, then `immortal executions shop --where order=17`.
 
     In an ``async def`` handler and its steps, and in a ``def`` handler whose decorator has ``labels=``. A label of the
     same name takes the place of the one before. It changes nothing else. Raises UsageError.
@@ -403,7 +403,7 @@ def _nodes(what: str) -> Any:
 
 
 def create_node(cls: Callable[P, N], /, *args: P.args, **kwargs: P.kwargs) -> type[N]:
-    """``immortal.create_node(Order, "GOLD")`` makes a node and returns its handle, an ``immortal.Handle[Order]``.
+    """Make a node, and return its handle, a ``Handle[Order]``: ``immortal.create_node(Order, "GOLD")``.
 
     Only who is passed the handle can call it. Raises UsageError, DefinitionError, what ``__init__`` raises.
     """

@@ -1,4 +1,4 @@
-"""The base class of apps."""
+"""Base class of apps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A = TypeVar("A")
 if TYPE_CHECKING:
 
     class ClientQueries(Protocol):
-        """``counter.query`` of what ``connect(Counter, "counter")`` gives: its queries, and no other handlers."""
+        """Type of ``counter.query`` of what ``connect(Counter, "counter")`` gives: its queries, no other handlers."""
 
         @overload
         def __get__(self, instance: None, owner: type[A]) -> type[A]: ...
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Immortal:
-    """A service that survives: its state is its annotated attributes, its inputs are calls of its handlers.
+    """Service that survives: its state is its annotated attributes, its inputs are calls of its handlers.
 
     ``__init__`` runs at the first start of the instance only; after a crash the object is made without it, gets its
     last checkpoint and handles the logged calls after it again. So handlers take whatever differs from run to run from

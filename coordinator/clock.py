@@ -32,7 +32,7 @@ _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # it counts whi
 
 
 def steady_ns() -> int:
-    """Since the machine's start: nobody can set it."""
+    """Return ns since the machine's start: nobody can set this clock."""
     return time.clock_gettime_ns(_STEADY)
 
 

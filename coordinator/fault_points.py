@@ -18,7 +18,7 @@ VARIABLE = "IMMORTAL_FAULT_POINTS"
 
 
 class FaultPoint(enum.Enum):
-    """Every point there is. "before" and "after" a commit are before its transaction begins and after its sync."""
+    """Names of all fault points. "before" and "after" a commit: before its transaction begins, and after its sync."""
 
     BEFORE_COMMIT = "before commit"
     DURING_COMMIT = "during commit"  # all is put, LMDB's own commit has not begun

@@ -42,7 +42,7 @@ class Handshake(Struct, frozen=True):
     channel: str
 
     def proof(self, secret: bytes, role: Role) -> bytes:
-        """Proof of ``role``, PROOF_SIZE_BYTES bytes."""
+        """Return the proof of ``role``, PROOF_SIZE_BYTES bytes."""
         said = encode_name(role) + self.app_nonce + self.coordinator_nonce
         return hmac.digest(secret, said + encode_name(self.instance) + encode_name(self.channel), "sha256")
 
@@ -52,7 +52,7 @@ class Handshake(Struct, frozen=True):
 
 
 def channel_of(app: object, coordinator: object) -> str:
-    """Text that ties a proof to one TCP connection on this machine.
+    """Return the text that ties a proof to one TCP connection on this machine.
 
     ``app``, ``coordinator``: the ends' socket addresses.
 
@@ -74,19 +74,19 @@ class Answer(Struct, frozen=True):
 
 
 def encode_challenge(app_nonce: bytes) -> bytes:
-    """The first message of an app that has a secret."""
+    """Encode the first message of an app that has a secret."""
     return encode_message(MessageType.CHALLENGE, bytes((CHALLENGE_VERSION,)) + app_nonce)
 
 
 def decode_challenge(data: bytes) -> bytes:
-    """The app's nonce. Raises RemoteProtocolError."""
+    """Decode the app's nonce. Raises RemoteProtocolError."""
     if not data or data[0] != CHALLENGE_VERSION:
         raise RemoteProtocolError(f"a Challenge of version {data[0] if data else 'none'}, expected {CHALLENGE_VERSION}")
     return _exactly("a Challenge's nonce", data[1:], NONCE_SIZE_BYTES)
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """The coordinator's Proof message, for a control record of its own."""
+    """Encode the coordinator's Proof message, for a control record of its own."""
     return encode_message(MessageType.PROOF, answer.coordinator_nonce + answer.proof + encode_name(answer.instance))
 
 
@@ -102,7 +102,7 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def encode_proof(proof: bytes) -> bytes:
-    """The app's Proof message; its Hello follows."""
+    """Encode the app's Proof message; its Hello follows."""
     return encode_message(MessageType.PROOF, proof)
 
 

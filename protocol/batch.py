@@ -45,7 +45,7 @@ _strides = _Strides()
 
 
 def _stride(payload: bytes, count: int) -> int:
-    """The size in bytes of each message if all ``count`` start with the same size and type RPC, else 0."""
+    """Return the size in bytes of each message if all ``count`` start with the same size and type RPC, else 0."""
     message_type, start, end = decode_message(payload, 0)
     if end * count != len(payload) or message_type != MessageType.RPC or end - start + 1 < RPC_SIZE_BYTES_MIN:
         return 0  # the slow walk reports what is wrong
@@ -56,7 +56,7 @@ def _stride(payload: bytes, count: int) -> int:
 
 
 def common_size(payload: bytes, count: int) -> int:
-    """The size in bytes of each of these RPC messages if they begin alike and have one size, else 0."""
+    """Return the size in bytes of each of these RPC messages if they begin alike and have one size, else 0."""
     return _stride(payload, count) if count > 0 else 0
 
 
@@ -68,7 +68,7 @@ def check_batch(payload: bytes, count: int) -> None:
 
 
 def offset_after(payload: bytes, count: int, total: int) -> int:
-    """Offset behind the first ``count`` of the ``total`` RPC messages of ``payload``. Raises RemoteProtocolError.
+    """Return the offset behind the first ``count`` of ``total`` RPC messages. Raises RemoteProtocolError.
 
     Only those ``count`` are sure to be looked at. :func:`check_batch` looks at all.
     """
@@ -181,7 +181,7 @@ class CallRules:
         return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
 
     def _call_at(self, payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
-        """Number of bytes of message ``index`` that decide whether it is valid, and its size.
+        """Return the number of bytes of message ``index`` that decide whether it is valid, and its size.
 
         In place of the first, 0: all of it; -1: its method ID is negative, which is to be reported.
 
@@ -210,7 +210,7 @@ class CallRules:
         return at - offset if at else 0, end - offset
 
     def _caller_end(self, payload: bytes, start: int, end: int, index: int) -> int:
-        """Offset behind the caller in the arguments ``payload[start:end]`` of a call that waits for an answer.
+        """Return the offset behind the caller in ``payload[start:end]``, the arguments of a call that waits.
 
         Arguments that do not begin as those of such a call are the receiver's to refuse: behind what shows that, or 0
         where it takes all of them. Raises RemoteProtocolError for the name of somebody else.
@@ -264,7 +264,7 @@ class _Fronts(dict[bytes, int]):
 
 
 def encode_batch(payload: Readable, count: int) -> bytes:
-    """The front of the one top-level message that holds ``payload``: to be followed by it.
+    """Encode the front of the one top-level message that holds ``payload``: to be followed by it.
 
     A single RPC is its own message and needs none. Raises LocalProtocolError for what a reader would refuse.
     """
@@ -285,7 +285,7 @@ def _front(message_type: MessageType, counts: bytes, payload_size_bytes: int) ->
 
 
 def decode_batch(data: Readable) -> tuple[int, int]:
-    """The front of an RPCBatch's data: (count, offset of the first message). Raises RemoteProtocolError."""
+    """Decode the front of an RPCBatch's data: (count, offset of the first message). Raises RemoteProtocolError."""
     count, start = decode_zigzag_int(data, 0)
     if count < 0:
         raise RemoteProtocolError(f"an RPCBatch gives its count as {count}")
@@ -293,7 +293,7 @@ def decode_batch(data: Readable) -> tuple[int, int]:
 
 
 def decode_replayable_batch(data: Readable) -> tuple[int, int, int]:
-    """The front of a CountReplayableRPCBatch: (count, how many are no impulses, offset of the first message)."""
+    """Decode the front of a CountReplayableRPCBatch: (count, how many are no impulses, offset of the first message)."""
     count, offset = decode_zigzag_int(data, 0)
     replayable, start = decode_zigzag_int(data, offset)
     if not 0 <= replayable <= count:
@@ -302,7 +302,7 @@ def decode_replayable_batch(data: Readable) -> tuple[int, int, int]:
 
 
 def encode_replayable_batch(payload: Readable, count: int, replayable: int) -> bytes:
-    """A whole CountReplayableRPCBatch message. Raises LocalProtocolError."""
+    """Encode a whole CountReplayableRPCBatch message. Raises LocalProtocolError."""
     if not 0 <= replayable <= count:
         raise LocalProtocolError(f"a CountReplayableRPCBatch of {count} with {replayable} replayable")
     counts = encode_zigzag(count) + encode_zigzag(replayable)

@@ -43,7 +43,7 @@ from_base_app_peer = CallRules(negative=True)
 
 
 def from_peer(name: str) -> CallRules:
-    """Rules for the peer ``name`` and an app that follows WIRE.md's part 4.1.
+    """Return the rules for the peer ``name`` and an app that follows WIRE.md's part 4.1.
 
     The peer's app may be one of the base protocol, which knows of no reserved methods: so one call of such a method
     is reported, to fail alone, and does not stop the stream.
@@ -52,7 +52,7 @@ def from_peer(name: str) -> CallRules:
 
 
 def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
-    """Rules for the app of the instance ``name`` and a ``destination`` ("": itself).
+    """Return the rules for the app of the instance ``name`` and a ``destination`` ("": itself).
 
     ``speaks``: as WIRE.md's part 4.1 says; else its method IDs and arguments are its own matter. An answer names the
     method that was called, which another instance may have chosen: a refused call of it is answered as well.

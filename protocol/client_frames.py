@@ -71,7 +71,7 @@ KNOWN_TO_COORDINATORS = "this coordinator takes version 1, types 1 (Hello), 3 (R
 
 
 class ClientCode(IntEnum):
-    """Why, in a REFUSED or a PONG."""
+    """Reason given in a REFUSED or a PONG."""
 
     NONE = 0
     NOT_ME = 1  # the frame is for an instance of another name
@@ -125,7 +125,7 @@ _FRAME_TYPES = {int(one): one for one in ClientFrameType if one is not ClientFra
 
 
 def encode_numbers(numbers: Iterable[int]) -> bytes:
-    """The payload of a PING."""
+    """Encode the payload of a PING."""
     return b"".join(map(_NUMBER.pack, numbers))
 
 
@@ -218,7 +218,7 @@ _INTS = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 
 
 def caller_of(client_id: str) -> str:
-    """Name of the client in a call that waits for an answer."""
+    """Return the name of the client in a call that waits for an answer."""
     return CLIENTS + client_id
 
 
@@ -230,7 +230,7 @@ def encode_request(method_id: int, arguments: bytes) -> bytes:
 def logged_calls(
     payload: bytes, count: int, client_id: str, first_number: int, skipped: int = 0
 ) -> tuple[bytes, list[bytes]]:
-    """The ``count`` calls of a REQUEST as an app gets them: with the caller and the number before their arguments.
+    """Return the ``count`` calls of a REQUEST as an app gets them: with caller and number before their arguments.
 
     Without the first ``skipped``, which are looked at all the same. Then the identities of all calls.
 
@@ -368,13 +368,13 @@ def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None
 
 
 def conflict_reply(number: int, conflict: IdentityConflict) -> Reply:
-    """Reply to a request whose number was used for another call before."""
+    """Return the reply to a request whose number was used for another call before."""
     said = REFUSED_CALL, [str(conflict)], vars(conflict)
     return Reply(number, ReplyKind.RAISED, msgspec.msgpack.encode(said)[1:])
 
 
 def encode_replies(replies: Iterable[Reply]) -> bytes:
-    """The payload of a REPLY."""
+    """Encode the payload of a REPLY."""
     parts: list[bytes] = []
     for reply in replies:
         parts += (encode_zigzag(reply.number), _BYTES[reply.kind], encode_zigzag(len(reply.value)), reply.value)
@@ -399,7 +399,7 @@ def decode_replies(payload: bytes, count: int) -> Iterator[Reply]:
 
 
 def encode_methods(methods: Mapping[int, str], queries: Collection[int] = ()) -> bytes:
-    """The payload of a WELCOME: what the instance's methods are called, by method ID.
+    """Encode the payload of a WELCOME: the names of the instance's methods, by method ID.
 
     ``queries``: those that only read. They stand in front once more, named QUERIES: of two names of a method a client
     that knows no queries takes the second one.

@@ -63,7 +63,7 @@ def echo_json(value: object) -> None:
 
 
 class RecordPlace(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """SEQ or SEQ:MESSAGE: a record, or a message in it."""
+    """Parameter type SEQ or SEQ:MESSAGE: a record, or a message in it."""
 
     name = "record[:message]"
 
@@ -101,7 +101,7 @@ def size_text(size_bytes: float | None) -> str:
 def print_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = (), title: str | None = None
 ) -> None:
-    """Columns below one another, those that ``right`` names to the right. A terminal folds what it has no room for.
+    """Print a table; columns that ``right`` names are aligned right. A terminal folds lines that are too long.
 
     A cell is shown as it is, without rich's markup. It may have lines of ours: names in it were made printable.
     """

@@ -34,18 +34,18 @@ class CompiledSet:
         self.folder = folder
 
     def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
-        """Sources of the set, and files that its compiling depends on: content by path below ``root``.
+        """Return sources of the set, and files that its compiling depends on: content by path below ``root``.
 
         Raises OSError.
         """
         raise NotImplementedError
 
     def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
-        """The modules that run compiled, and what they share."""
+        """Return the modules that run compiled, and what they share."""
         raise NotImplementedError
 
     def paths(self, root: Path = _ROOT) -> dict[str, Path]:
-        """Path of each module's compiled file for the present sources, existing or not. Raises OSError."""
+        """Return the path of each module's compiled file for the present sources, existing or not. Raises OSError."""
         sources = self.sources(root)
         end = f"-{_hash_of({_THIS: (root / _THIS).read_bytes(), **sources})}{EXTENSION_SUFFIXES[0]}"
         folder = root / self.folder
@@ -186,7 +186,7 @@ def describe() -> str:
 
 
 def stamp_name() -> str:
-    """Name of a set's stamp. It names the Python: several may have compiled files in one folder."""
+    """Return the name of a set's stamp. It names the Python: several may have compiled files in one folder."""
     return f"sources{EXTENSION_SUFFIXES[0]}.txt"
 
 
@@ -222,7 +222,7 @@ def _write_stamp(path: Path, names: Mapping[str, str], sources: Sequence[Path]) 
 
 
 def source_hash(root: Path = _ROOT) -> str:
-    """Hash of the sources of all sets. Raises OSError."""
+    """Return the hash of the sources of all sets. Raises OSError."""
     return _hash_of({path: content for one in SETS for path, content in one.sources(root).items()})
 
 

@@ -1,4 +1,4 @@
-"""All errors of this project, by which side is at fault.
+"""Root and shared errors of this project, by which side is at fault.
 
     ImmortalError
       ProtocolError
@@ -46,7 +46,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class LimitExceededError(RemoteProtocolError):
-    """Something larger than a limit came in."""
+    """Raised for incoming data that is larger than a limit."""
 
     def __init__(self, what: str, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"{what} of {size_bytes} bytes, at most {limit_bytes} are accepted")

@@ -71,7 +71,7 @@ class UnknownNameError(ExecutionsError):
 
 
 class Execution(Struct):
-    """One run of a handler. ``key``: its number, below 0 for a call of a ``def`` handler.
+    """Run of one handler. ``key``: its number, below 0 for a call of a ``def`` handler.
 
     ``caller``: who waits for its answer, as `immortal handlers` has it. ``record``, ``message``: what began it;
     ``ended_record``, ``ended_message``: with what it ended, if that is known.
@@ -97,12 +97,12 @@ class Execution(Struct):
 
     @property
     def id(self) -> str:
-        """The number of an async handler, or RECORD:MESSAGE of a call."""
+        """ID for people: the number of an async handler, or RECORD:MESSAGE of a call."""
         return id_of(self.key)
 
     @property
     def call(self) -> str:
-        """Its name and arguments, as in code."""
+        """Handler's name and arguments, as in code."""
         return f"{self.handler}{self.arguments}"
 
     def plain(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Execution(Struct):
 
 
 class Query(Struct, kw_only=True):
-    """What to list: the newest first, ``limit`` of them. ``before``: the (began_ns, key) to go on behind.
+    """Search for executions: the newest first, at most ``limit``. ``before``: the (began_ns, key) to continue behind.
 
     ``where``: labels and their values, all of which it has. ``handler``: with or without its class. ``text`` is in its
     arguments. Times are ns since the Unix epoch.
@@ -130,12 +130,12 @@ class Query(Struct, kw_only=True):
 
 
 def key_of_call(record: int, message: int) -> int:
-    """Return the key of a ``def`` handler's call: the later, the lower."""
+    """Return the key of a ``def`` handler's call: later calls have lower keys."""
     return -((record << INDEX_BITS) | message) - 1
 
 
 def id_of(key: int) -> str:
-    """Return the ID that people see."""
+    """Return the ID of an execution that people see."""
     if key > 0:
         return str(key)
     record, message = _place(key)
@@ -158,7 +158,7 @@ def key_of_id(text: str) -> int:
 
 
 def label_of(text: str) -> tuple[str, str]:
-    """Read "order=17". Raises ExecutionsError."""
+    """Parse a label such as "order=17". Raises ExecutionsError."""
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
         raise ExecutionsError(f"{text[:60]!r}: a label and its value were expected, such as order=17")
@@ -166,13 +166,13 @@ def label_of(text: str) -> tuple[str, str]:
 
 
 class ExecutionIndex:
-    """One reader of the list of an instance, for one thread."""
+    """Reader of the list of an instance's executions, for one thread."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
 
     def find(self, query: Query) -> list[Execution]:
-        """Return what ``query`` asks for. Raises ExecutionsError."""
+        """Find the executions that ``query`` asks for. Raises ExecutionsError."""
         found = list(self._with_labels(self._rows(*self._select(query))))
         if query.where and not found:
             known = self._distinct("name", "labels")
@@ -181,7 +181,7 @@ class ExecutionIndex:
         return found
 
     def get(self, key: int) -> Execution | None:
-        """Return the execution, or the one that has failed with the message of ``key``: as a failure refers to it."""
+        """Return the execution with this key, or the one that failed with the message of ``key``."""
         found = self._rows("from executions e where e.key = ?", [key])
         if not found and key < 0:
             failed = "from executions e where e.state = 'failed' and (e.ended_record, e.ended_message) = (?, ?)"
@@ -189,25 +189,25 @@ class ExecutionIndex:
         return next(iter(self._with_labels(found)), None)
 
     def journal(self, key: int) -> bytes | None:
-        """Return the journal of one that has ended, encoded; None: it waits, had no steps, or too large ones."""
+        """Return an ended execution's encoded journal; None: it waits, had no steps, or too large ones."""
         return self._value("select journal from executions where key = ?", key)  # type: ignore[no-any-return]
 
     def attempts(self, key: int) -> dict[int, int]:
-        """Return how often its effects were tried, by step, where that was more than once."""
+        """Return how often an execution's effects were tried, by step, where that was more than once."""
         rows = self._run("select step, attempts from parts where key = ? and attempts > 1", [key])
         return {int(step): int(count) for step, count in rows}
 
     def data(self, key: int) -> bytes | None:
-        """Return its arguments as they were encoded; None: they are too large to be kept here."""
+        """Return an execution's encoded arguments; None: they are too large to be kept here."""
         return self._value("select data from executions where key = ?", key)  # type: ignore[no-any-return]
 
     def calls(self, key: int) -> list[tuple[int, int, str]]:
-        """Return the calls that it has waited for: (step, number of the call, to whom; "": itself)."""
+        """Return the calls that an execution has waited for: (step, number of the call, receiver; "": itself)."""
         sql = "select step, number, destination from parts where key = ? and number > 0 order by step"
         return [(int(step), int(number), str(to)) for step, number, to in self._run(sql, [key])]
 
     def called_by(self, caller: str, number: int) -> list[Execution]:
-        """Return what call ``number`` of ``caller`` has begun here."""
+        """Return the execution here that call ``number`` of ``caller`` has begun."""
         return self._rows("from executions e where e.call_number = ? and e.caller = ?", [number, caller])
 
     def caller_of(self, number: int) -> int | None:
@@ -215,7 +215,7 @@ class ExecutionIndex:
         return self._value("select key from parts where number = ?", number)  # type: ignore[no-any-return]
 
     def begun_by(self, record: int, time_ns: int) -> dict[int, int]:
-        """Return the keys of executions that a record, which has that time, has begun, by message."""
+        """Return the keys of executions that the record with this time has begun, by message."""
         sql = "select message, key from executions where began_ns = ? and record = ?"
         return {int(message): int(key) for message, key in self._run(sql, [time_ns, record])}
 
@@ -272,7 +272,7 @@ class ExecutionIndex:
         return self._distinct("handler", "executions")
 
     def _distinct(self, column: str, table: str) -> list[str]:
-        """All values of a column: the index is asked for one after the other."""
+        """Return all values of a column; the index is asked for one after the other."""
         sql = f"""
             with recursive every(one) as (
                 select min({column}) from {table}
@@ -334,7 +334,7 @@ def open_index(folder: Path, name: str, within_s: float | None = None) -> Iterat
 
 
 def find_in(folders: Mapping[str, Path], query: Query, *, is_named: bool = True) -> list[tuple[str, Execution]]:
-    """Find in the lists of instances, by their names: the newest first, ``query.limit`` of all. Raises ExecutionsError.
+    """Find executions in the lists of instances: the newest first, ``query.limit`` of all. Raises ExecutionsError.
 
     ``is_named``: somebody has named the instances, so each is to have a list.
     """
@@ -379,7 +379,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def merge(folder: Path, rebuilt: Path) -> int:
-    """Add what only ``rebuilt``, another list, has to the list in ``folder``: how many executions. Raises
+    """Add the executions that only ``rebuilt``, another list, has to the list in ``folder``; returns how many. Raises
     ExecutionsError."""
     import sqlite3
 
@@ -402,5 +402,5 @@ def merge(folder: Path, rebuilt: Path) -> int:
 
 
 def described_labels(labels: Mapping[str, str]) -> str:
-    """Return "order=17 item=tea"."""
+    """Format labels as "order=17 item=tea"."""
     return " ".join(f"{name}={value}" for name, value in labels.items())

@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(cls: type) -> Kind | None:
-    """The kind of a class's values; None: they have none."""
+    """Return the kind of a class's values; None if they have none."""
     kind = _BY_PATH.get(f"{cls.__module__}.{cls.__qualname__}")
     return kind if kind is not None and kind.cls is cls else None
 
@@ -151,7 +151,7 @@ def _moment(cls: Any, contents: _Moment) -> datetime | time:
 
 
 def zone_problem(zone: tzinfo) -> str | None:
-    """Why a value with this time zone can't be kept."""
+    """Say why a value with this time zone can't be kept; None if it can."""
     if type(zone) is timezone or _zone_key(zone):
         return None
     return f"a time zone of the class {type(zone).__qualname__} can't be kept: use zoneinfo.ZoneInfo with a key"
@@ -251,7 +251,7 @@ def _read(letter: bytes, content: bytes, hook: Hook) -> Any:
 
 
 def converted(plain: Any, form: Any, dec_hook: Callable[[Any, Any], Any] | None = None) -> Any:
-    """A decoded value as ``form`` says: integers in it may be of any size. Raises ValidationError."""
+    """Convert a decoded value to ``form``: integers in it may be of any size. Raises ValidationError."""
     return msgspec.convert(plain, form, dec_hook=dec_hook, builtin_types=(bytes, bytearray, memoryview))
 
 

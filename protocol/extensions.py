@@ -125,7 +125,7 @@ def decode_hello(data: bytes) -> Hello:
 
 
 def encode_record_time(time_ns: int) -> bytes:
-    """The first message of a logged record: its time, ns since the Unix epoch, fixed width."""
+    """Encode the first message of a logged record: its time, ns since the Unix epoch, fixed width."""
     return _RECORD_TIME_FRONT + _TIME.pack(time_ns)
 
 
@@ -148,7 +148,7 @@ class AppTime(Struct, frozen=True):
 
 
 def encode_app_time(time: AppTime) -> bytes:
-    """Encode a AppTime message."""
+    """Encode an AppTime message."""
     return encode_message(MessageType.APP_TIME, _APP_TIME.pack(time.time_ns, time.steady_ns, time.jumped_ns))
 
 
@@ -168,7 +168,7 @@ class AppBatch(Struct):
 
 
 def encode_app_batch(message_type: MessageType, destination: str, count: int, payload: bytes) -> bytes:
-    """A whole StreamBatch or ImpulseBatch message."""
+    """Encode a whole StreamBatch or ImpulseBatch message."""
     if count < 1:
         raise LocalProtocolError(f"a batch of {count} messages")
     return encode_message(message_type, encode_name(destination) + encode_zigzag(count) + payload)
@@ -230,7 +230,7 @@ class AppDescription(Struct, frozen=True):
 
 
 def encode_app_description(description: AppDescription) -> bytes:
-    """Encode a AppDescription message."""
+    """Encode an AppDescription message."""
     parts = [encode_zigzag(description.version), encode_zigzag(len(description.methods))]
     for (destination, method_id), name in sorted(description.methods.items()):
         parts += (encode_name(destination), encode_zigzag(method_id), encode_name(name))
@@ -304,7 +304,7 @@ class Origin(Struct, frozen=True):
 
 
 def encode_origins(origins: Sequence[Origin]) -> bytes:
-    """Encode a Origins message: for the StreamBatch that follows it."""
+    """Encode an Origins message: for the StreamBatch that follows it."""
     parts = [encode_zigzag(len(origins))]
     for origin in origins:
         parts += (encode_zigzag(origin.sequence_id), encode_zigzag(origin.message_index), encode_zigzag(origin.count))
@@ -389,7 +389,7 @@ def encode_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
 
 
 def pack_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
-    """The data of one."""
+    """Encode the data of a Numbers message."""
     return _encode(Numbers(sequence_id, list(draws)))
 
 

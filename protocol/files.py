@@ -43,7 +43,7 @@ def opener(path: str, flags: int) -> int:
 
 
 def open_beside(path: Path) -> tuple[int, Path]:
-    """A new file in the folder of ``path``, open for writing, that is to take its place. Raises OSError.
+    """Create a file in the folder of ``path``, open for writing, that is to replace ``path``. Raises OSError.
 
     (tempfile, with all that it imports, is a MiB of each coordinator.)
     """
@@ -97,7 +97,7 @@ _PAUSE_S = 0.01
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of the lock file, which is made where it is missing. Raises OSError."""
+    """Open the lock file, and make it if it is missing; returns its descriptor. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         restrict_mode(descriptor, FILE_MODE)
@@ -167,7 +167,7 @@ P = TypeVar("P", bound=ProcessFile)
 
 
 def own_fields() -> dict[str, Any]:
-    """Fields that describe this process."""
+    """Return the fields that describe this process."""
     pid = os.getpid()
     return {
         "pid": pid,

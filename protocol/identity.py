@@ -43,7 +43,7 @@ class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is
 
 
 def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
-    """Digest of the parts, in order. ``before``: digest of earlier parts, or EMPTY_DIGEST.
+    """Return the digest of the parts, in order. ``before``: digest of earlier parts, or EMPTY_DIGEST.
 
     However they are cut into pieces, the digest is the same, and no more of them is in memory than one.
     """
@@ -53,7 +53,7 @@ def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
 
 
 def digest_prefix(digest: bytes) -> str:
-    """Prefix of a digest in hex, long enough for people to tell it from others."""
+    """Return a prefix of a digest in hex, long enough for people to tell it from others."""
     return digest.hex()[:SHOWN_DIGITS]
 
 
@@ -61,7 +61,7 @@ def digest_prefix(digest: bytes) -> str:
 
 
 def call_identity(method_id: int, arguments: bytes) -> bytes:
-    """Identity of a call. It also has the method ID and the size of the arguments, for messages.
+    """Return the identity of a call. It also has the method ID and the size of the arguments, for messages.
 
     A cancellation is the same whatever its reason.
     """
@@ -72,7 +72,7 @@ def call_identity(method_id: int, arguments: bytes) -> bytes:
 
 
 def method_of_identity(identity: bytes) -> int:
-    """The method ID. Raises RemoteProtocolError."""
+    """Return the method ID of a call's identity. Raises RemoteProtocolError."""
     return decode_zigzag_int(identity, CALL_DIGEST_SIZE_BYTES)[0]
 
 

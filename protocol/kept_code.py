@@ -43,7 +43,7 @@ class CodeStart(msgspec.Struct, frozen=True):
         return folder / f"{self.digest}.zip"
 
     def is_on_disk(self) -> bool:
-        """Tell whether all of its files are still what they were."""
+        """Tell whether all files of the code are still what they were."""
         with contextlib.suppress(OSError):
             return all(hashlib.sha256(Path(file).read_bytes()).hexdigest() == sha for file, sha in self.files.items())
         return False

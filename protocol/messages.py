@@ -109,7 +109,7 @@ def encode_message(message_type: int, data: bytes = b"") -> bytes:
 
 
 def decode_size(data: Readable, offset: int) -> tuple[int, int]:
-    """The size at the front of a message: (bytes of type + data, offset behind). Bounds-checked."""
+    """Decode the size at the front of a message: (bytes of type + data, offset behind). Bounds-checked."""
     size_bytes, start = decode_zigzag_int(data, offset)
     if size_bytes < 1:
         raise RemoteProtocolError(f"a message at byte {offset} gives its size as {size_bytes}, at least 1 was expected")
@@ -119,7 +119,7 @@ def decode_size(data: Readable, offset: int) -> tuple[int, int]:
 
 
 def decode_message(data: Readable, offset: int = 0) -> tuple[int, int, int]:
-    """The message at ``offset``: (type, start of its data, end of its data). Raises RemoteProtocolError."""
+    """Decode the message at ``offset``: (type, start of its data, end of its data). Raises RemoteProtocolError."""
     size_bytes, start = decode_size(data, offset)
     end = start + size_bytes
     if end > len(data):
@@ -141,7 +141,7 @@ def decode_messages(data: Readable) -> Iterator[tuple[int, int, int]]:
 
 
 def encode_name(name: str) -> bytes:
-    """Length (ZigZagInt, bytes), then UTF-8. Raises LocalProtocolError for a name that no instance can have."""
+    """Encode a name: length (ZigZagInt, bytes), UTF-8. Raises LocalProtocolError if no instance can have it."""
     encoded = _encode_utf8(name)
     return encode_zigzag(len(encoded)) + encoded
 
@@ -169,7 +169,7 @@ def _decode_utf8(data: Readable, start: int, end: int) -> str:
 
 
 def decode_name(data: Readable, offset: int) -> tuple[str, int]:
-    """The name at ``offset`` and the offset behind it. Raises RemoteProtocolError."""
+    """Decode the name at ``offset`` and the offset behind it. Raises RemoteProtocolError."""
     size_bytes, start = decode_zigzag_int(data, offset)
     if not 0 <= size_bytes <= NAME_SIZE_BYTES_MAX:
         raise RemoteProtocolError(
@@ -185,21 +185,21 @@ def decode_name(data: Readable, offset: int) -> tuple[str, int]:
 
 
 def encode_incoming_data(method_id: int, rpc_type: int, arguments: bytes, kind: int = RpcKind.CALL) -> bytes:
-    """The data of an incoming RPC message."""
+    """Encode the data of an incoming RPC message."""
     if not INT_MIN <= method_id <= INT_MAX:
         raise LocalProtocolError(f"method ID {method_id} does not fit into 32 bits")
     return bytes((kind,)) + encode_zigzag(method_id) + bytes((rpc_type,)) + arguments
 
 
 def encode_incoming_rpc(method_id: int, rpc_type: int, arguments: bytes, kind: int = RpcKind.CALL) -> bytes:
-    """A whole incoming RPC message."""
+    """Encode a whole incoming RPC message."""
     return encode_message(MessageType.RPC, encode_incoming_data(method_id, rpc_type, arguments, kind))
 
 
 def encode_outgoing_rpc(
     destination: str, method_id: int, rpc_type: int, arguments: bytes, kind: int = RpcKind.CALL
 ) -> bytes:
-    """A whole outgoing RPC message; ``destination`` "" is oneself."""
+    """Encode a whole outgoing RPC message; ``destination`` "" is the app's own instance."""
     incoming = encode_incoming_data(method_id, rpc_type, arguments, kind)
     return encode_message(MessageType.RPC, encode_name(destination) + incoming)
 
@@ -252,14 +252,14 @@ def decode_attach_to(data: Readable) -> str:
 
 
 def encode_checkpoint(size_bytes: int) -> bytes:
-    """The Checkpoint message; the blob of ``size_bytes`` bytes follows it with no header."""
+    """Encode a Checkpoint message; the blob of ``size_bytes`` bytes follows it with no header."""
     if size_bytes < 0:
         raise LocalProtocolError(f"a checkpoint of {size_bytes} bytes")
     return encode_message(MessageType.CHECKPOINT, encode_zigzag(size_bytes))
 
 
 def decode_checkpoint(data: Readable) -> int:
-    """The blob's size in bytes. Accepts the 8 fixed bytes of existing C clients as well as a ZigZagLong.
+    """Decode the blob's size in bytes. Accepts the 8 fixed bytes of existing C clients as well as a ZigZagLong.
 
     The two cannot be confused: of the 8 bytes of a varint the first seven have the high bit and the last has not. Read
     as fixed bytes they would be at least 2**55, more than any checkpoint has.

@@ -42,7 +42,7 @@ def is_nested_beyond(data: Readable, start: int, end: int, limit: int) -> bool:
 
 
 def nesting_depth(data: Readable) -> int:
-    """Depth of nested arrays and maps at the deepest place of a value."""
+    """Return the depth of nested arrays and maps at the deepest place of a value."""
     return _walk(bytes(data), 0, len(data), _DEEPEST)
 
 

@@ -83,7 +83,7 @@ class PeerFrame(Struct, frozen=True):
 
 
 def encode_frame(frame: PeerFrame) -> list[bytes]:
-    """The parts of ``frame``: the header, and the payload if there is one."""
+    """Encode ``frame`` in parts: the header, and the payload if there is one."""
     names = _encode_names(frame.sender, frame.receiver, frame.reason)
     payload = frame.payload
     unchecked = _FIXED.pack(

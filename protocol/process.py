@@ -26,7 +26,7 @@ _parents: list[object] = []  # in a child: kept referenced, so that nothing clos
 
 
 def register(owner: Owner) -> None:
-    """Tell it of each fork, in the child."""
+    """Tell ``owner`` of each fork, in the child."""
     _owners[id(owner)] = owner
 
 
@@ -36,7 +36,7 @@ def disown_in_child(*parts: object) -> None:
 
 
 def after_fork_message(what: str, process_id: int, advice: str) -> str:
-    """Why something that was made in the process ``process_id`` does not go on in this one."""
+    """Say why an object that was made in the process ``process_id`` does not work in this one."""
     return f"{what} was made in process {process_id}, of which this one is a fork: {advice}"
 
 

@@ -147,7 +147,7 @@ class MessageReader(_Reader):
         self._skip_left_bytes = 0
 
     def next_event(self) -> Message | TooLargeRpc | BlobStart | BlobData | None:
-        """The next event, or None when more data is needed. Raises RemoteProtocolError, LimitExceededError."""
+        """Return the next event, or None when more data is needed. Raises RemoteProtocolError, LimitExceededError."""
         if self._blob_left_bytes is not None:
             return self._next_blob_data()
         pieces = self._pieces
@@ -190,7 +190,7 @@ class MessageReader(_Reader):
         return message
 
     def _front(self) -> tuple[int, int]:
-        """Size of the next message's size field, and that size; (0, 0) while the field is incomplete."""
+        """Return the size of the next message's size field, and that size; (0, 0) while the field is incomplete."""
         data, offset = self._pieces.view(INT_SIZE_BYTES_MAX)
         if self._pieces.size_bytes < INT_SIZE_BYTES_MAX and all(byte >= 0x80 for byte in data[offset:]):
             return 0, 0
@@ -265,7 +265,7 @@ class RecordReader(_Reader):
     """Reads what a coordinator sends: records, and the blob behind the record with a Checkpoint message."""
 
     def next_event(self) -> Record | BlobStart | BlobData | None:
-        """The next event, or None when more data is needed. Raises RemoteProtocolError, DamagedRecordError."""
+        """Return the next event, or None when more data is needed. Raises RemoteProtocolError, DamagedRecordError."""
         if self._blob_left_bytes is not None:
             return self._next_blob_data()
         pieces = self._pieces

@@ -55,7 +55,7 @@ def encode_header(committer_id: int, sequence_id: int, chunks: Iterable[Readable
 
 
 def encode_record(committer_id: int, sequence_id: int, content: bytes) -> bytes:
-    """A whole record."""
+    """Encode a whole record."""
     return encode_header(committer_id, sequence_id, (content,)) + content
 
 

@@ -42,7 +42,7 @@ def is_encodable(text: str) -> bool:
 
 
 def printable_lines(text: str, indent: str = "  ") -> list[str]:
-    """The lines of ``text``, each of them indented, so that none can be taken for one of somebody else's."""
+    """Indent the lines of ``text`` and escape them, so that none can be taken for a line of somebody else."""
     lines = map(printable, text.split("\n"))
     return [line if line[:1] in ("", " ") else f"{indent}{line}" for line in lines]
 
@@ -74,7 +74,7 @@ def _json_character(character: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
+    """Return ": did you mean 'x'?" if ``word`` looks like a known one, else ""."""
     import difflib  # imported here: few words are wrong
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -108,7 +108,7 @@ class RateLimit:
         self._kinds: dict[Hashable, _Kind] = {OTHERS: _Kind()}
 
     def admit(self, kind: Hashable, now_ns: int) -> int | None:
-        """Number of lines of this ``kind`` left out since the last one; None: leave this one out, too."""
+        """Return the number of lines of this ``kind`` left out since the last one; None: leave this one out, too."""
         known = self._known(kind, now_ns)
         if known.due_ns - self._credit_ns > now_ns:
             known.left_out += 1
@@ -118,11 +118,11 @@ class RateLimit:
         return left_out
 
     def next_ns(self, kind: Hashable) -> int:
-        """Time at which a line of this kind passes, ns."""
+        """Return the time at which a line of this kind passes, ns."""
         return self._kinds[self.counted_as(kind)].due_ns - self._credit_ns
 
     def counted_as(self, kind: Hashable) -> Hashable:
-        """Kind under which ``kind`` is counted: itself, or OTHERS."""
+        """Return the kind under which ``kind`` is counted: itself, or OTHERS."""
         return kind if kind in self._kinds else OTHERS
 
     def _known(self, kind: Hashable, now_ns: int) -> _Kind:

@@ -80,7 +80,7 @@ def is_url(home: object) -> bool:
 
 
 def folder_of(home: str | os.PathLike[str] | None) -> Path:
-    """The folder of the registry ``home`` (None: IMMORTAL_HOME, .immortal): of a URL this machine's copy, as of now.
+    """Return the folder of the registry ``home`` (None: IMMORTAL_HOME, .immortal); of a URL, the copy here, updated.
 
     Raises SharedHomeError where there is no copy yet and the database does not answer.
     """
@@ -124,12 +124,12 @@ def share(url: str, folder: Path, files: dict[tuple[str, str], str]) -> Copy:
 
 
 def path_in(folder: Path, name: str, part: str) -> Path:
-    """Path of the file ``part`` of ``name``."""
+    """Return the path of the file ``part`` of ``name``."""
     return folder / (f"{name}.toml" if part == SETTINGS else f"{name}/{_FILE_NAMES[part]}")
 
 
 def _begun(url: str, folder: Path) -> Copy:
-    """The copy of ``url`` in ``folder``. Raises SharedHomeError where something else is there."""
+    """Return the copy of ``url`` in ``folder``. Raises SharedHomeError if something else is there."""
     if not url.startswith("postgresql://"):
         raise SharedHomeError(f"{url!r} is no place of a registry: a folder was expected, or postgresql://...")
     copy = copy_of(folder)
@@ -172,7 +172,7 @@ class Copy:
         return path_in(self.folder, name, part)
 
     def log_of(self, name: str) -> str:
-        """The URL of a log in the same database."""
+        """Return the URL of the log of ``name`` in the same database."""
         return f"{self.url}#{name}"
 
     def has_log(self, name: str, log: str) -> bool:
@@ -180,7 +180,7 @@ class Copy:
         return database_of(log) == database_of(self.log_of(name))
 
     def endpoint(self, name: str, log: str) -> str | None:
-        """Endpoint of ``name`` by the lease of ``log``; None where there is none, or it is in another database.
+        """Return the endpoint of ``name`` by the lease of ``log``; None if there is none, or it is in another database.
 
         A log may name the database by another address: one of the same name counts, if it has a lease of ``name``.
         """
@@ -190,7 +190,7 @@ class Copy:
         return next(iter(_lease(self.path(name, ENDPOINT))), None)
 
     def begin(self) -> None:
-        """The folder is a copy from here on. Raises OSError."""
+        """Make the folder a copy from here on. Raises OSError."""
         _replace(self.folder / ORIGIN_FILE_NAME, f"{self.url}\n{self.machine}\n")
 
     # --- from the database -------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class Copy:
             connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, name])
 
     def machines(self, name: str) -> list[tuple[str, str, str]]:
-        """Machines with keys for ``name``: ID, host, and the endpoint where peers reached it there last."""
+        """Return the machines with keys for ``name``: ID, host, and the endpoint where peers reached it there last."""
         with self._connected() as connection:
             return connection.execute(
                 "SELECT machine, host, endpoint FROM immortal.registry WHERE instance = %s AND part = %s"
@@ -351,7 +351,7 @@ class Copy:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it the copy follows the database, by news and by looking."""
+        """Keep the copy up to date inside this context, by the database's announcements and by polling."""
         self.keep()
         try:
             yield
@@ -378,7 +378,7 @@ class Copy:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Failures of the database, in our words."""
+        """Turn failures of the database into SharedHomeError."""
         import_driver()
         import psycopg
         from psycopg import errors
@@ -404,7 +404,7 @@ class Copy:
 
 
 class _Keeping:
-    """The thread of :meth:`Copy.kept`, with a connection of its own."""
+    """Thread of :meth:`Copy.kept`, with its own connection."""
 
     def __init__(self, copy: Copy) -> None:
         self._copy = copy
@@ -449,7 +449,7 @@ _GUARD = threading.Lock()
 
 
 def _in_child() -> None:
-    """Connections and threads of copies are the parent's: here they are found anew."""
+    """Give a forked child its own copies: connections and threads belong to the parent."""
     global _GUARD
     _GUARD = threading.Lock()
     disown_in_child(*_COPIES.values())
@@ -482,7 +482,7 @@ def secured(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_line(error: Exception) -> str:
-    """Shorten an error of libpq, which has many lines, one for each host that it has tried, and hints."""
+    """Shorten an error of libpq, which has many lines: one for each host that it has tried, and hints."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hint = "; a server elsewhere needs TLS and a certificate for its name, unless its URL has ?sslmode=..."
     said = "; ".join(dict.fromkeys(lines[:3])) or type(error).__name__
@@ -490,7 +490,7 @@ def error_line(error: Exception) -> str:
 
 
 def last_holder(folder: Path) -> str:
-    """Describe who had the instance of ``folder`` last, and where; "" where that is not known here."""
+    """Describe who had the instance of ``folder`` last, and where; "" if that is not known here."""
     match _lease(folder / _FILE_NAMES[ENDPOINT]):
         case [endpoint, holder]:
             return f"{holder} had it last, at {endpoint}"
@@ -546,7 +546,7 @@ def _connect(url: str) -> Connection[tuple[Any, ...]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all; it need not survive a crash of the machine. Raises OSError."""
+    """Replace a file whole or not at all; the new one need not survive a crash of the machine. Raises OSError."""
     descriptor, temporary = open_beside(path)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

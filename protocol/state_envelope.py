@@ -29,7 +29,7 @@ _HEADER = decoding.Decoder(_Header)
 
 
 def serializer_of(chunks: Iterable[bytes]) -> str | None:
-    """Name of the serializer of the state in ``chunks``, of which no more is read than needed.
+    """Return the name of the serializer of the state in ``chunks``, of which no more is read than needed.
 
     None: it is not of an SDK app, or no SDK can read it.
     """

@@ -119,7 +119,7 @@ _number_of = decoding.Decoder(int).decode
 
 
 def ordered_method(data: bytes, start: int, end: int) -> int:
-    """Final method ID of the RPC ``data[start:end]``, a call of ORDERED_METHOD_ID; -1 where it is malformed."""
+    """Return the final method ID of the RPC ``data[start:end]``, a call of ORDERED_METHOD_ID; -1 if malformed."""
     rpc = decode_incoming_rpc(data, start, end)
     try:
         return _number_of(_first_of(rpc.arguments)[0])

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def segments(folder: Path, whose: str) -> list[Path]:
-    """The oldest first; none where there is no such folder, or it can't be read."""
+    """Return the segments' paths, oldest first; empty if there is no such folder, or it can't be read."""
     try:
         names = [name for name in os.listdir(folder) if (found := _NAME.fullmatch(name)) and found[1] == whose]
     except OSError:
@@ -58,7 +58,7 @@ class SegmentWriter:
         self._failed = False
 
     def write(self, committer_id: int, rows: Iterable[PlainRow]) -> None:
-        """Rows of the log of ``committer_id``, in the order of its records."""
+        """Write rows of the log of ``committer_id``, in the order of its records."""
         encoded: list[bytes] = []
         room = self._room if committer_id == self._committer_id else 0  # rows that still fit
         last, header_crc = self._last_sequence_id, self._header_crc
@@ -189,7 +189,7 @@ def encode_segment_header(committer_id: int) -> bytes:
 
 
 def decode_segment_header(data: bytes) -> int | None:
-    """The committer ID of the log; None where these bytes begin no segment."""
+    """Return the committer ID of the log; None if these bytes begin no segment."""
     if len(data) < HEADER_SIZE_BYTES:
         return None
     magic, committer_id, nothing = _HEADER.unpack_from(data)

@@ -39,7 +39,7 @@ def split_context(context: str) -> tuple[str, str]:
 
 
 def join_name(name: str, context: str) -> str:
-    """The name of a client's batch in a trailer."""
+    """Make the name of a client's batch in a trailer."""
     return f"{name}{_BEHIND_NAME}{context}" if context else name
 
 

@@ -42,7 +42,7 @@ class VerdictKind(IntEnum):
 
 
 class Cause(IntEnum):
-    """Why a message was refused."""
+    """Reason for which a message was refused."""
 
     NONE = 0
     METHOD = 1  # unknown here: a later version may have it
@@ -108,11 +108,11 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def skips(self) -> bool:
-        """A replay passes the message (or step) over."""
+        """True if a replay skips the message (or step)."""
         return self.kind not in (VerdictKind.KEPT, VerdictKind.TAKEN_BACK)
 
     def without_dead_letter(self) -> Verdict:
-        """Copy without the parts that only a dead letter needs, for a replay."""
+        """Return a copy without the parts that only a dead letter needs, for a replay."""
         return msgspec.structs.replace(self, message=b"", trace="")
 
 

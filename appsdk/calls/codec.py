@@ -103,7 +103,7 @@ class ArgumentCodec:
         self._function = function
 
     def _decode(self, data: Any) -> tuple[Any, ...]:
-        """The arguments; what ``decode`` guards."""
+        """Decode the arguments, unguarded: ``decode`` guards this."""
         try:
             return self.decode_plainly(data)
         except msgspec.ValidationError as error:
@@ -148,7 +148,7 @@ class ArgumentCodec:
             raise unencodable(self.name, self.signature.parameters, arguments, error) from None
 
     def exactly(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """``arguments``, or what is encoded in their place so that what is annotated ``Any`` comes as what it is.
+        """Return ``arguments``, or what is encoded in their place so that what is annotated ``Any`` keeps its type.
 
         Raises TypeError.
         """
@@ -184,7 +184,7 @@ class ArgumentCodec:
 
     @cached_property
     def decode_result(self) -> Callable[[Any], Any]:
-        """From an encoded value to what the handler's annotation says that it returns. It raises msgspec.DecodeError.
+        """Decoder of a result, by the handler's annotation. It raises msgspec.DecodeError.
 
         Raises DefinitionError for an annotation that can't be encoded, as it is only needed when somebody waits for it.
         """
@@ -194,7 +194,7 @@ class ArgumentCodec:
         return ValueDecoder(annotation).decode
 
     def _make_decode(self, front: tuple[type, ...]) -> Decode:
-        """From the encoded arguments to a tuple of them. It raises msgspec.DecodeError, also for a wrong count."""
+        """Make a decoder of arguments into a tuple. It raises msgspec.DecodeError, also for a wrong count."""
         decoders: list[Decode] = [self._decoder(front, count) for count in range(self.required_count, self.count + 1)]
         whole = decoders[-1]
         if len(decoders) == 1:
@@ -234,7 +234,7 @@ class ArgumentCodec:
         return values[:at], dict(zip(self._named, values[at:], strict=False))
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position, as a call with them would bind them. Raises TypeError naming the method."""
+        """Return all arguments by position, as a call with them would bind them. Raises TypeError naming the method."""
         if not keywords and len(arguments) == self.plain_count:
             return tuple(arguments)
         return bind_arguments(self.name, self.signature, arguments, keywords)
@@ -249,7 +249,7 @@ def plain_count(signature: inspect.Signature) -> int:
 def bind_arguments(
     name: str, signature: inspect.Signature, arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """All arguments by position, defaults filled in. Raises TypeError that names the method."""
+    """Return all arguments by position, defaults filled in. Raises TypeError that names the method."""
     try:
         bound = signature.bind(*arguments, **keywords)
     except TypeError as error:
@@ -266,12 +266,12 @@ def bind_arguments(
 
 
 def resolve_hints(subject: Any) -> dict[str, Any]:
-    """The annotations of a function or class, evaluated. Raises NameError while a name in them is not there yet."""
+    """Evaluate the annotations of a function or class. Raises NameError while a name in them is not there yet."""
     return typing.get_type_hints(subject, include_extras=True)
 
 
 def annotated_names(cls: type) -> Iterable[str]:
-    """The names that the class itself annotates."""
+    """Return the names that the class itself annotates."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format, get_annotations
 
@@ -280,7 +280,7 @@ def annotated_names(cls: type) -> Iterable[str]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Names, kinds and defaults of the parameters; the annotations in it may be no more than names. Raises as
+    """Return a signature: names, kinds and defaults; the annotations in it may be no more than names. Raises as
     ``inspect.signature``: TypeError, ValueError."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format

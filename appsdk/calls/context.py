@@ -25,12 +25,12 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def datetime_of(time_ns: int) -> datetime:
-    """``time_ns`` (since the Unix epoch) as an aware UTC datetime, to the microsecond below."""
+    """Convert ``time_ns`` (since the Unix epoch) to an aware UTC datetime, rounded down to the microsecond."""
     return _EPOCH + timedelta(microseconds=time_ns // 1000)
 
 
 class Context:
-    """The life of one instance within the SDK: what is being handled, and the deterministic sources.
+    """Life of one instance within the SDK: what is being handled, and the deterministic sources.
 
     One that no run has attached to (a user's plain ``Counter()``) has the real clock, a random seed and no outbox.
     """
@@ -98,7 +98,7 @@ class Context:
             )
 
     def now_ns(self) -> int:
-        """ns since the Unix epoch: the record's; the real clock's while there is none (``__init__``)."""
+        """Return the time, ns since the Unix epoch: the record's; before the first one (``__init__``) the real one."""
         self.require_handler_thread("now()")
         if self.record_time_ns is not None:
             return self.record_time_ns
@@ -109,8 +109,7 @@ class Context:
         return time.time_ns()
 
     def random_at(self, frame: FrameType, method: str | None, purpose: bytes = b"random") -> random.Random:
-        """The stream of the place that ``frame`` is at, for draws by ``method``; within one message it goes on where it
-        was."""
+        """Return the stream of the place that ``frame`` is at, for draws by ``method``. In one message it continues."""
         self.require_handler_thread(purpose.decode())
         if self.handling_thread_id == QUERY_RUNS:
             raise QueryError(f"immortal.{purpose.decode()}: a query only reads, and draws nothing: {AS_RPC}")
@@ -126,7 +125,7 @@ class Context:
         return stream
 
     def make_stream(self, moment: str, purpose: bytes, site: bytes) -> random.Random:
-        """The numbers of one place in the code at one moment of this instance's life."""
+        """Make the stream of one place in the code at one moment of this instance's life."""
         digest = hashlib.blake2b(key=self.seed, digest_size=32)
         digest.update(moment.encode())
         digest.update(purpose + b"\n" + site)

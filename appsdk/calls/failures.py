@@ -88,7 +88,7 @@ def failure_of(
     *,
     shares_trace: bool = False,
 ) -> Failure:
-    """``shares_trace``: callers are to see where it was raised."""
+    """Make the Failure of an error. ``shares_trace``: callers are to see where it was raised."""
     trace = _encodable(user_traceback(error))[-TRACE_CHARACTERS_MAX:]
     text = text_of(error)
     if shares_trace:
@@ -102,7 +102,7 @@ def refusal(method: str, method_id: int | None, cause: Cause, text: str) -> Fail
 
 
 def refused(context: Context, what: str, cause: Cause, text: str) -> HandlerError:
-    """The message that is handled is none that this instance may get: it fails alone."""
+    """Make the error for a message that this instance may not get: it fails alone."""
     sequence_id, index = context.sequence_id, context.message_index
     failure = refusal(what, None, cause, text)
     return HandlerError(f"record {sequence_id}, message {index}: {text}; the app stops", sequence_id, index, failure)
@@ -156,7 +156,7 @@ def failure_in_words(verdict: Verdict) -> str:
 
 
 def who_waits(message: bytes) -> Caller | None:
-    """For the answer of ``message``, given from its size on; None: nobody, or it can't be read."""
+    """Return the caller that waits for the answer of ``message``, given from its size on; None: nobody, or unknown."""
     _, start, end = decode_message(message, 0)
     return decode_caller(message, start, end)
 
@@ -171,7 +171,7 @@ def rpc_of(message: bytes) -> IncomingRpc | None:
 
 
 def method_of(message: bytes) -> int | None:
-    """The method ID of a call; None for what is none, or can't be read."""
+    """Return the method ID of a call; None if the message is no call, or can't be read."""
     rpc = rpc_of(message)
     return None if rpc is None or rpc.kind != RpcKind.CALL else rpc.method_id
 
@@ -187,12 +187,12 @@ def dead_letter_message(data: bytes) -> bytes:
 
 
 def forked(method_id: int, arguments: bytes) -> bytes:
-    """The message that would make this call once more."""
+    """Return the message that would make this call once more."""
     return dead_letter_message(encode_incoming_rpc(method_id, RpcType.FORK, arguments))
 
 
 def verdict_on(error: HandlerError, failure: Failure, caller: str | None, message: bytes) -> Verdict:
-    """``message``: as it was logged, where nobody waits for an answer."""
+    """Make the verdict on a failed message. ``message``: as it was logged, if nobody waits for an answer."""
     kind = VerdictKind.KEPT
     if failure.refused:
         kind = VerdictKind.REFUSED
@@ -222,7 +222,7 @@ def reference(instance_name: str, sequence_id: int, message_index: int) -> str:
 
 
 def answer_of(verdict: Verdict, instance_name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """The name, arguments and attributes under which a verdict goes to who waits."""
+    """Return name, arguments and attributes under which a verdict goes to who waits."""
     if verdict.kind is VerdictKind.REFUSED:
         return REFUSED_CALL, (verdict.text,), {}
     where = reference(instance_name, verdict.sequence_id, verdict.message_index)
@@ -244,7 +244,7 @@ def encode_refused(text: str) -> bytes:
 
 
 def decode_failed(called: str, name: str, arguments: Sequence[Any]) -> Exception | None:
-    """The exception for who waited for ``called``; None where ``name`` is that of an exception of the callee's."""
+    """Make the exception for who waited for ``called``; None if ``name`` is that of an exception of the callee's."""
     texts = [str(one) for one in arguments]
     if name == REFUSED_CALL:
         return CallRefused(f"{called} was refused: {', '.join(texts)}")

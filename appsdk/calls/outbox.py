@@ -72,7 +72,7 @@ Name = str
 
 
 class _TooLargeError(Exception):
-    """The arguments of a call, or what it returned, have more bytes than a message may have."""
+    """Raised if a call's arguments, or what it returned, have more bytes than a message may have."""
 
 
 class _Fronts(dict[int, tuple[bytes, int]]):
@@ -111,7 +111,7 @@ def _refused(name: Name, parameters: Iterable[str], arguments: Sequence[Any], er
 def _encoded_again(
     fronts: _Fronts, name: Name, parameters: Iterable[str], arguments: tuple[Any, ...], error: Exception
 ) -> tuple[bytes, bytes, int]:
-    """(front, body, size) of a call with integers of more than 64 bits. Raises what :func:`_refused` makes of
+    """Return (front, body, size) of a call with integers of more than 64 bits. Raises what :func:`_refused` makes of
     ``error`` where that was for something else."""
     try:
         if isinstance(error, OverflowError):
@@ -131,7 +131,7 @@ def make_writer(
     parameters: Iterable[str] = (),
     context: Context | None = None,
 ) -> Write:
-    """A function that appends one RPC message (incoming form) to a list, in two parts; it returns its size in bytes.
+    """Make a function that appends an RPC message (incoming form) to a list, in two parts, and returns its size.
 
     ``parameters``: what the arguments are called, for people. The function raises TypeError for arguments that can't be
     encoded, UsageError above CALL_SIZE_BYTES_MAX and for what is nested too deeply (``context``: of handlers, whose log
@@ -157,7 +157,7 @@ def make_writer(
 
 
 def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
-    """One message in one piece, by what :func:`make_writer` has made. Raises as that does."""
+    """Encode a message in one piece, by what :func:`make_writer` has made. Raises as that does."""
     parts: list[bytes] = []
     write(parts, arguments)
     return b"".join(parts)
@@ -170,7 +170,7 @@ def encode_batch_front(message_type: MessageType, destination: Name, count: int,
 
 
 class Batch:
-    """Messages to one destination that are still being gathered."""
+    """Batch of messages to one destination that are still being gathered."""
 
     __slots__ = ("destination", "parts", "size_bytes")
 
@@ -185,7 +185,7 @@ class Batch:
 
 
 class Outbox:
-    """The calls and impulses of one connection, in the order in which they go out.
+    """Outbox of one connection: calls and impulses, in the order in which they go out.
 
     Calls come from the handlers' thread only; impulses (``self.impulses``) from any other.
     """
@@ -216,18 +216,18 @@ class Outbox:
     # --- so that a message can be taken back -------------------------------------------------------------------------
 
     def begin_copy(self) -> None:
-        """The state is copied here: all calls so far are its past."""
+        """Begin to count calls anew: the state is copied here, and all calls so far are its past."""
         self.close_batches()
         self._closed_counts.clear()
         self._closed_since_mark.clear()
 
     def mark(self) -> None:
-        """Messages are handled from here on; what is closed by now is made by others, which have come to their end."""
+        """Begin to note output of messages that are handled from here on; others have closed what is closed by now."""
         self._mark = len(self._ready), self.ready_size_bytes, self._unordered
         self._closed_since_mark.clear()
 
     def rewind_to_copy(self) -> None:
-        """The calls since the mark are not sent, and all since the copy will be made again: those before the mark
+        """Drop the calls since the mark. All since the copy will be made again, so those before the mark
         are not to be sent twice."""
         count, self.ready_size_bytes, self._unordered = self._mark
         del self._ready[count:]
@@ -245,7 +245,7 @@ class Outbox:
         self._attached.clear()  # one that was taken back is said again; to say it twice is harmless
 
     def _drop_repeated(self, batch: Batch, count: int) -> None:
-        """The first ``count`` messages of ``batch`` have been sent before."""
+        """Drop the first ``count`` messages of ``batch``, which have been sent before."""
         dropped = batch.parts[: 2 * count]
         batch.parts = batch.parts[2 * count :]
         batch.size_bytes -= sum(map(len, dropped))
@@ -253,7 +253,7 @@ class Outbox:
     def make_fork(
         self, destination: Name, name: Name, method_id: int, signature: inspect.Signature
     ) -> Callable[..., None]:
-        """The ``fork`` of one method of one destination ("" is oneself)."""
+        """Make the ``fork`` of one method of one destination ("" is the own instance)."""
         batch: Batch = self._batches.setdefault(destination, Batch(destination))
         parameters_count: cython.Py_ssize_t = plain_count(signature)
         context: Context = self._context
@@ -298,7 +298,7 @@ class Outbox:
         parameters: Iterable[str] = (),
         rpc_type: RpcType = RpcType.ASYNC,
     ) -> Send:
-        """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
+        """Make a sender of awaited calls of one method, or of answers to them. For the SDK's own use in handlers."""
         write = make_writer(name, method_id, rpc_type, kind, parameters, self._context)
         batch = self._batches.setdefault(destination, Batch(destination))
 
@@ -359,7 +359,7 @@ class Outbox:
                 self._send_batch(batch)
 
     def _note_pushed(self, batch: Batch) -> None:
-        """For who looks at where messages come from."""
+        """Note a batch that is pushed, for a subclass that tells where messages come from."""
 
     def _send_batch(self, batch: Batch) -> None:
         destination, count = batch.destination, batch.count
@@ -393,7 +393,7 @@ class Outbox:
             self._unordered = destination
 
     def _is_plain_call(self, front: bytes) -> bool:
-        """``front``: what stands before the arguments of a message, in incoming form."""
+        """Tell whether a message is a plain call. ``front``: what stands before its arguments, in incoming form."""
         _, start = decode_zigzag_int(front, 0)
         return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.of_order
 
@@ -423,7 +423,7 @@ class Outbox:
         self._reports.append(message)
 
     def close_batches(self) -> None:
-        """All calls made so far go before whatever is sent next. Between two messages."""
+        """Put all calls made so far before whatever is sent next. Called between two messages."""
         self.close_open()
         if self.holder is not None:
             self.holder.flush()
@@ -435,7 +435,7 @@ class Outbox:
         self._open.clear()
 
     def take(self) -> list[Chunk]:
-        """Everything that is to be sent now, impulses included; it is the caller's from here on."""
+        """Return everything that is to be sent now, impulses included; it is the caller's from here on."""
         if self.only_reports:
             reports: list[Chunk] = [*self._reports]
             self._reports = []
@@ -467,7 +467,7 @@ def outside_handler_error(context: Context, name: Name) -> UsageError:
 
 
 class ImpulseQueue:
-    """Impulses of all hooks, in one order, with a window: whoever sends waits while too many are not durable yet."""
+    """Queue of impulses of all hooks, in one order, with a window: senders wait while too many are not durable yet."""
 
     def __init__(self, context: Context, wake: Callable[[], None]) -> None:
         self._context = context
@@ -487,7 +487,7 @@ class ImpulseQueue:
         register(self)
 
     def forked_in_child(self) -> None:
-        """In a child: who sends them to the coordinator is a thread of its parent."""
+        """Close the queue in a child: the thread that sends to the coordinator is its parent's."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         advice = "it is the app; a child may call it as a client, with immortal.appsdk.client.connect"
@@ -512,7 +512,7 @@ class ImpulseQueue:
         self._wake()
 
     def append_own(self, write: Write, arguments: tuple[Any, ...]) -> None:
-        """Queue one impulse of the SDK's to oneself, whatever the window: there are few. Any thread.
+        """Queue one impulse of the SDK to this instance, whatever the window: there are few. Any thread.
 
         Raises UsageError for one that is too large.
         """
@@ -538,7 +538,7 @@ class ImpulseQueue:
         return len(batches) == 1
 
     def ask_for_checkpoint(self) -> None:
-        """Any thread. Raises Disconnected."""
+        """Ask for a checkpoint, from any thread. Raises Disconnected."""
         with self._lock:
             if self._why_closed is not None:
                 raise Disconnected(self._why_closed)
@@ -550,7 +550,7 @@ class ImpulseQueue:
         return wanted
 
     def take(self) -> list[Batch]:
-        """The batches to be sent now, in order."""
+        """Return the batches to be sent now, in order."""
         if not self._batches:  # looked at without the lock: whoever appends wakes the connection afterwards
             return []
         with self._lock:
@@ -562,7 +562,7 @@ class ImpulseQueue:
         return taken
 
     def accept(self, count: int) -> None:
-        """The first ``count`` impulses of this connection are durable. Raises RemoteProtocolError."""
+        """Note that the first ``count`` impulses of this connection are durable. Raises RemoteProtocolError."""
         with self._lock:
             if not self._accepted_count <= count <= self._taken_count:
                 raise RemoteProtocolError(
@@ -592,7 +592,7 @@ class ImpulseQueue:
                 raise Disconnected(self._why_closed)
 
     def close(self, reason: str) -> None:
-        """The connection is gone: whoever waits or sends from now on gets Disconnected."""
+        """Close the queue: the connection is gone, and whoever waits or sends from now on gets Disconnected."""
         with self._lock:
             if self._why_closed is None:
                 self._why_closed = reason

@@ -1,4 +1,4 @@
-"""Numbered rules that a log keeps from its beginning, and the names of the places that draw random numbers."""
+"""Numbered rules that a log keeps from its beginning, and names of the places that draw random numbers."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _SKIPPED = ("EXTENDED_ARG", "CALL")  # a call, of getattr(), is two instructions
 
 
 class CallSites:
-    """Names the places in the code that draw."""
+    """Names of the places in the code that draw random numbers."""
 
     def __init__(self) -> None:
         self.rules = NEWEST
         self._sites: dict[tuple[CodeType, int | str], bytes] = {}
 
     def site(self, frame: FrameType, method: str | None) -> bytes:
-        """``method``: the method of ``immortal.random`` that is called there; None: read the code behind the call."""
+        """Name the place that draws. ``method``: of ``immortal.random``; None: read the code behind the call."""
         key = frame.f_code, frame.f_lasti if method is None else method
         site = self._sites.get(key)
         if site is None:
@@ -67,7 +67,7 @@ def _by_function(frame: FrameType, method: str | None) -> str:
 
 
 def _attribute_of_result(frame: FrameType) -> str:
-    """``hex`` of ``immortal.uuid4().hex``; "" where no attribute is taken.
+    """Return the attribute taken of a call's result, as ``hex`` of ``immortal.uuid4().hex``; "" if none is taken.
 
     Not which call it is, first or second: versions of Python write the body of a ``finally`` and the condition of a
     ``while`` a different number of times.

@@ -28,7 +28,7 @@ from immortal.protocol import decoding
 
 
 class ControlFlowSignal(BaseException):
-    """The SDK's own way out of user code, which is no failure of it: nothing on the way is to catch it."""
+    """Raised by the SDK to leave user code, which is no failure of it: nothing on the way is to catch it."""
 
 
 def is_user_failure(error: BaseException) -> bool:
@@ -66,7 +66,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def mark_interrupts() -> Iterator[None]:
-    """Meanwhile Ctrl-C, where it does what it does by default, is told from a KeyboardInterrupt that user code raises.
+    """Tell Ctrl-C from a KeyboardInterrupt that user code raises, inside this context, if SIGINT has its default.
 
     It does nothing in other threads than the main one.
     """
@@ -115,17 +115,17 @@ class RunContexts:
         self._is_empty = len(self._base) == LENGTH_MIN
 
     def new(self) -> contextvars.Context:
-        """For one run that nobody else's context is handed down to."""
+        """Make the context of one run that nobody else's context is handed down to."""
         made = self._base.copy()
         return made if self._is_empty else _separated(made)
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """One such run; it may be within another."""
+        """Call ``function`` in a new context; the run may be within another."""
         return self.new().run(function, *arguments)
 
 
 def inherited_context() -> contextvars.Context:
-    """A copy of the context that runs now, for what it starts: a branch, a step, an effect."""
+    """Copy the context that runs now, for what it starts: a branch, a step, an effect."""
     return _separated(contextvars.copy_context())
 
 
@@ -137,12 +137,12 @@ def handed_to(owner: Any) -> contextvars.Context:
 
 
 def copy_of(context: contextvars.Context) -> contextvars.Context:
-    """For one of several runs that begin with what ``context`` has."""
+    """Copy ``context`` for one of several runs that begin with what it has."""
     return _separated(context.copy())
 
 
 def _separated(context: contextvars.Context) -> contextvars.Context:
-    """``context``, with a decimal context of its own: its users change that object in place."""
+    """Give ``context`` its own decimal context, and return it: users of that change it in place."""
     variable = _variable_of_decimal()
     if variable is not None and variable in context:
         context.run(variable.set, context[variable].copy())
@@ -150,7 +150,7 @@ def _separated(context: contextvars.Context) -> contextvars.Context:
 
 
 def _without_usual_decimal(context: contextvars.Context) -> contextvars.Context:
-    """``context``, with no decimal context that says what any new one would: each number that a module makes as it is
+    """Return ``context`` without a decimal context that is as any new one: each number that a module makes as it is
     imported leaves one behind."""
     variable = _variable_of_decimal()
     if variable is None or variable not in context:
@@ -346,7 +346,7 @@ def is_own(file: str) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the SDK's own frames, indented."""
+    """Return the traceback without the SDK's own frames, indented."""
     whole = traceback.TracebackException.from_exception(error)
     pending: list[traceback.TracebackException | None] = [whole]
     while pending:
@@ -367,7 +367,7 @@ def handler_failed(
     message_index: int,
     names: Iterable[str] = (),
 ) -> HandlerError:
-    """``names``: of the parameters, as far as they are known."""
+    """Make the error of a handler that raised. ``names``: of the parameters, as far as they are known."""
     described = describe_arguments(arguments, names)
     made = HandlerError(
         f"{method} raised {type(error).__name__} at record {sequence_id}, message {message_index}; the app stops\n"

@@ -33,7 +33,7 @@ _SDK = "immortal"
 
 
 class Finding(Struct, frozen=True):
-    """One place: in the function ``where``, in words ``what`` it does and what to do ``instead``."""
+    """Place in the code: in the function ``where``, in words ``what`` it does and what to do ``instead``."""
 
     file: str
     line: int
@@ -49,7 +49,7 @@ class Finding(Struct, frozen=True):
 
 
 class DeterminismError(DefinitionError):
-    """The app was started with ``--strict`` and has findings."""
+    """Raised if the app was started with ``--strict`` and has findings."""
 
     def __init__(self, findings: list[Finding]) -> None:
         lines = "".join(f"\n  {finding}" for finding in findings)
@@ -118,7 +118,7 @@ class _Ownership:
 
 
 class Search:
-    """All that is reached from the handlers, each function once for each class that it is a method of."""
+    """Search through all code reached from the handlers; each function once for each class that it is a method of."""
 
     def __init__(self, apps: Sequence[type]) -> None:
         self.apps = tuple(apps)
@@ -159,7 +159,7 @@ class Search:
         self._findings[Finding(code.co_filename, line, where, what, instead)] = None
 
     def follow(self, value: Value) -> None:
-        """Look into what is called or passed on here, if it is a function of the user's."""
+        """Search a value that is called or passed on here, if it is a function of the user's."""
         if isinstance(value, Bound):
             self._enter(value.function, value.receiver)
         elif isinstance(value, Known):
@@ -246,7 +246,7 @@ def misfits(
 
 
 def _misfit(value: ast.expr | None, hint: Any, decode: Any) -> str | None:
-    """In words, if this is surely not what the annotation says."""
+    """Describe a returned value that is surely not what the annotation says; None: it may fit."""
     try:
         literal = None if value is None else ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

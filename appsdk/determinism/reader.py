@@ -1,4 +1,4 @@
-"""Reads the source of one function: what its names stand for, what it calls, refers to and goes through."""
+"""Reads the source of one function: the meaning of its names, its calls, references and loops."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _is_effect(value: Value) -> bool:
 
 
 class Source:
-    """One file: its lines, and its functions by name and first line."""
+    """Source of one file: its lines, and its functions by name and first line."""
 
     def __init__(self, file: str, module_globals: dict[str, Any]) -> None:
         self.lines = linecache.getlines(file, module_globals)
@@ -86,7 +86,7 @@ class Source:
                 self._functions.setdefault((node.name, first_line), []).append(node)
 
     def find(self, code: CodeType) -> list[FunctionNode]:
-        """The function with this code; several for lambdas of one line."""
+        """Return the function with this code; several for lambdas of one line."""
         return self._functions.get((code.co_name, code.co_firstlineno), [])
 
     def opted_out(self, node: ast.AST) -> bool:
@@ -277,7 +277,7 @@ class Reader(ast.NodeVisitor):
         return AWAIT if inspect.iscoroutinefunction(called) else ""
 
     def _check_attribute(self, node: ast.Attribute) -> None:
-        """An async handler sets no state, but for the functions of its steps; what it reads is a copy."""
+        """Check that an async handler sets no state outside of its steps' functions; what it reads is a copy."""
         receiver = self._value(node.value)
         if self._step_depth or not (isinstance(receiver, Instance) and receiver.waits):
             return
@@ -323,7 +323,7 @@ class Reader(ast.NodeVisitor):
         self._report(node, f"{verb} {rule.name}{'()' if verb == 'calls' else ''}, {rule.why}", rule.instead)
 
     def _reference(self, node: ast.expr) -> None:
-        """A name or attribute that is read: a function that is passed on will be called."""
+        """Report a name or attribute that is read: a function that is passed on will be called."""
         value = self._value(node)
         if isinstance(value, Known) and (rule := self._search.rules.of_function(value.value)) is not None:
             if rule.arguments_count < 0:
@@ -467,7 +467,7 @@ class Reader(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_arg(self, node: ast.arg) -> None:
-        """An annotation."""
+        """Skip an argument's annotation."""
 
 
 # Where an exception is swallowed that is none of the program's own: by what the SDK stops or cancels a handler.
@@ -477,7 +477,7 @@ INSTEAD = "write 'except Exception' or end with 'raise', as the SDK stops and ca
 
 
 def swallowed(node: ast.Try | ast.TryStar, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
-    """(line, what it does), of an 'except' without a 'raise' and a 'finally' that returns."""
+    """Yield (line, what it does) for each 'except' without a 'raise', and each 'finally' that returns."""
     for handler in node.handlers:
         if _catches_all(handler.type, value_of) and not _has(handler.body, ast.Raise):
             what = "except" if handler.type is None else f"except {ast.unparse(handler.type)}"
@@ -487,7 +487,7 @@ def swallowed(node: ast.Try | ast.TryStar, value_of: Callable[[ast.expr], Value]
 
 
 def suppressed(node: ast.With | ast.AsyncWith, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
-    """(line, what it does), of 'with suppress(BaseException)'."""
+    """Yield (line, what it does) for each 'with suppress(BaseException)'."""
     for with_item in node.items:
         call = with_item.context_expr
         if not isinstance(call, ast.Call) or not is_object(value_of(call.func), contextlib.suppress):
@@ -513,7 +513,7 @@ _OF_AWAITABLES = frozenset({"__await__", *dir(LazyFuture)})
 
 
 def nodes_of_function(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function, without those of functions and classes within it."""
+    """Yield the nodes of a function, without those of functions and classes within it."""
     for child in ast.iter_child_nodes(function):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
@@ -521,7 +521,7 @@ def nodes_of_function(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def dropped_awaitables(function: ast.AST) -> Iterator[ast.Call]:
-    """The calls whose value is dropped, or used as what the awaitable would give.
+    """Yield the calls whose value is dropped, or used as what the awaitable would give.
 
     What is passed on, or kept under a name that is read, may be awaited elsewhere.
     """

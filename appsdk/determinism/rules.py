@@ -32,7 +32,7 @@ BLOCKS = "which holds up the whole instance, at each replay too"
 
 
 class Rule(Struct, frozen=True):
-    """``name`` is how people write it, ``why`` what is wrong with it, ``instead`` the replacement.
+    """Rule for a function. ``name``: as people write it; ``why``: what is wrong with it; ``instead``: the replacement.
 
     ``arguments_count``: it depends on the run only when it is called with fewer arguments; -1: in any case.
     """
@@ -94,7 +94,7 @@ _MODULES = {*_ROWS, *_UNLESS_GIVEN, *_CLASSES, "random", "datetime", "multiproce
 
 
 class Rules:
-    """The table, with the functions themselves as keys. A module that nothing has imported can't be reached either."""
+    """Table of rules, with the functions themselves as keys. It lacks modules that nothing imports: none is reached."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, Rule]] = {}
@@ -104,7 +104,7 @@ class Rules:
                 self._add(name)
 
     def module(self, name: str) -> ModuleType | None:
-        """The module for an import in a handler, if it is loaded; one of the table's is, if it has to be."""
+        """Return the module for an import in a handler, if it is loaded; one of the table is loaded if it has to be."""
         if name not in sys.modules and name in _MODULES:
             importlib.import_module(name)
             for each in _MODULES & sys.modules.keys():
@@ -127,7 +127,7 @@ class Rules:
             self._classes[getattr(module, class_name)] = shown, instead
 
     def of_function(self, function: object) -> Rule | None:
-        """The rule for a function, method or built-in, however it was reached."""
+        """Return the rule for a function, method or built-in, however it was reached."""
         if (entry := self._by_id.get(id(function))) is not None:
             return entry[1]
         if not isinstance(function, BuiltinFunctionType | MethodType):
@@ -144,7 +144,7 @@ class Rules:
         return None
 
     def of_random(self, generator: random.Random, name: str) -> Rule:
-        """A method of a generator that is no part of the state."""
+        """Return the rule for a method of a generator that is no part of the state."""
         if generator is getattr(random, "_inst", None):
             return Rule(f"random.{name}", DIFFERS, _RANDOM)
         if isinstance(generator, random.SystemRandom):
@@ -152,7 +152,7 @@ class Rules:
         return Rule(f"{name} of a random.Random that is no part of the state", DIFFERS, _RANDOM)
 
     def of_class(self, cls: type) -> Rule | None:
-        """The rule for making an instance."""
+        """Return the rule for making an instance of the class."""
         if issubclass(cls, random.SystemRandom):
             return Rule("random.SystemRandom", DIFFERS, _RANDOM)
         if cls is random.Random:

@@ -39,20 +39,20 @@ class Instance(Struct, frozen=True):
 
 
 class Bound(Struct, frozen=True):
-    """A function with what it gets as its first argument."""
+    """Function with what it gets as its first argument."""
 
     function: Any  # a FunctionType, which mypy takes for a method where it is a field
     receiver: Known | Instance
 
 
 class PeerOf(Struct, frozen=True):
-    """A peer of the app. ``waits``: as an async handler has it."""
+    """Peer of the app. ``waits``: an async handler uses it."""
 
     waits: bool
 
 
 class Super(Struct, frozen=True):
-    """``super()`` in a method of ``after``."""
+    """Value of ``super()`` in a method of ``after``."""
 
     receiver: Instance
     after: type
@@ -62,7 +62,7 @@ Value = Known | Instance | Bound | PeerOf | Super | None
 
 
 def shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A hint's class and its parameters, without Annotated, Final, aliases and ``| None``."""
+    """Return a hint's class and its parameters, without Annotated, Final, aliases and ``| None``."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Annotated, Final, ClassVar):
         return shape(arguments[0])
@@ -89,7 +89,7 @@ def is_state_set(value: Value) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def hints_of(subject: Any) -> dict[str, Any]:
-    """The annotations of a class or function; none when they can't be evaluated."""
+    """Return the annotations of a class or function; none if they can't be evaluated."""
     try:
         return typing.get_type_hints(subject, include_extras=True)
     except Exception:  # whatever evaluating an annotation raises
@@ -97,7 +97,7 @@ def hints_of(subject: Any) -> dict[str, Any]:
 
 
 def state_names(cls: Any) -> frozenset[str]:
-    """The attributes of an app: what is kept, and what is Transient."""
+    """Return the names of an app's attributes: of those that are kept, and of Transient ones."""
     try:
         state = vars(cls)["_immortal_definition"].state()
     except Exception:  # no app, or annotations that can't be evaluated
@@ -170,13 +170,13 @@ def element(value: Value) -> Value:
 
 
 def item(value: Value) -> Value:
-    """``value[...]``"""
+    """Return the value of ``value[...]``."""
     is_mapping = isinstance(value, Instance) and _is_mapping(value)
     return _parameter(value, 1 if is_mapping else 0)
 
 
 def values_of(value: Instance) -> Instance | None:
-    """``value.values()``"""
+    """Return the value of ``value.values()``."""
     found = _parameter(value, 1) if _is_mapping(value) else None
     return None if found is None else Instance(list[found.hint], found.of_state)  # type: ignore[name-defined]
 

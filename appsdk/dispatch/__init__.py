@@ -1,1 +1,1 @@
-"""From the bytes that come in to the handlers that they call, and back, without I/O."""
+"""Dispatch: from incoming bytes to the handlers that they call, and back, without I/O."""

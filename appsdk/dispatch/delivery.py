@@ -1,4 +1,4 @@
-"""The hot loop: packed RPC messages to calls of handlers."""
+"""Hot loop: packed RPC messages to calls of handlers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Delivery:
         """Do nothing: the class has no @initial method."""
 
     def _only_first(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """The initial message is in record 0; whoever sends one later does not speak for this instance."""
+        """Wrap the initial method: its message is in record 0; who sends one later does not speak for this instance."""
 
         def run(instance: object) -> None:
             context = self._context
@@ -221,7 +221,7 @@ class Delivery:
         return offset
 
     def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
-        """The message at ``offset``: (its handler, where its arguments start, its size in bytes)."""
+        """Look up the message at ``offset``: (its handler, where its arguments start, its size in bytes)."""
         first = content[offset]
         if first < 0x80 and not first & 1:
             type_offset, size_bytes = offset + 1, first >> 1
@@ -282,7 +282,7 @@ class Delivery:
     def _read_again(
         self, content: bytes, message_start: int, name: str, error: BaseException, data: bytes, index: int
     ) -> tuple[Any, ...]:
-        """The arguments ``data``, if ``error`` is only for what is read more slowly. Raises HandlerError."""
+        """Read the arguments ``data`` more slowly, if ``error`` is only for what that can read. Raises HandlerError."""
         method_id, front_count = method_and_front(content, message_start)
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is not None and not front_count:
@@ -297,7 +297,7 @@ class Delivery:
     def _misfit(
         self, method_id: int | None, name: str, error: BaseException, data: bytes, index: int, front: int
     ) -> Any:
-        """Arguments that can't be decoded."""
+        """Make the error of arguments that can't be decoded."""
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is None:
             text = f"{name}: it can't be read: {error}"
@@ -308,7 +308,7 @@ class Delivery:
     def _failed(
         self, method_id: int | None, name: str, arguments: tuple[Any, ...], error: BaseException, index: int
     ) -> HandlerError:
-        """The handler has raised."""
+        """Make the error of a handler that has raised."""
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         names = () if handler is None else handler.signature.parameters
         made = handler_failed(name, arguments, error, self._context.sequence_id, index, names)
@@ -317,7 +317,7 @@ class Delivery:
         return made
 
     def _unknown(self, content: bytes, offset: int, end: int, index: int) -> HandlerError:
-        """A message that nothing here is called by."""
+        """Make the error of a message that calls nothing here."""
         message_type, start, message_end = decode_message(content, offset)
         if message_type != MessageType.RPC or message_end > end:
             raise RemoteProtocolError(
@@ -337,7 +337,7 @@ class Delivery:
         return self._refused(index, refusal(name, rpc.method_id, Cause.METHOD, text))
 
     def trip(self, fronts_of: Iterable[int]) -> None:
-        """Calls of these methods are refused from here on."""
+        """Refuse calls of these methods from here on."""
         self._tripped = {
             front: self._definition.by_method_id[method_id].function.__qualname__
             for method_id in fronts_of
@@ -357,7 +357,7 @@ class Delivery:
 
 
 def _own(decode: Callable[[Any], Any], function: Callable[[Any], None], name: str) -> Entry:
-    """For messages of the SDK's own: ``function`` takes what ``decode`` makes of one."""
+    """Make the entry for messages of the SDK's own: ``function`` takes what ``decode`` makes of one."""
     return (lambda data: (decode(data),)), (lambda instance, message: function(message)), name
 
 

@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""The app's side of the protocol without I/O: bytes in, events and bytes out, the handlers called in between.
+"""App's side of the protocol without I/O: bytes in, events and bytes out, the handlers called in between.
 
     nothing --11--> __init__, initial message, checkpoint --the initial message comes back--> primary     first start
     nothing --blob--> restored --records--> ... --11--> checkpoint --> primary                            recovery
@@ -83,7 +83,7 @@ JOURNAL_RESULTS_FEW, JOURNAL_RESULTS_MANY, JOURNAL_SIZE_BYTES_LARGE = 100, 1_000
 
 
 class Dispatcher:
-    """One connection's life of one class.
+    """Protocol of one connection's life of one class.
 
     ``draw_seed`` gives SEED_SIZE_BYTES bytes at a first start; ``wake`` is called by other threads when they have
     put impulses where :meth:`data_to_send` finds them. An error that is raised ends the connection: stop the app.
@@ -158,7 +158,7 @@ class Dispatcher:
         return forks and self._primary and self._extended
 
     def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
-        """From here on ``bound`` calls what encodes the state: it may give that up by a StateError."""
+        """Let ``bound`` call what encodes the state, from here on: it may give that up by a StateError."""
         self._life.bound = bound
 
     @property
@@ -168,7 +168,7 @@ class Dispatcher:
 
     @property
     def may_start_hooks(self) -> bool:
-        """The state covers all impulses that were logged before: :class:`BecamePrimary` says so once."""
+        """True if the state covers all impulses that were logged before: :class:`BecamePrimary` says so once."""
         return self._gate.is_open
 
     def describe_hooks(self) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ class Dispatcher:
     # --- what the transport calls -----------------------------------------------------------------------------------
 
     def receive_data(self, data: bytes) -> None:
-        """Bytes from the coordinator, in any pieces."""
+        """Take in bytes from the coordinator, in any pieces."""
         self._reader.receive_data(data)
 
     def next_event(self) -> Event | None:
@@ -194,12 +194,12 @@ class Dispatcher:
             current.life = None
 
     def announce_leaving(self, reason: str) -> None:
-        """The app ends the connection by itself: it has not crashed."""
+        """Say that the app ends the connection by itself: it has not crashed."""
         if self._failures.can_fail:
             self.outbox.report(encode_message(MessageType.LEAVING, reason.encode("utf-8", "replace")))
 
     def data_to_send(self) -> list[Chunk]:
-        """All bytes that are to be sent now, in order. They are the caller's."""
+        """Return all bytes that are to be sent now, in order. They are the caller's."""
         return self.outbox.take()
 
     @property
@@ -208,7 +208,7 @@ class Dispatcher:
         return self.tasks.time_impulses.next_due_ns
 
     def tell_time(self, time_ns: int) -> None:
-        """The instance's time, ns since the Unix epoch: it goes into the log, and comes back as input."""
+        """Tell the instance's time, ns since the Unix epoch: it goes into the log, and comes back as input."""
         self.tasks.time_impulses.tell(time_ns)
 
     @property
@@ -417,12 +417,12 @@ class Dispatcher:
             self.tasks.executions.flush(is_primary=self._primary)
 
     def snapshot_ended(self, reason: str, *, forks_next: bool) -> None:
-        """The child that was to encode the state has ended; why there is no checkpoint, "" if there is one."""
+        """Report the end of the child that encodes the state. ``reason``: why there is no checkpoint, or ""."""
         self.outbox.send(encode_message(MessageType.SNAPSHOT_END, reason.encode("utf-8", "replace")))
         self.forks_next = forks_next
 
     def snapshot_failed(self, error: StateError) -> None:
-        """The child could not encode the state: the next checkpoint is asked for at once, and taken here. Raises
+        """Ask at once for the next checkpoint, which is taken here: the child could not encode the state. Raises
         StateError where that would not help."""
         if not self._failures.can_fail:
             raise error

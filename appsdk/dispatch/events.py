@@ -10,27 +10,27 @@ from msgspec import Struct
 
 
 class BecamePrimary(Struct, frozen=True):
-    """All that was logged is handled: the hooks may start."""
+    """Event: all that was logged is handled, so the hooks may start."""
 
 
 class OutputReady(Struct, frozen=True):
-    """Output must be sent before more input is handled: a batch or more."""
+    """Event: output must be sent before more input is handled: a batch or more."""
 
 
 class Goodbye(Struct, frozen=True):
-    """The coordinator stops cleanly; so does the app."""
+    """Event: the coordinator stops cleanly; so does the app."""
 
     reason: str
 
 
 class Refusal(Struct, frozen=True):
-    """The coordinator closes the connection and says why."""
+    """Event: the coordinator closes the connection and says why."""
 
     reason: str
 
 
 class SnapshotBegun(Struct, frozen=True):
-    """A checkpoint of the state as it is now is to be taken beside the handlers, before more input is handled.
+    """Event: a checkpoint of the present state is to be taken beside the handlers, before more input is handled.
 
     ``encode`` makes the pieces of its blob; it raises StateError.
     """
@@ -39,11 +39,11 @@ class SnapshotBegun(Struct, frozen=True):
 
 
 class Flush(Struct, frozen=True):
-    """Output must be sent before more input is handled: that may end the process."""
+    """Event: output must be sent before more input is handled, as that may end the process."""
 
 
 class JournalGrew(Struct, frozen=True):
-    """Journals of waiting handlers of one name have grown long together, or have doubled since that was told."""
+    """Event: journals of waiting handlers of one name have grown long together, or have doubled since that was told."""
 
     handler: str
     tasks_count: int
@@ -64,7 +64,7 @@ TIMED_MAX = 32
 
 
 class HandlerTimeSamples:
-    """``left``: so many of the next messages are to be timed, by ``clock_ns``. No replay depends on any of it."""
+    """Samples of handler times. ``left``: how many next messages are timed, by ``clock_ns``. No replay needs it."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.left = 0

@@ -39,7 +39,7 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
 
 
 def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
-    """``function``, and then whoever waited for what it has signalled."""
+    """Wrap ``function``: whoever waited for what it has signalled goes on behind it."""
 
     def run(instance: object, *arguments: Any) -> None:
         function(instance, *arguments)
@@ -65,7 +65,7 @@ def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None
 def listed(
     tasks: Tasks, handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0
 ) -> Callable[..., None]:
-    """``function``, which handles a call of ``handler``, and then a row in the list of executions where it has labels.
+    """Wrap ``function``, which handles calls of ``handler``: those with labels then get into the list of executions.
 
     ``front``: arguments before the handler's own: its caller, and the number of the call.
     """
@@ -109,13 +109,13 @@ _ARRAY_FRONT_SIZE_BYTES = 1  # a reply that was raised has lost the front of its
 
 
 class _RefusedError(Exception):
-    """The query can't be called; the text says why."""
+    """Raised if the query can't be called; the text says why."""
 
 
 def answer_query(
     question: QueryQuestion, definition: Definition, instance: Any, context: Context, tasks: Tasks
 ) -> QueryAnswer:
-    """``changed``: the state must be made anew from the log before anything else is handled."""
+    """Answer a query. ``changed``: the state must be made anew from the log before anything else is handled."""
     record_time_ns, source, message_index = context.record_time_ns, context.source, context.message_index
     context.record_time_ns = max(question.time_ns, record_time_ns or 0)
     context.source = ""
@@ -164,7 +164,7 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
 
 
 def _found(question: QueryQuestion, definition: Definition) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
-    """The query, and its arguments. Raises _RefusedError."""
+    """Return the query, and its arguments. Raises _RefusedError."""
     handler = definition.by_method_id.get(question.method_id)
     if handler is None or not handler.is_query:
         raise _RefusedError(f"{definition.name} has no query with the method ID {question.method_id}")

@@ -28,7 +28,7 @@ from immortal.protocol.messages import RpcKind, RpcType
 
 
 class Life:
-    """``definition``: of the class that runs: one that the app upgrades from, until it is told to; ``delivery``: calls
+    """Life cycle. ``definition``: of the running class, until told so one that is upgraded from; ``delivery``: calls
     its handlers. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come. ``bound``: calls what
     encodes the state, and gives it up where it takes too long.
     """
@@ -51,7 +51,7 @@ class Life:
         self._main_definition = definition
 
     def start(self, seed: bytes) -> None:
-        """The first start: ``seed`` is that of all random streams. Raises StateError."""
+        """Start for the first time: ``seed`` is that of all random streams. Raises StateError."""
         context = self._context
         context.seed = seed
         self._tasks.starts_first = True
@@ -95,7 +95,7 @@ class Life:
         self._tasks.list_restored(envelope.tasks)
 
     def _restored(self, envelope: Envelope, state: memoryview) -> Any:
-        """A new object of the class that runs, in the state of a blob, as of its last record. Raises StateError."""
+        """Make an object of the class that runs, in the state of a blob, as of its last record. Raises StateError."""
         self.next_sequence_id = envelope.sequence_id + 1
         self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
         instance = self._new_instance()
@@ -117,7 +117,7 @@ class Life:
             run_user_code(f"{self.definition.name}.prepare", prepare, StateError)
 
     def _use(self, definition: Definition) -> None:
-        """From here on this class's code handles what comes in."""
+        """Handle input with this class's code from here on."""
         if definition is not self.definition:
             self.definition = definition
             self.delivery = self._make_delivery(definition, self._context)
@@ -146,7 +146,7 @@ class Life:
             schema.encode(self.instance)
 
     def encode(self) -> tuple[bytes, bytes]:
-        """The blob: its envelope and the state as it is now. Raises StateError."""
+        """Return the blob: its envelope and the state as it is now. Raises StateError."""
         return self.bound(self._encode)
 
     def _encode(self) -> tuple[bytes, bytes]:
@@ -196,7 +196,7 @@ class HookGate:
         self._released: tuple[Ordering, int] | None = None  # ..., and how many of its releases must be executed
 
     def begin(self) -> None:
-        """The app is primary: no impulse of an earlier life comes from here on."""
+        """Begin to watch: the app is primary, and no impulse of an earlier life comes from here on."""
         context = self._context
         ordering = context.multicasts.ordering
         self._begun = True
@@ -211,7 +211,7 @@ class HookGate:
         return self.is_open
 
     def _filed(self) -> Iterator[bool]:
-        """True for each call that stands behind a multicast and that nobody awaits: an impulse is such a fork there."""
+        """Yield True for each call behind a multicast that nobody awaits: an impulse is such a fork there."""
         ordering: Ordering | None = self._context.multicasts.ordering
         for filed in () if ordering is None else ordering.plain_calls():
             if filed.number <= self._filed_count:
@@ -266,7 +266,7 @@ USAGE = "@classmethod def upgrade(cls, old: {old}) -> {new}"
 
 
 def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Callable[[C], C]:
-    """``@upgrades(CounterV1)``: the class can take over the state of ``CounterV1``, with its ``upgrade``::
+    """Let the class take over the state of ``CounterV1``, with its ``upgrade``: ``@upgrades(CounterV1)``::
 
         @upgrades(CounterV1)
         class Counter(Immortal):
@@ -341,7 +341,7 @@ def _check_upgrade(definition: Definition, found: object, usage: str) -> Callabl
 
 
 def restoring_class(main: Definition, envelope: Envelope) -> Definition:
-    """The class of the checkpoint's version: of several, the one nearest to ``main``. Raises StateError."""
+    """Return the class of the checkpoint's version: of several, the one nearest to ``main``. Raises StateError."""
     for definition in main.chain:
         if definition.version == envelope.version:
             return definition
@@ -353,7 +353,7 @@ def restoring_class(main: Definition, envelope: Envelope) -> Definition:
 
 
 def upgrade_path(main: Definition, current: Definition, version: int | None) -> list[Definition]:
-    """The classes that the state passes, from ``current``'s version to ``version`` (None: that of ``main``).
+    """Return the classes that the state passes, from ``current``'s version to ``version`` (None: that of ``main``).
 
     The first one is ``current`` or, where only that has a way, another class of its version: after a way back there are
     two. Raises UpgradeError.
@@ -391,7 +391,7 @@ def _versions(chain: Sequence[Definition]) -> str:
 
 
 def upgraded(definition: Definition, old: Any, context: Context) -> Any:
-    """The instance that ``definition``'s class makes of ``old``; it takes over ``context``. Raises UpgradeError."""
+    """Make the instance of ``definition``'s class from ``old``; it takes over ``context``. Raises UpgradeError."""
     what = f"{definition.name}.upgrade"
     record_index = context.message_index
     context.message_index = -definition.version  # the random streams of each upgrade are its own
@@ -411,7 +411,7 @@ def upgraded(definition: Definition, old: Any, context: Context) -> Any:
 
 
 def moved(definition: Definition, old_definition: Definition, old: Any, context: Context) -> Any:
-    """The state of ``old`` in another class of the same version; it takes over ``context``. Raises UpgradeError."""
+    """Move the state of ``old`` to another class of its version; it takes over ``context``. Raises UpgradeError."""
     schema = old_definition.state()
     new = definition.new_instance()
     attach(new, context)
@@ -428,7 +428,7 @@ def moved(definition: Definition, old_definition: Definition, old: Any, context:
 
 
 def _beside(context: Context) -> Context:
-    """A context for one more instance in the same life: the same time, the same randomness, no calls."""
+    """Make a context for one more instance in the same life: the same time, the same randomness, no calls."""
     made = Context(context.seed, context.outbox)
     made.sites = context.sites
     made.committer_id = context.committer_id
@@ -471,7 +471,7 @@ def failed(definition: Definition, reason: str, details: str = "", remedy: str =
 
 
 def _place(trace: TracebackType | None) -> str:
-    """`` (file:line)`` of the last line in the file that the SDK called, which may have called others."""
+    """Return `` (file:line)`` of the last line in the file that the SDK called, which may have called others."""
     frames = traceback.extract_tb(trace)[1:]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

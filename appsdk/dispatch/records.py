@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""The messages of logged records, each to its handler: in slices, without those that have a verdict, timed when asked.
+"""Hands the messages of logged records to handlers: in slices, without those that have a verdict, timed when asked.
 
 What fails alone gets its verdict here, and the others go on behind it.
 """
@@ -35,7 +35,7 @@ SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: 
 
 
 class SingleStepNeededError(Exception):
-    """Some message of the record that is handled, from ``message_index`` on, has left a state that can't be saved."""
+    """Raised if some message of the handled record, from ``message_index`` on, has left a state that can't be saved."""
 
     def __init__(self, message_index: int) -> None:
         super().__init__(f"message {message_index} or one behind it")
@@ -68,7 +68,7 @@ class Records:
 
     @property
     def now_handling(self) -> Handling | None:
-        """The message whose handler runs; None between two. Any thread: what it says may be over by then."""
+        """Message whose handler runs; None between two. Any thread: it may be over by then."""
         context = self._context
         content, start, first_index = self._batch_begin
         sequence_id, index = context.sequence_id, context.message_index
@@ -83,7 +83,7 @@ class Records:
         return replace(self._failures.handling(sequence_id, index, message), message=b"")
 
     def announce(self, handling: Handling) -> Iterator[Event]:
-        """Handling it may end the process: the coordinator is to know what it was."""
+        """Announce what is handled, since that may end the process: the coordinator is to know what it was."""
         self._context.outbox.report(encode_handling(handling))
         yield Flush()
 
@@ -124,7 +124,7 @@ class Records:
         self._life.next_sequence_id = sequence_id + 1
 
     def _check(self) -> None:
-        """Before anything leaves that the messages so far have made. Raises SingleStepNeededError."""
+        """Check the state before anything leaves that the messages so far have made. Raises SingleStepNeededError."""
         first, self._unchecked_from = self._unchecked_from, None
         if first is None or self.guard.check() is None:
             return
@@ -133,7 +133,7 @@ class Records:
         self.guard.give_up()  # the next checkpoint says so
 
     def _check_one(self, message: bytes, index: int) -> None:
-        """The state behind a message that was handled by itself. Raises HandlerError."""
+        """Check the state behind a message that was handled by itself. Raises HandlerError."""
         handler = self._life.definition.by_method_id.get(-1 if (found := method_of(message)) is None else found)
         if (handler is not None and handler.is_query) or (problem := self.guard.check()) is None:
             return
@@ -238,7 +238,7 @@ class Records:
         return error
 
     def _let_go_on(self, index: int, message: bytes) -> Iterator[Event]:
-        """One after the other of the handlers that ``message`` has woken, each announced. None of the calls that were
+        """Let the handlers that ``message`` has woken go on, one after the other, each announced. No calls that were
         made since its first leaves in between: a verdict on one of them may take them back."""
         context, tasks, outbox = self._context, self._context.tasks, self._context.outbox
         behind, context.message_index = context.message_index, index
@@ -269,7 +269,7 @@ class Records:
         return behind
 
     def _failed(self, error: HandlerError, message: bytes) -> Iterator[Event]:
-        """``message`` has failed: note it, and go on behind it.
+        """Note that ``message`` has failed, and go on behind it.
 
         Raises ``error`` where it can't fail alone, and RewindNeededError where the state must be as before it first.
         """
@@ -290,7 +290,7 @@ class Records:
         self._failures.answer(known_verdict, message)
 
     def _pass_over(self, content: bytes, offset: int, index: int) -> Generator[Event, None, int]:
-        """The message at ``offset`` has a verdict: where the next one starts."""
+        """Skip the message at ``offset``, which has a verdict; returns the offset of the next one."""
         context, message = self._context, message_at(content, offset)
         behind = offset + len(message)
         context.message_index = index

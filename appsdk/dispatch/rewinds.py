@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""The state as it was before a message that has failed: a copy of it, and again the records since, without that one."""
+"""Rewinds the state to before a failed message: to a copy of it, and over the records since, without that message."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Rewinds:
             self.retake_copy()
 
     def _undo(self, needed: RewindNeededError, record: Record) -> None:
-        """Back to the copy of the state, and again over the records behind it, up to ``record``."""
+        """Go back to the copy of the state, and again over the records behind it, up to ``record``."""
         copy, verdict = self.copies.current, needed.verdict
         if copy is None:
             self._context.outbox.rewind_to_copy()
@@ -67,7 +67,7 @@ class Rewinds:
         self._go_over(copy, copy.tail, verdict.key[:2])
 
     def reload_from_log(self) -> None:
-        """The state is none that the records so far make: make it anew from them. Raises RecoveryNeeded."""
+        """Make the state anew from the records so far, which do not make the present one. Raises RecoveryNeeded."""
         copy = self.copies.current
         self._context.outbox.mark()
         if copy is None:
@@ -91,12 +91,12 @@ class Rewinds:
         return copy
 
     def guards(self) -> None:
-        """From here on messages are handled for the first time, and the state is looked at behind them."""
+        """Guard the state from here on: messages are handled for the first time, and it is looked at behind them."""
         self._records.guard.is_on = self._failures.may_refuse
         self._look_anew()
 
     def _look_anew(self) -> None:
-        """The state is what it is: nobody is to be blamed for what is wrong with it already."""
+        """Let the guard begin anew with the present state: nobody is to be blamed for what is wrong with it already."""
         guard, context = self._records.guard, self._context
         if guard.is_on:
             size_bytes = context.tasks.queries.state_size_bytes
@@ -104,7 +104,7 @@ class Rewinds:
             guard.begin(schema, self._life.instance, size_bytes)
 
     def _go_over(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
-        """``passed``: up to which message of which record this was done before."""
+        """Handle ``records`` over the copy. ``passed``: up to which message of which record this was done before."""
         tasks = self._context.tasks
         self.copies.failed()
         tasks.rewinds()
@@ -120,12 +120,12 @@ class Rewinds:
         self._look_anew()
 
     def settle(self) -> None:
-        """The state is that behind the last record again."""
+        """End a rewind: the state is that behind the last record again."""
         self._failures.settle(self._life.delivery)
         self._context.tasks.effects.resume()
 
     def retake_copy(self) -> None:
-        """Much log lies behind the last copy, or the state has changed in another way than by records."""
+        """Take a new copy: much log lies behind the last one, or not only records have changed the state."""
         self._context.outbox.close_batches()
         try:
             blob = b"".join(self._life.encode())
@@ -135,7 +135,7 @@ class Rewinds:
         self.take_copy((blob,))
 
     def take_copy(self, pieces: Sequence[bytes]) -> None:
-        """The state as it is now, behind all calls made so far."""
+        """Take a copy of the state as it is now, behind all calls made so far."""
         tasks, sequence_id = self._context.tasks, self._life.next_sequence_id - 1
         self._context.outbox.begin_copy()
         tasks.queries.state_size_bytes = sum(map(len, pieces))

@@ -55,7 +55,7 @@ class _Made(msgspec.Struct):
 
     @property
     def awaited(self) -> Counter[object]:
-        """The calls and effects whose results handlers wait for."""
+        """Return the calls and effects whose results handlers wait for."""
         calls = [(to, one) for to, messages in self.messages.items() for one in messages if is_awaited(one)]
         return Counter([*calls, *self.effects])
 
@@ -75,7 +75,7 @@ class _Made(msgspec.Struct):
 
 
 class _EnoughError(Exception):
-    """A run has come to the last point that is looked at."""
+    """Raised when a run has come to the last point that is inspected."""
 
 
 class StateRepair:
@@ -98,7 +98,7 @@ class StateRepair:
     # --- a checkpoint ------------------------------------------------------------------------------------------------
 
     def encode(self, *, heals: bool = True) -> Sequence[bytes] | Unsaved:
-        """The state, in pieces; or why it can't be saved. Without ``heals`` nothing is taken back.
+        """Encode the state, in pieces; or say why it can't be saved. Without ``heals`` nothing is taken back.
 
         Raises RecoveryNeeded.
         """
@@ -135,7 +135,7 @@ class StateRepair:
     def _without(
         self, copy: Copy, error: StateError, verdicts: list[Verdict], *, heals: bool
     ) -> Sequence[bytes] | Unsaved:
-        """The state without ``verdicts``, and without whatever else keeps it from being saved."""
+        """Return the state without ``verdicts``, and without whatever else keeps it from being saved."""
         is_forced, found = bool(verdicts), Unsaved(one_line(error))
         while True:
             if verdicts:
@@ -246,7 +246,7 @@ class StateRepair:
         return _Made(messages, begun, answers)
 
     def _search(self, copy: Copy, without: Sequence[Verdict]) -> MessageKey | None:
-        """The last message before which the state could be saved; None: it can't be as it was in the copy either."""
+        """Find the last message before which the state could be saved; None: not even the copy's could."""
         self._run(copy, without, iter(()))
         if not copy.tail or not self._can_encode():
             return None
@@ -315,7 +315,7 @@ class StateRepair:
 
 
 def _narrowed(end: int, points_max: int, try_at: Callable[[range], list[int]]) -> int:
-    """The first point behind the last good one: 0 is good, ``end`` is not. ``try_at``: which of these points are."""
+    """Find the first point behind the last good one: 0 is good, ``end`` is not. ``try_at``: says which points are."""
     begin = 0
     while end - begin > 1:
         step = ceil((end - begin) / points_max)
@@ -325,7 +325,7 @@ def _narrowed(end: int, points_max: int, try_at: Callable[[range], list[int]]) -
 
 
 def one_line(error: Exception) -> str:
-    """In one line; of what the user's code has raised without the traceback. What helps is said elsewhere."""
+    """Format an error in one line; of an error of the user's code without the traceback."""
     first, stops, rest = str(error).partition("; the app stops\n")
     last = rest.strip().rpartition("\n")[2].strip() if stops else ""
     last = last.removeprefix(f"{first.rpartition(' ')[2]}: ")

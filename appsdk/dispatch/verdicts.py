@@ -1,4 +1,4 @@
-"""Verdicts on failed messages of one connection: which are known, and what a new one does."""
+"""Verdicts on failed messages of one connection: those that are known, and what a new one does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from immortal.protocol.verdicts import Handling, MessageKey, Verdict, VerdictKin
 
 
 class RewindNeededError(Exception):
-    """The state must be as it was before the message of ``verdict``, which is passed over from here on."""
+    """Raised if the state must be as before the message of ``verdict``, which is skipped from here on."""
 
     def __init__(self, verdict: Verdict, method_id: int | None) -> None:
         super().__init__(f"message {verdict.message_index} of record {verdict.sequence_id}")
@@ -48,7 +48,7 @@ class RewindNeededError(Exception):
 
 
 def message_at(content: bytes, offset: int) -> bytes:
-    """With its size field."""
+    """Return the message at ``offset``, with its size field."""
     _, _, end = decode_message(content, offset)
     return content[offset:end]
 
@@ -99,7 +99,7 @@ class _Row:
 
 
 class Failures:
-    """``known``: the verdicts that the coordinator has, or gets before anything that follows from them."""
+    """Failures of one connection. ``known``: verdicts that the coordinator has, or gets before what they lead to."""
 
     def __init__(self, context: Context, *, fails_alone: bool = True) -> None:
         self._fails_alone = fails_alone
@@ -118,11 +118,11 @@ class Failures:
 
     @property
     def may_refuse(self) -> bool:
-        """A message that did not fail by itself may be made to: it fails alone, or is to stop the app at once."""
+        """True if a message that did not fail by itself may be refused: it fails alone, or is to stop the app."""
         return self.can_fail or not self._fails_alone
 
     def know(self, verdicts: Sequence[Verdict]) -> None:
-        """The coordinator has told them."""
+        """Add verdicts that the coordinator has told."""
         self.can_fail = self._fails_alone
         for verdict in verdicts:
             self._add(verdict)
@@ -140,7 +140,7 @@ class Failures:
                 indices.insert(at, verdict.message_index)
 
     def next_skipped(self, sequence_id: int, message_index: int) -> int | None:
-        """The next message of that record, from that index on, that is passed over."""
+        """Return the index of the next message of that record, from that index on, that is skipped."""
         indices = self.skipped.get(sequence_id)
         if indices is None:
             return None
@@ -148,7 +148,7 @@ class Failures:
         return indices[at] if at < len(indices) else None
 
     def verdict(self, error: HandlerError, message: bytes) -> Verdict | None:
-        """On the ``message`` that ``error`` is about; None where it can't fail alone."""
+        """Make the verdict on the ``message`` that ``error`` is about; None if it can't fail alone."""
         failure = error.failure
         if failure is None or not self.can_fail or (failure.policy == "stop" and not failure.refused):
             return None
@@ -156,7 +156,7 @@ class Failures:
         return verdict_on(error, failure, None if caller is None else caller.name, message)
 
     def note(self, verdict: Verdict, error: HandlerError) -> None:
-        """A new one: the coordinator hears of it before what follows from it, and so do people."""
+        """Note a new verdict: the coordinator hears of it before what follows from it, and so do people."""
         context = self._context
         if context.reporter is not None and verdict.key not in self.known:
             self._untold[verdict.key] = partial(
@@ -182,7 +182,7 @@ class Failures:
         return self.can_fail
 
     def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
-        """From here on these messages are passed over, and nobody is told: the answers go into the list."""
+        """Skip these messages from here on, and tell nobody: the answers go into the returned list."""
         answers: list[tuple[Verdict, bytes]] = []
         self._held_answers = answers
         for verdict in verdicts:
@@ -208,7 +208,7 @@ class Failures:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 
     def _answer_refused(self, verdict: Verdict, call: bytes) -> None:
-        """One of the calls of a multicast that is not taken, by who sent it."""
+        """Answer a call of a multicast that is refused, if its sender waits for that."""
         try:
             caller = who_waits(call)
         except ProtocolError:
@@ -232,14 +232,14 @@ class Failures:
         )
 
     def going_on(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:
-        """An ``async def`` handler is about to go on, or to begin, beside others."""
+        """Make the announcement that an ``async def`` handler is about to go on, or to begin, beside others."""
         handler = self._context.tasks.definition.by_method_id[call.method_id]
         message = forked(call.method_id, call.arguments) if call.caller is None else b""
         name = handler.function.__qualname__
         return Handling(sequence_id, message_index, 0.0, name, call.caller, message, call.number)
 
     def forget_up_to(self, sequence_id: int) -> None:
-        """No replay in this process goes over those records again."""
+        """Forget verdicts up to that record: no replay in this process goes over those records again."""
         if any(key[0] <= sequence_id for key in self.known):
             for key in [key for key in self.known if key[0] <= sequence_id]:
                 del self.known[key]
@@ -248,7 +248,7 @@ class Failures:
     # --- a rewind -----------------------------------------------------------------------------------------------------
 
     def repeat(self, needed: RewindNeededError, records: Sequence[Record], size_bytes: int, delivery: Delivery) -> None:
-        """The app goes over ``records`` (the last up to the message that has failed) and its state once more."""
+        """Note that the app goes over ``records`` (the last up to the failed message) and its state once more."""
         verdict, method_id = needed.verdict, needed.method_id
         self._repeating = verdict.key
         delivery.trip(())  # what it did once it does once more
@@ -264,12 +264,12 @@ class Failures:
             self._tripped.add(method_id)
 
     def repeat_all(self, sequence_id: int, delivery: Delivery) -> None:
-        """The app goes over all records before that one once more, none of which has failed anew."""
+        """Note that the app goes over all records before that one once more, none of which has failed anew."""
         self._repeating = sequence_id, 0, 0, 0
         delivery.trip(())
 
     def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
-        """Some call of the method between these two has come to its end; or much else has, as it is kept no more."""
+        """Tell whether a call of the method between these two ended well, or the records do not reach back so far."""
         if not records or records[0].header.sequence_id > after[0] + 1:
             return True
         for record in records:
@@ -283,17 +283,17 @@ class Failures:
         return False
 
     def did_not_fail(self, verdict: Verdict) -> bool:
-        """The message was handled well before the rewind, which is to do the same again."""
+        """Tell whether the message was handled well before the rewind, which is to do the same again."""
         return self._repeating is not None and verdict.key[:2] < self._repeating[:2]
 
     def settle(self, delivery: Delivery) -> None:
-        """The rewind is over."""
+        """End the repetition: the rewind is over."""
         self._repeating = None
         delivery.trip(self._tripped)
 
 
 def messages_of(content: bytes) -> Iterator[bytes]:
-    """The RPCs of a record, in order, each from its size on."""
+    """Yield the RPCs of a record, in order, each from its size on."""
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RPC:
             yield content[start - 1 - len(encode_zigzag(end - start + 1)) : end]

@@ -1,4 +1,4 @@
-"""An effect: what users say of it (Retry, options, context), the function, and the request that runs it.
+"""An effect: its options for users (Retry, options, context), the function, and the request that runs it.
 
     await immortal.effect(fetch, url)
     await immortal.effect.options(retry=Retry(attempts=5), timeout=timedelta(seconds=10))(fetch, url)
@@ -93,7 +93,7 @@ class Retry:
         return nearest in self.on
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds between this attempt (from 1) and the next, at most."""
+        """Return seconds between this attempt (from 1) and the next, at most."""
         try:
             wait_s = self.first_wait.total_seconds() * self.factor ** (attempt - 1)
         except OverflowError:
@@ -102,7 +102,7 @@ class Retry:
 
 
 def _restore_retry(retry: Retry, state: list[Any]) -> None:
-    """Restore a pickled one; that of an earlier version lacks the last fields."""
+    """Restore a pickled Retry; one of an earlier version lacks the last fields."""
     fields = dataclasses.fields(retry)
     for one, value in zip(fields, [*state, *(one.default for one in fields[len(state) :])], strict=True):
         object.__setattr__(retry, one.name, value)
@@ -117,7 +117,7 @@ def _is_int(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EffectOptions:
-    """Holds the options that ``immortal.effect.options(...)`` was given. ``raises``: by name."""
+    """Options that ``immortal.effect.options(...)`` was given. ``raises``: by name."""
 
     retry: Retry = Retry()
     timeout: timedelta | None = None
@@ -144,7 +144,7 @@ current_context: ContextVar[Callable[[], EffectContext]] = ContextVar("effect co
 
 
 def effect_context() -> EffectContext:
-    """In a function that runs as an effect, and what it calls: its key and attempt. Raises UsageError elsewhere."""
+    """Return key and attempt of the effect that this function runs as, or is called by. Raises UsageError elsewhere."""
     try:
         return current_context.get()()
     except LookupError:
@@ -166,7 +166,7 @@ _FAILED = ""  # the name under which an EffectFailed travels: no class has it
 
 
 class EffectFunction:
-    """A function that runs as an effect: what it takes and returns. Raises UsageError, DefinitionError."""
+    """Function that runs as an effect: what it takes and returns. Raises UsageError, DefinitionError."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -281,7 +281,7 @@ def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signa
 
 
 class EffectRequest:
-    """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``immortal.effect``.
+    """Request to run one effect. ``number``: its own in the life of the instance; for the rest see ``immortal.effect``.
 
     ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has
@@ -341,7 +341,7 @@ class EffectRequest:
 
     @property
     def key(self) -> str:
-        """Made each time: few functions ask for it."""
+        """Key of the effect, computed at each use: few functions ask for it."""
         return self._make_key()
 
     @property
@@ -350,7 +350,7 @@ class EffectRequest:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The user's; with :attr:`arguments`, for runners that do something else in its place."""
+        """User's function; with :attr:`arguments`, for runners that do something else in its place."""
         return self._function.function
 
     @property
@@ -364,11 +364,11 @@ class EffectRequest:
         return self._function.is_async if self.stand_in is None else inspect.iscoroutinefunction(self.stand_in)
 
     def call(self, attempt: int = 1) -> Any:
-        """Call the function, a plain ``def``; returns and raises what it does."""
+        """Call the function, a plain ``def``; returns and raises what that does."""
         return self.new_context().run(self._call, attempt)
 
     def new_context(self) -> contextvars.Context:
-        """For one attempt: a copy of what the handler had as it began the effect."""
+        """Copy the context that the handler had as it began the effect, for one attempt."""
         return copy_of(self._variables)
 
     def _call(self, attempt: int) -> Any:

@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own: ``async def`` effects, and what is to be done at a time."""
+"""Runs an asyncio loop in its own thread, for ``async def`` effects and delayed calls."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class EffectLoop:
     def run(
         self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context
     ) -> None:
-        """In a task, in ``context``."""
+        """Run a coroutine in a task, in ``context``."""
         self._ask(partial(self._run, key, function, context))
 
     def call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
-        """On the loop."""
+        """Call ``function`` on the loop after ``wait_s`` seconds."""
         self._ask(partial(self._call_later, wait_s, key, function))
 
     def cancel(self, key: Hashable) -> None:
-        """Cancel the task of ``key``, and forget its timer; do nothing where there is neither."""
+        """Cancel the task of ``key``, and forget its timer; do nothing if there is neither."""
         self._ask(partial(self._cancel, key))
 
     def stop(self) -> None:
-        """Cancel what still runs, and wait for it for a moment."""
+        """Cancel what still runs, and wait for a moment until it has ended."""
         self._ask(lambda: asyncio.ensure_future(self._end()))
         self._thread.join(2 * STOP_TIMEOUT_S)
 

@@ -31,7 +31,7 @@ SAY_FROM_ATTEMPT = 3  # those before are not told of: what the next one mends ne
 
 
 class _Attempt:
-    """``number`` counts from 1. ``is_over``: of one with a timeout, that it has ended in one way or the other.
+    """Attempt at an effect. ``number`` counts from 1. ``is_over``: one with a timeout has ended in some way.
     ``is_due``: of one behind another, that it waits for its time no more."""
 
     __slots__ = ("is_due", "is_over", "number", "request")
@@ -75,7 +75,7 @@ class LocalEffectRunner:
             self._loop.cancel(request)
 
     def stop(self) -> None:
-        """The app ends: what still runs is cancelled, and for a moment waited for."""
+        """Cancel what still runs, and wait for it for a moment: the app ends."""
         with self._lock:
             self._is_stopped = True
             self._waiting.clear()
@@ -94,7 +94,7 @@ class LocalEffectRunner:
         self._run(attempt)
 
     def _leave(self) -> None:
-        """The place goes to who has waited longest."""
+        """Give the place to the attempt that has waited longest."""
         with self._lock:
             following = None
             while self._waiting and following is None:
@@ -208,12 +208,12 @@ class LocalEffectRunner:
         request.try_now = partial(self._try_now, following)
 
     def _come_due(self, attempt: _Attempt) -> None:
-        """On the loop: its time has come."""
+        """Begin an attempt whose time has come. On the loop."""
         if self._is_first(attempt):
             self._begin(attempt)
 
     def _try_now(self, attempt: _Attempt) -> bool:
-        """The handlers' thread. False: it is due already."""
+        """Begin an attempt now, in the handlers' thread. Returns False if it is due already."""
         if not self._is_first(attempt):
             return False
         self._use_loop().cancel(attempt.request)  # its timer; the loop does in order what it is asked
@@ -267,7 +267,7 @@ W = TypeVar("W")
 
 
 class Threads(Generic[W]):
-    """At most ``count`` daemons, which call ``run`` with each piece of work; it raises nothing. They never end."""
+    """Pool of at most ``count`` daemon threads, which call ``run`` with each piece of work; it raises nothing."""
 
     def __init__(self, count: int, run: Callable[[W], None]) -> None:
         self._count = count
@@ -279,7 +279,7 @@ class Threads(Generic[W]):
         self._is_called = False  # one is woken or made, and has not looked yet
 
     def add(self, work: W) -> None:
-        """Any thread; returns at once."""
+        """Queue a piece of work, from any thread; returns at once."""
         with self._lock:
             self._work.append(work)
             self._call_one()
@@ -334,7 +334,7 @@ class Threads(Generic[W]):
 
 
 class StubEffectRunner:
-    """An EffectRunner: ``runner`` calls what ``stand_ins`` has for a function, in its place."""
+    """EffectRunner that calls what ``stand_ins`` has for a function in its place; ``runner`` runs it."""
 
     def __init__(self, runner: EffectRunner, stand_ins: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         self._runner = runner

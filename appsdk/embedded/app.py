@@ -1,4 +1,4 @@
-"""The app of a coordinator that runs in the same thread: no socket, no second process.
+"""App port of a coordinator that runs in the same thread: no socket, no second process.
 
 The coordinator's loop asks it now and then to go on (:meth:`EmbeddedApp.process`). It handles some of what the core has
 for the app, and gives back what the app says. So handlers and core take turns: while a handler runs, or stands at a

@@ -1,4 +1,4 @@
-"""``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: what they check.
+"""Decorators ``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: their checks.
 
 In the class a handler becomes a :class:`Handler`, a property whose value, read from an instance, is a
 :class:`BoundHandler`: calling it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def``
@@ -37,7 +37,7 @@ EFFECT_METHOD_ID = system_methods.EFFECT_METHOD_ID
 
 
 def method_id_of_name(name: str) -> int:
-    """The method ID that follows from a handler's name alone, DERIVED_METHOD_ID_MIN .. METHOD_ID_MAX.
+    """Compute a handler's method ID from its name alone, DERIVED_METHOD_ID_MIN .. METHOD_ID_MAX.
 
     >>> method_id_of_name("count")
     343311
@@ -51,12 +51,12 @@ _keys = itertools.count()
 
 
 def definition_key(name: str) -> str:
-    """A name for one definition of ``name`` that no other has in this process. (No dots: attrgetter follows them.)"""
+    """Make a name for one definition of ``name``, unique in this process. (No dots: attrgetter follows them.)"""
     return f"{name}/{next(_keys)}"
 
 
 class BoundHandler(Generic[P, R]):
-    """A handler of this very instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends it to oneself.
+    """Handler of one instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends the call through the log.
 
     ``fork`` sends the call and goes on: it is executed once, in the order of the calls, whatever crashes. It raises
     TypeError for arguments that the handler does not take, UsageError outside handlers. (In async handlers this is an
@@ -102,7 +102,7 @@ Raises = Iterable[type[Exception]]
 
 
 class Running(Struct, frozen=True):
-    """``timeout``: how long a run may take. ``limit``: so many run at once, or with ``limit_by`` so many for each value
+    """Limits of runs. ``timeout``: how long one may take. ``limit``: so many at once, or with ``limit_by`` per value
     of that parameter."""
 
     timeout: timedelta | None = None
@@ -130,7 +130,7 @@ class Running(Struct, frozen=True):
 
 
 class Handler(property, Generic[P, R]):
-    """A method that logged messages call. ``function`` is what was decorated, ``call`` takes arguments by position.
+    """Method that logged messages call. ``function`` is what was decorated, ``call`` takes arguments by position.
 
     ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself. ``on_error``: what
     becomes of the state when it raises anything else; None: as the class says. ``running``: how long an ``async def``
@@ -201,20 +201,20 @@ class Handler(property, Generic[P, R]):
         def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
 
     def __call__(self, instance: object, *args: P.args, **kwargs: P.kwargs) -> R:
-        """``Counter.count(counter, ...)``: a plain call."""
+        """Call the method plainly: ``Counter.count(counter, ...)``."""
         return self.function(instance, *args, **kwargs)
 
 
 if TYPE_CHECKING:
 
     class BoundAsyncHandler(Generic[P, R]):
-        """A BoundHandler of an ``async def``, to a type checker."""
+        """Type that a type checker uses for a BoundHandler of an ``async def``."""
 
         def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]: ...
 
     class AsyncHandler(Handler[P, Coroutine[Any, Any, R]]):
-        """A Handler of an ``async def``, to a type checker."""
+        """Type that a type checker uses for a Handler of an ``async def``."""
 
         @overload  # type: ignore[override]
         def __get__(self, instance: None, owner: type, /) -> RemoteHandler[P, R]: ...
@@ -241,7 +241,7 @@ def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) 
 
 
 def check_handler_signature(function: Callable[..., Any], decorator: str) -> inspect.Signature:
-    """The signature of a handler without ``self``. Raises DefinitionError, naming the method and the parameter."""
+    """Return a handler's signature without ``self``. Raises DefinitionError that names method and parameter."""
     if not inspect.isfunction(function):
         what = type(function).__name__
         raise DefinitionError(f"@{decorator} belongs on a plain method, this is a {what}: {function!r}")
@@ -295,7 +295,7 @@ def rpc(
     limit_by: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Any:
-    """A method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
+    """Mark a method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
 
     ``id`` (1 .. METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
     changes while calls are under way, and for two names whose IDs collide. ``raises`` lists the exceptions that go to
@@ -325,7 +325,7 @@ def query(
     id: int | None = None,  # noqa: A002
     raises: Raises = (),
 ) -> Any:
-    """A method that only reads: called as those of :func:`rpc`, with the same options.
+    """Mark a method that only reads. It is called like one of :func:`rpc`, with the same options.
 
     It is a plain ``def``, which answers at once. It sets and changes no attributes (but :data:`~immortal.Transient`
     ones), makes no calls, signals and random draws: it then fails with QueryError, and the state is as before it.
@@ -361,13 +361,13 @@ def impulse(
     limit_by: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Any:
-    """A method for input from the outside world, sent with an :class:`Impulses` handle. Options: see :func:`rpc`."""
+    """Mark a method for input from the outside world, sent with an :class:`Impulses` handle. Options: :func:`rpc`."""
     decorator = _Decorator("impulse", id, on_error=on_error, running=Running(timeout, limit, limit_by), labels=labels)
     return decorator if function is None else decorator(function)
 
 
 def every(period: str | timedelta, /) -> _Decorator:
-    """``@every("10m")``: a method without parameters that runs once in each period, from the first start on.
+    """Mark a method without parameters that runs once in each period from the first start on: ``@every("10m")``.
 
     ``period`` is a number and ms, s, m, h, d or w, or a timedelta. Times that pass while the app is down are made up
     for by one run. Raises DefinitionError.
@@ -376,7 +376,7 @@ def every(period: str | timedelta, /) -> _Decorator:
 
 
 def cron(expression: str, /, *, tz: str = "UTC") -> _Decorator:
-    """``@cron("0 3 * * mon")``: a method without parameters that runs at these times, from the first start on.
+    """Mark a method without parameters that runs at these times from the first start on: ``@cron("0 3 * * mon")``.
 
     ``expression`` has minute, hour, day of the month, month and day of the week, as in crontab (a sixth field in front
     is seconds); ``tz`` is the name of a time zone, such as "Europe/Berlin". Times that pass while the app is down are
@@ -455,7 +455,7 @@ def _hook(function: Callable[..., Any], decorator: str, parameters_count: int, u
 
 
 def on_primary(function: Callable[[S, Any], None], /) -> Callable[[S, Any], None]:
-    """A method that runs in a thread of its own once the app is primary: after the first start and each recovery.
+    """Mark a method that runs in its own thread once the app is primary: after the first start and each recovery.
 
     It is not replayed, so it may do what it likes; it reaches the app only through its :class:`Impulses` handle. It may
     read attributes (the handlers go on beside it: what it reads may be changing), and must not set any.
@@ -465,7 +465,7 @@ def on_primary(function: Callable[[S, Any], None], /) -> Callable[[S, Any], None
 
 
 def initial(function: Callable[[S], None], /) -> Callable[[S], None]:
-    """A method that runs once in the life of the instance: as its first logged input, after ``__init__``.
+    """Mark a method that runs once in the life of the instance: as its first logged input, after ``__init__``.
 
     Unlike ``__init__`` it may send calls. At most one in a class.
     """

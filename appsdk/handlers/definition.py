@@ -58,7 +58,7 @@ class Peer(property):
         property.__init__(self, attrgetter(f"_immortal_context.peers.{self.key}"))
 
     def resolve(self) -> Definition:
-        """The peer's class. Raises DefinitionError, and whatever importing its module raises."""
+        """Return the definition of the peer's class. Raises DefinitionError, and what importing its module raises."""
         target: Any = self.target
         if isinstance(target, str):
             module_name, _, class_name = target.partition(":")
@@ -75,7 +75,7 @@ class Peer(property):
 
 
 class Definition(Struct):
-    """One class: its handlers by name and ID, hooks, peers, and how its state is kept."""
+    """Definition of one class: its handlers by name and ID, hooks, peers, and how its state is kept."""
 
     cls: type
     base: type  # Immortal
@@ -107,12 +107,12 @@ class Definition(Struct):
         return self.cls.__qualname__
 
     def new_instance(self) -> Any:
-        """An object of the class, without its ``__init__`` and ``__new__``."""
+        """Make an object of the class, without its ``__init__`` and ``__new__``."""
         return object.__new__(self.cls)
 
     @property
     def label(self) -> str:
-        """``module:Class``: what the app calls itself to its coordinator."""
+        """``module:Class``: the app's name for its coordinator."""
         return f"{self.cls.__module__}:{self.cls.__qualname__}"
 
     @property
@@ -346,7 +346,7 @@ def roles_of(
     given: Mapping[str, Iterable[str]] | None,
     inherited: Mapping[str, tuple[str, ...]],
 ) -> dict[str, tuple[str, ...]]:
-    """The groups that may call each handler that is not for everybody. Raises DefinitionError."""
+    """Return the groups that may call each handler that is not for everybody. Raises DefinitionError."""
     found = dict(inherited)
     if given is None:
         return found

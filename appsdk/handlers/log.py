@@ -39,7 +39,7 @@ _FRAMES_MAX = 100  # between the handler and whoever writes the line
 
 
 class HandlerLog:
-    """The class of ``immortal.logger``."""
+    """Class of ``immortal.logger``."""
 
     __slots__ = ("_bound",)
 
@@ -67,7 +67,7 @@ class HandlerLog:
         self._write("error", event, arguments, {**values, "exception": sys.exc_info()[1]})
 
     def bind(self, **values: Any) -> HandlerLog:
-        """One whose lines have these values too."""
+        """Return a logger whose lines have these values too."""
         return HandlerLog({**self._bound, **values})
 
     def new(self, **values: Any) -> HandlerLog:
@@ -140,7 +140,7 @@ def is_first_time(context: Context, task: Any) -> bool:
 
 
 def _handler_above(definition: Definition, frame: FrameType | None) -> str | None:
-    """The handler that has called what runs in ``frame``, as its class has it; None where there is none."""
+    """Return the handler that has called what runs in ``frame``, as its class has it; None if there is none."""
     codes = {handler.function.__code__: handler.function.__qualname__ for handler in definition.handlers.values()}
     begins = getattr(definition.cls, definition.initial or "", None)
     if isinstance(begins, FunctionType):
@@ -250,7 +250,7 @@ def _is_shown(level: str) -> bool:
 
 
 def write_line(level: str, instance: str, text: str, fields: Mapping[str, Any], trace: str = "") -> None:
-    """One line on stderr, whatever is in it, and in the human format ``trace`` behind it. Raises nothing."""
+    """Write one line on stderr, whatever is in it; in the human format with ``trace`` behind it. Raises nothing."""
     try:
         if trace and os.environ.get(FORMAT_VARIABLE) == "json":
             fields, trace = {**fields, "traceback": trace}, ""

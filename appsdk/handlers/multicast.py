@@ -1,4 +1,4 @@
-"""``immortal.multicast([self.a, self.b]).count.fork("text")``: calls of a handler of several instances, in one order.
+"""Proxies of multicasts: ``immortal.multicast([self.a, self.b]).count.fork("text")`` calls several in one order.
 
 `docs/how-to/ordering.md` says what is promised.
 """
@@ -25,7 +25,7 @@ Handle: Any = HandleType
 
 
 class NodeHandles:
-    """Nodes of one instance among the targets of a multicast. Called, it is what finds their class."""
+    """Nodes of one instance among the targets of a multicast. To call it finds their class."""
 
     def __init__(self, handle: Any) -> None:
         self.handles = [handle]
@@ -105,7 +105,7 @@ def destinations_of(context: Context, targets: Iterable[Any]) -> list[Destinatio
 
 
 def shared_handler(destinations: list[Destination], name: str) -> Handler[Any, Any]:
-    """The handler ``name`` that all have, under one method ID. Raises AttributeError, UsageError."""
+    """Return the handler ``name`` that all have, under one method ID. Raises AttributeError, UsageError."""
     handlers = [find_handler(resolve(), name) for _, resolve in destinations]
     for (destination, _), handler in zip(destinations, handlers, strict=True):
         if handler.method_id != handlers[0].method_id or handler.signature != handlers[0].signature:
@@ -156,7 +156,7 @@ def make_multicast_fork(
 
 
 class MulticastMethod(PeerMethod):
-    """A handler of several instances: ``fork`` sends a call to all of them."""
+    """Handler of several instances: ``fork`` sends a call to all of them."""
 
     __slots__ = ()
 
@@ -168,7 +168,7 @@ class MulticastMethod(PeerMethod):
 
 
 class Multicast:
-    """Several instances, as a ``def`` handler sees them: an attribute for each handler that all have.
+    """Proxy of several instances for ``def`` handlers: it has an attribute for each handler that all have.
 
     ``scope``: where they are the members of a group.
     """

@@ -68,7 +68,7 @@ def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
 
 
 def _role_names(definition: Definition) -> dict[tuple[str, int], str]:
-    """The methods that are not for everybody, once for each role that may call them: the newest class says which."""
+    """Return the methods that are not for everybody, once for each role that may call them, by the newest class."""
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
     for one in reversed(definition.chain):
         for handler in one.handlers.values():
@@ -98,7 +98,7 @@ def peer(target: str, name: str) -> Any: ...
 @overload
 def peer(target: Callable[[], type[T]], name: str) -> type[T]: ...
 def peer(target: object, name: str) -> Any:
-    """A proxy for the instance called ``name``: in the class body, ``counter = peer(Counter, "counter")``.
+    """Make a proxy for the instance called ``name``: in the class body, ``counter = peer(Counter, "counter")``.
 
     ``target`` is its class; for two classes that refer to each other ``lambda: Counter`` or ``"module:Counter"``.
     Raises DefinitionError.
@@ -120,7 +120,7 @@ def find_handler(definition: Definition, name: str) -> Handler[Any, Any]:
 def make_fork(
     context: Context, destination: str, handler: Handler[Any, Any], definition: Definition | None = None
 ) -> Callable[..., None]:
-    """``definition``: of the class whose handler it is, where what is annotated ``Any`` is to come as what it is."""
+    """Make the ``fork`` of a handler. ``definition``: of its class, so that values for ``Any`` keep their type."""
     name = handler.function.__qualname__
     if context.outbox is not None:
         fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
@@ -137,7 +137,7 @@ def make_fork(
 def _exact_fork(
     context: Context, definition: Definition, handler: Handler[Any, Any], fork: Callable[..., None]
 ) -> Callable[..., None]:
-    """``fork`` itself, unless a parameter of ``handler`` may hold what has no type to be read by."""
+    """Return ``fork`` itself, unless a parameter of ``handler`` may hold what has no type to be read by."""
     try:
         codec = definition.codec(handler)
     except (DefinitionError, NameError):  # said elsewhere
@@ -203,7 +203,7 @@ def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
 
 
 class PeerMethod:
-    """A peer's handler: ``fork`` sends a call to it."""
+    """Handler of a peer: ``fork`` sends a call to it."""
 
     __slots__ = ("_name", "fork")
 
@@ -219,7 +219,7 @@ class PeerMethod:
 
 
 class PeerProxy:
-    """Another instance, as handlers see it: an attribute for each of its handlers."""
+    """Proxy of another instance for handlers: it has an attribute for each handler of that instance."""
 
     def __init__(self, source: Peer, context: Context) -> None:
         self._immortal_peer = source
@@ -230,7 +230,7 @@ class PeerProxy:
 
 
 class UnresolvedPeer(PeerProxy):
-    """A PeerProxy before its first use, when its class may not be there yet; it turns into a plain one then."""
+    """PeerProxy before its first use, when its class may not be there yet; it turns into a plain one then."""
 
     def __getattr__(self, name: str) -> PeerMethod:
         if name.startswith("__"):
@@ -250,7 +250,7 @@ class UnresolvedPeer(PeerProxy):
 
 
 class ImpulseProxy:
-    """The handlers of one destination, to be called with impulses."""
+    """Proxy of one destination's handlers, to be called with impulses."""
 
     def __init__(self, definition: Definition, destination: str, queue: ImpulseQueue) -> None:
         self._made_from = (definition, destination, queue)
@@ -285,7 +285,7 @@ def _make_impulse(
 
 
 class Impulses:
-    """The way into the app for the outside world: what ``@on_primary`` hooks get. Any thread may use it.
+    """Way into the app for the outside world: what ``@on_primary`` hooks get. Any thread may use it.
 
     ``impulses.line(text)`` sends to a handler of one's own, ``impulses.counter.count(text)`` to one of a peer's; typed:
     ``impulses.to(self).line(text)``, ``impulses.to(self.counter).count(text)``. Sending blocks only while too many
@@ -306,7 +306,7 @@ class Impulses:
     @overload
     def to(self, target: T) -> type[T]: ...
     def to(self, target: Any) -> Any:
-        """The handlers of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
+        """Return the handlers of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
         if target is self._instance:
             return self._own
         if not isinstance(target, PeerProxy):
@@ -351,14 +351,14 @@ def attach(instance: Any, context: Context) -> None:
 
 
 def new_context() -> Context:
-    """For an instance that is made now: as :func:`instances_use_context` says, or that of a plain object."""
+    """Make the context of a new instance: as :func:`instances_use_context` says, or that of a plain object."""
     make_context = _context_factory.get()
     return Context(os.urandom(SEED_SIZE_BYTES)) if make_context is None else make_context()
 
 
 @contextmanager
 def instances_use_context(make_context: Callable[[], Context]) -> Iterator[None]:
-    """Instances that this thread makes meanwhile get a context of ``make_context`` in place of a plain one."""
+    """Give instances that this thread makes meanwhile a context of ``make_context`` in place of a plain one."""
     token = _context_factory.set(make_context)
     try:
         yield

@@ -76,7 +76,7 @@ class Queries:
         self._unlogged = _Budget(UNLOGGED_COMPARED_BYTES_PER_QUERY)
 
     def use(self, schema: StateSchema) -> None:
-        """From here on this is the state."""
+        """Use this state's schema from here on."""
         self._schema = schema
 
     def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:

@@ -26,14 +26,14 @@ _UNITS_NS = {
 
 
 class Period:
-    """``@every``. Raises DefinitionError."""
+    """Schedule of ``@every``. Raises DefinitionError."""
 
     def __init__(self, given: object) -> None:
         self.period_ns = _period_ns(given)
         self.text = f"every {given}"  # as its class says it
 
     def next_ns(self, time_ns: int, due_ns: int | None) -> int:
-        """The first time after ``time_ns``, both since the Unix epoch; ``due_ns``: one that there was."""
+        """Return the first time after ``time_ns``, both ns since the Unix epoch; ``due_ns``: one of its times."""
         if due_ns is None:
             return time_ns + self.period_ns
         return due_ns + ((time_ns - due_ns) // self.period_ns + 1) * self.period_ns
@@ -53,7 +53,7 @@ def _period_ns(period: object) -> int:
 
 
 class Cron:
-    """``@cron``. Raises DefinitionError."""
+    """Schedule of ``@cron``. Raises DefinitionError."""
 
     def __init__(self, expression: object, zone: object) -> None:
         from cronsim import CronSim, CronSimError  # here: few apps need it
@@ -75,7 +75,7 @@ class Cron:
             raise DefinitionError(f"@cron({expression!r}): there is no such day")
 
     def next_ns(self, time_ns: int) -> int:
-        """The first time after ``time_ns``, both since the Unix epoch. Not for replays: see above."""
+        """Return the first time after ``time_ns``, both ns since the Unix epoch. Not for replays: see above."""
         moment = next(self._cronsim(self._expression, datetime_of(time_ns).astimezone(self._zone)), None)
         if moment is None:  # not within 50 years
             return TIME_NS_MAX

@@ -1,4 +1,4 @@
-"""Agents of Pydantic AI in ``async def`` handlers: each model request and each tool call is an effect.
+"""Runs agents of Pydantic AI in ``async def`` handlers: each model request and each tool call is an effect.
 
     agent = Agent("openai:gpt-5", name="support", capabilities=[ImmortalDurability()])
 
@@ -72,7 +72,7 @@ RETRY = Retry(not_on=(*PROGRAM_ERRORS, UserError, UnexpectedModelBehavior, Fallb
 
 
 async def run_step(body: Body) -> object:
-    """Function of the effect of each model request and tool call.
+    """Return the function of the effect of each model request and tool call.
 
     Tests that want these to run (of a TestModel, say) name it as its own stand-in: ``effects={run_step: run_step}``.
     """

@@ -93,7 +93,7 @@ class Accounts:
         return "this instance does not hold it: it was released or has ended, or was never passed to it"
 
     def _refused(self, text: str) -> BaseException:
-        """An async handler ends, whatever it catches: a rebuild would not refuse it again."""
+        """Make the error of a refusal. An async handler ends, whatever it catches: a rebuild would not refuse again."""
         error, task = UsageError(text), self._context.tasks.running
         return error if task is None else task.abandon(error)
 
@@ -120,7 +120,7 @@ class Accounts:
         self.act()
 
     def passed(self, key: Key, to: str) -> bool:
-        """A copy goes to ``to``, says who holds it. False: there is no such key."""
+        """Count a copy that goes to ``to``, as its holder says. False: there is no such key."""
         known = self.owner.passed(key, to)
         self._joins_end(key, to)
         return known
@@ -128,7 +128,7 @@ class Accounts:
     # --- an end that is on its way through the queues -----------------------------------------------------------------
 
     def _ending(self, owner: str, key: Key) -> tuple[list[bytes], Ended] | None:
-        """The run, in the queue here, with the end of a handle; None: there is none."""
+        """Return the run, in the queue here, with the end of a handle; None: there is none."""
         for calls in self._context.multicasts.calls_of(owner):
             for ended in _ended_in(calls):
                 if ended.key == key:
@@ -136,7 +136,7 @@ class Accounts:
         return None
 
     def _say_ending(self, owner: str, key: Key, to: str) -> None:
-        """In front of a copy: who gets it is none of those who hear of the end in order."""
+        """Say, in front of a copy, that the handle ends: its receiver is none of those who hear of the end in order."""
         if (found := self._ending(owner, key)) is not None:
             self.sender(to, HANDLES_METHOD_ID)((self._context.instance_name, Ending(owner, key, found[1].how)))
 
@@ -153,7 +153,7 @@ class Accounts:
         return True
 
     def end_proposed(self, owner: str, calls: list[bytes]) -> None:
-        """The end of handles has come into the queue: copies of them that are still to be sent go behind word of it."""
+        """Put word of the end of handles, now in the queue, in front of copies of them that are still to be sent."""
         for ended in _ended_in(calls):
             parts: list[bytes] = []
             _write_word(parts, (self._context.instance_name, Ending(owner, ended.key, ended.how)))
@@ -179,7 +179,7 @@ class Accounts:
             raise self._refused(f"{what}: it was revoked for {to!r}")
 
     def taking(self, decode: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
-        """``decode`` of a handler that may be given handles: once they are read they are held."""
+        """Wrap ``decode`` of a handler that may be given handles: once they are read they are held."""
 
         def taken(data: Any) -> tuple[Any, ...]:
             arguments = decode(data)
@@ -206,7 +206,7 @@ class Accounts:
 
 
 def _ended_in(calls: list[bytes]) -> Iterator[Ended]:
-    """The words of a run, which is of the SDK's own making where it is of this method."""
+    """Yield the handles' ends in a run, which is of the SDK's own making if it is of this method."""
     for call in calls:
         if method_of(call) != HANDLES_METHOD_ID:
             return

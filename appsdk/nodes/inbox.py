@@ -51,7 +51,7 @@ class Inbox:
         self._hooks.clear()
 
     def failed(self, message: bytes, verdict: Verdict) -> None:
-        """The message has a verdict. Where that means that it is passed over, what it brought is given back."""
+        """Give back what a message with a verdict brought, if the verdict means that the message is skipped."""
         if not verdict.skips:
             return
         if method_of(message) == HANDLES_METHOD_ID:
@@ -144,7 +144,7 @@ class Inbox:
             self._run_hook(name, handle)
 
     def _failed_hook(self, message: bytes) -> None:
-        """A hook has failed, and the state is as before it: what the message says holds all the same."""
+        """Take what a message says although its hook has failed, and the state is as before it."""
         self._take(decode_word(_arguments_of(message)))
         self._hooks.clear()
         self._act()

@@ -1,4 +1,4 @@
-"""A class of nodes (handlers, state), the live nodes of an instance, and calls through handles."""
+"""Classes of nodes (handlers, state), the live nodes of an instance, and calls through handles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from immortal.appsdk.state.schema import StateSchema, copied_envelope
 
 
 class NodeDefinition:
-    """Handlers by name and by method ID, and how its state is kept."""
+    """Definition of a class of nodes: handlers by name and by method ID, and how its state is kept."""
 
     def __init__(self, cls: type, formerly: Iterable[str]) -> None:
         if isinstance(formerly, str):
@@ -99,7 +99,7 @@ def node_definition(cls: object) -> NodeDefinition:
 
 
 class NodeContext:
-    """Context in which the handlers of one node find it.
+    """Context in which the handlers of one node find the node.
 
     ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object that no instance made. ``number``: the node's own in
     that life.
@@ -131,7 +131,7 @@ class NodeContext:
 
 
 class Node:
-    """A part of an instance that others call by a handle, with handlers (``@rpc``) and state of its own.
+    """Part of an instance that others call by a handle, with handlers (``@rpc``) and state of its own.
 
     Its state is its annotated attributes, kept with its owner's. ``immortal.create_node(Order, ...)`` makes it in a
     handler of an instance whose class names it: ``class Exchange(Immortal, nodes=(Order,))``. ``formerly=("Old",)``
@@ -156,7 +156,7 @@ class Node:
 
     @property
     def owner(self) -> Any:
-        """The instance that it is a part of. Raises UsageError."""
+        """Instance that the node is a part of. Raises UsageError."""
         life = self._immortal_context.life
         if life is None:
             raise UsageError(
@@ -175,7 +175,7 @@ class SavedNode(msgspec.Struct, array_like=True):
 
 
 class NodeTable:
-    """``life``: an immortal.appsdk.nodes.nodes.Nodes, which nodes name as their own."""
+    """Table of live nodes. ``life``: an immortal.appsdk.nodes.nodes.Nodes, which nodes name as their own."""
 
     def __init__(self, life: Any) -> None:
         self.definition: Definition | None = None
@@ -189,7 +189,7 @@ class NodeTable:
         return self._nodes.get(number)
 
     def use(self, definition: Definition) -> None:
-        """From here on this class's code runs. Raises StateError where it does not fit the nodes that there are."""
+        """Use this class's code from here on. Raises StateError if it does not fit the nodes that there are."""
         before, self.definition = self.definition, definition
         if before is not None and before is not definition:
             self.restore(self.save())
@@ -203,7 +203,7 @@ class NodeTable:
         return saved
 
     def restore(self, saved: Iterable[SavedNode]) -> None:
-        """In place of those that there are. Raises StateError."""
+        """Replace the nodes by saved ones. Raises StateError."""
         self._nodes = {one.number: self._restored(one) for one in saved}
 
     def _restored(self, saved: SavedNode) -> Node:
@@ -241,7 +241,7 @@ class NodeTable:
 
 
 class HandleMethod:
-    """A handler of a node. ``life``: an immortal.appsdk.nodes.nodes.Nodes."""
+    """Handler of a node. ``life``: an immortal.appsdk.nodes.nodes.Nodes."""
 
     __slots__ = ("_handle", "_handler", "_life")
 

@@ -1,4 +1,4 @@
-"""The nodes of one instance and the handles that it holds: what handlers ask for, and what the log brings.
+"""Nodes of one instance and the handles that it holds: what handlers ask for, and what the log brings.
 
 Everything here happens while an input of the log is handled, so it follows from the log. Its state is part of each
 checkpoint. Until the first node that it makes or handle that it gets there is nothing, and nothing is looked at.
@@ -69,7 +69,7 @@ class Nodes:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def use(self, definition: Definition, instance: Any) -> None:
-        """From here on this class's code runs. Raises StateError where it does not fit the nodes that there are."""
+        """Use this class's code from here on. Raises StateError if it does not fit the nodes that there are."""
         self.instance = instance
         self.living.use(definition)
 
@@ -109,7 +109,7 @@ class Nodes:
         return context.instance_name
 
     def create(self, cls: type, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """A new node's handle. Raises UsageError, DefinitionError, and what its ``__init__`` raises."""
+        """Make a node; returns its handle. Raises UsageError, DefinitionError, and what its ``__init__`` raises."""
         self._require_handler("immortal.create_node")
         node_definition(cls)
         definition = self.living.definition
@@ -124,7 +124,7 @@ class Nodes:
         return self._grant(number)
 
     def _grant(self, number: int) -> Any:
-        """A handle of the node with a key of its own: 128 bits that only the instance's secret seed leads to."""
+        """Make a handle of the node with a key of its own: 128 bits that only the instance's secret seed leads to."""
         context = self.context
         self._last_number += 1
         digest = hashlib.blake2b(key=context.seed, digest_size=KEY_SIZE_BYTES, person=b"node key")
@@ -252,7 +252,7 @@ class Nodes:
         return self._require_handler(handler.function.__qualname__), keys, handler.method_id, arguments
 
     def encoding(self) -> None:
-        """A handle is encoded, perhaps into a message. Raises UsageError."""
+        """Take note that a handle is encoded, perhaps into a message. Raises UsageError."""
         context = self.context
         if threading.get_ident() != context.thread_id:
             raise UsageError("a handle can't be part of an impulse: pass it on in a handler")

@@ -1,4 +1,4 @@
-"""Distributed reference counting of handles: its messages and two pure state machines. `docs/reference/nodes.md`.
+"""Distributed reference counting of handles: messages and two pure state machines. `docs/reference/nodes.md`.
 
 :class:`Owner` counts, per holder, the copies of a handle that went to it; :class:`Holder` knows the copies that came.
 Messages go in, actions come out; no I/O, no time, no randomness. Their state is part of the app's checkpoint.
@@ -63,7 +63,7 @@ Action: TypeAlias = Tell | NoHoldersLeft
 
 
 class Owner:
-    """The keys of one instance. ``actions``: what is to be done, in order; whoever takes them clears the list."""
+    """Keys of one instance. ``actions``: what is to be done, in order; whoever takes them clears the list."""
 
     def __init__(self, grants: list[Grant] | None = None) -> None:
         self.grants = {one.key: one for one in grants or []}
@@ -76,7 +76,7 @@ class Owner:
         self.grants[key] = Grant(key, node)
 
     def passed(self, key: Key, to: str) -> bool:
-        """A copy goes to ``to``, as the owner or a holder says. False: there is no such key."""
+        """Count a copy that goes to ``to``, as the owner or a holder says. False: there is no such key."""
         grant = self.grants.get(key)
         if grant is None:
             return False
@@ -87,7 +87,7 @@ class Owner:
         return True
 
     def released(self, key: Key, holder: str, count: int) -> bool:
-        """False: there is no such key, or the count can't be."""
+        """Count copies that ``holder`` released. False: there is no such key, or the count can't be."""
         grant = self.grants.get(key)
         if grant is None or not 1 <= count <= COUNT_MAX:
             return False
@@ -144,12 +144,12 @@ class Owner:
 
     @staticmethod
     def _is_free(grant: Grant) -> bool:
-        """All counts are zero. Their sum would not do: see the proof."""
+        """Tell whether all counts are zero. Their sum would not do: see the proof."""
         return not grant.holders
 
 
 class Holder:
-    """The handles of others that one instance holds. ``actions``: as :class:`Owner` has them."""
+    """Handles of others that one instance holds. ``actions``: as :class:`Owner` has them."""
 
     def __init__(self, held: list[Held] | None = None) -> None:
         self.held = {(one.owner, one.key): one for one in held or []}
@@ -167,7 +167,7 @@ class Holder:
         return (owner, key) in self.held
 
     def arrived(self, owner: str, key: Key) -> bool:
-        """A message with a copy is taken. False: the handle has ended, so the copy goes back at once."""
+        """Count a copy of a message that is taken. False: the handle has ended, so the copy goes back at once."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         if one.ended:
             self.not_taken(owner, key)
@@ -176,11 +176,11 @@ class Holder:
         return True
 
     def not_taken(self, owner: str, key: Key) -> None:
-        """A message with a copy came, and nobody takes it."""
+        """Give back a copy of a message that nobody takes."""
         self.actions.append(Tell(owner, Released(key, 1)))
 
     def pass_on(self, owner: str, key: Key, to: str) -> None:
-        """A message with it leaves for ``to``, which is not the owner. It is held here."""
+        """Note that a copy of a handle held here leaves for ``to``, which is not the owner."""
         self.actions.append(Tell(owner, Passed(key, to)))
 
     def release(self, owner: str, key: Key) -> None:
@@ -239,7 +239,7 @@ class Forgotten(msgspec.Struct, array_like=True, frozen=True, tag=4, gc=False):
 
 
 class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
-    """Message to oneself: a copy came after the end of its handle, so the hook must still be called."""
+    """Message of the instance to itself: a copy came after the end of its handle, so the hook must still be called."""
 
     owner: str
     key: Key
@@ -258,7 +258,7 @@ Message: TypeAlias = Passed | Released | Ended | Forgotten | Stale | Ending
 
 
 class NodeCall(msgspec.Struct, array_like=True, frozen=True):
-    """``sender`` calls the nodes of these keys."""
+    """Call of the nodes of these keys by ``sender``."""
 
     sender: str
     keys: list[bytes]

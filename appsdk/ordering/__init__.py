@@ -1,1 +1,1 @@
-"""Ordered multicast: the algorithm alone (`docs/explanation/ordering.md`), and what ties it to an app."""
+"""Ordered multicast: the algorithm alone (`docs/explanation/ordering.md`), and its connection to an app."""

@@ -17,7 +17,7 @@ from immortal.appsdk.ordering.messages import Fence, Fenced, OfFences, Resolve, 
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """``sender``, others or oneself, cancels runs: tell it the view without ``member``, once there is one."""
+    """Action: ``sender`` (or this instance) cancels runs; tell it the view without ``member``, once there is one."""
 
     group: str
     member: str
@@ -34,7 +34,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Silent(msgspec.Struct, frozen=True):
-    """Nothing is heard of ``member``, while something of that view waits for it: tell ``others``, who may be members,
+    """Action: tell ``others``, who may be members, that nothing is heard of ``member``, for which its view waits,
     before all that is held back."""
 
     group: str
@@ -44,7 +44,7 @@ class Silent(msgspec.Struct, frozen=True):
 
 
 class Ordering(Protocol):
-    """Part of :class:`immortal.appsdk.ordering.machine.Ordering` that fences need."""
+    """Interface to the part of :class:`immortal.appsdk.ordering.machine.Ordering` that fences need."""
 
     name: str
     state: State
@@ -68,7 +68,7 @@ class Fences:
     # --- as a sender --------------------------------------------------------------------------------------------------
 
     def cuts(self, scope: Scope | None, destinations: list[str]) -> bool:
-        """A run to them is not to be sent, or to be cancelled."""
+        """Tell whether a run to these destinations must not be sent, or must be cancelled."""
         return scope is not None and any(
             scope.reaches(one.group, one.view) and one.member in destinations for one in self._ordering.state.fences
         )
@@ -76,7 +76,7 @@ class Fences:
     # --- as a destination ---------------------------------------------------------------------------------------------
 
     def may_propose(self, sender: str, scope: Scope) -> bool:
-        """Before its run is filed; the sender hears of fences before it hears of the place. False: it is expelled."""
+        """Tell ``sender`` of the fences that its run meets, before it is filed. Returns False if it is expelled."""
         may = True
         for fence in self._ordering.state.fences:
             if scope.reaches(fence.group, fence.view):
@@ -100,7 +100,7 @@ class Fences:
         return [one for one in self._in_queue(fence) if one.sender == fence.member]
 
     def _in_queue(self, fence: FenceState) -> list[QueuedRun]:
-        """Runs that it is about and that may still change."""
+        """Return the runs in the queue that the fence is about and that may still change."""
         return [
             one
             for one in self._ordering.runs()
@@ -176,7 +176,7 @@ class Fences:
                     self._ordering.tell(asker, said)
 
     def _resolve(self, fence: FenceState, message: Resolve) -> None:
-        """The member's own runs: what any other member has seen committed is, all else is not."""
+        """Deliver the expelled member's own runs that any other member has seen committed; cancel all else."""
         if fence.is_resolved or fence.view != message.view:
             return
         fence.is_resolved = True
@@ -220,7 +220,7 @@ class Fences:
                 self._ordering.tell(other, message)
 
     def _join(self, fence: FenceState) -> None:
-        """Somebody expels ``fence.member`` as well: it does not answer any more."""
+        """Join an expulsion that another member has begun: ``fence.member`` does not answer any more."""
         state = self._ordering.state
         for own in [one for one in state.expulsions if one.group == fence.group]:
             if fence.member == self._ordering.name:
@@ -260,7 +260,7 @@ class Stage(IntEnum):
 
 
 class Sent(msgspec.Struct, array_like=True):
-    """A run of one's own that is not committed. ``timestamp`` 0: it is not final yet."""
+    """Run of this instance that is not committed. ``timestamp`` 0: it is not final yet."""
 
     number: int
     estimate: Timestamp
@@ -280,7 +280,7 @@ class Sent(msgspec.Struct, array_like=True):
 
 
 class QueuedRun(msgspec.Struct, array_like=True):
-    """In the queue: a run of ``sender``, or (sender "") one call that came by itself and is behind what stood there."""
+    """Entry of the queue: a run of ``sender``, or (sender "") one call outside any run, behind what stood there."""
 
     sender: str
     number: int  # of a run; of a call: how many came before it
@@ -293,7 +293,7 @@ class QueuedRun(msgspec.Struct, array_like=True):
 
 
 class FenceState(msgspec.Struct, array_like=True):
-    """``askers``: who waits for Fenced, until ``open``, (sender, number) of runs in the queue, are final.
+    """State of a fence. ``askers`` wait for Fenced until ``open``, (sender, number) of runs in the queue, are final.
 
     ``told``: senders that have heard of it from here. ``decided``: runs of the member that the others have decided
     about; what it says itself of these comes too late.
@@ -310,7 +310,7 @@ class FenceState(msgspec.Struct, array_like=True):
 
 
 class Expulsion(msgspec.Struct, array_like=True):
-    """One's own. ``waits``: (who is expelled, who has not said Fenced). ``committed``: by who is expelled."""
+    """Expulsion by this instance. ``waits``: (member, who has not said Fenced). ``committed``: by expelled member."""
 
     group: str
     view: int

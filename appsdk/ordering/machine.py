@@ -45,13 +45,13 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Execute ``calls`` behind all that was released before; then :meth:`Ordering.executed`."""
+    """Action: execute ``calls`` behind all that was released before; then call :meth:`Ordering.executed`."""
 
     filed: QueuedRun
 
 
 class RunsCommitted(msgspec.Struct, frozen=True):
-    """All runs up to ``number`` stand: what waited for them may leave."""
+    """Action: let go what waited for the runs up to ``number``, which all stand."""
 
     number: int
 
@@ -86,27 +86,27 @@ class Ordering:
 
     @property
     def is_busy(self) -> bool:
-        """Calls that come by themselves must be filed: something stands before them."""
+        """True if calls outside of runs must be filed: something stands before them."""
         return bool(self._queue) or self.state.released_count > 0
 
     @property
     def has_own(self) -> bool:
-        """A run of one's own is in the queue."""
+        """True if a run of this instance is in the queue."""
         return self._own_count > 0
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight at all."""
+        """True if nothing is in flight at all."""
         return not self._sent and not self.is_busy
 
     @property
     def count(self) -> int:
-        """Count the entries of the queue, blocks included."""
+        """Number of entries in the queue, blocks included."""
         return sum(self._is_at(*one) for one in self._queue)
 
     @property
     def sent(self) -> list[Sent]:
-        """One's own runs that are not committed, the oldest first."""
+        """Runs of this instance that are not committed, the oldest first."""
         return list(self._sent.values())
 
     def first(self) -> QueuedRun | None:
@@ -144,7 +144,7 @@ class Ordering:
         return number
 
     def extend(self, filed: QueuedRun, method_id: int, destination: str) -> bool:
-        """One's own run goes to ``destination`` as well. False: its timestamp is final."""
+        """Send a run of this instance to ``destination`` as well. Returns False if its timestamp is final."""
         sent = self._sent.get(filed.number)
         if filed.sender != self.name or sent is None or sent.timestamp or destination in sent.destinations:
             return False
@@ -155,7 +155,7 @@ class Ordering:
         return True
 
     def _is_alone(self, sent: Sent) -> bool:
-        """A run with a scope is never: it may be cancelled until it is committed."""
+        """Tell whether a run needs no Commit. One with a scope does: it may be cancelled until it is committed."""
         return sent.scope is None and len(sent.destinations) == 1 and self.state.standing == sent.number - 1
 
     def _tick(self) -> Timestamp:
@@ -184,7 +184,7 @@ class Ordering:
         self._release()
 
     def _finish(self, sent: Sent) -> None:
-        """All destinations have proposed. Their clocks must all be there before any of them delivers it."""
+        """Make a timestamp final: all destinations have proposed. All their clocks must get there before delivery."""
         state = self.state
         sent.timestamp = final = max(state.last_final + 1, *sent.proposed.values(), 0)
         state.last_final = final
@@ -203,7 +203,7 @@ class Ordering:
             sent.again.append(destination)
 
     def _late(self, source: str, message: Late) -> bool:
-        """A run that does not stand moves behind what it holds up at ``source``; for one that stands, Commit comes."""
+        """Move a run that does not stand behind what it holds up at ``source``; for one that stands, Commit comes."""
         sent = self._sent.get(message.number)
         if sent is None or source not in sent.destinations:
             return True
@@ -218,7 +218,7 @@ class Ordering:
         return True
 
     def _finish_again(self, first: Sent) -> None:
-        """Final timestamps grow: that of ``first``, and of the runs behind it where they have to stay behind."""
+        """Raise final timestamps: that of ``first``, and of the runs behind it where they have to stay behind."""
         state, least = self.state, 0
         for sent in self._sent.values():
             if sent.number < first.number:
@@ -251,7 +251,7 @@ class Ordering:
     # --- as a destination ---------------------------------------------------------------------------------------------
 
     def proposed(self, message: Propose, now_ns: int = 0) -> None:
-        """A run comes in. Its block stands before the answer leaves."""
+        """Take in a run of another sender. Its block stands before the answer leaves."""
         state, sender = self.state, message.sender
         if message.scope is not None and not self.fences.may_propose(sender, message.scope):
             self.tell(sender, Refused(message.number, "it is expelled"))
@@ -265,7 +265,7 @@ class Ordering:
             self._release()
 
     def _propose(self, estimate: Timestamp) -> Timestamp:
-        """Above all that was ever proposed or final here."""
+        """Return a timestamp above all that were ever proposed or final here."""
         return max(self.state.clock + 1, estimate)
 
     def _file_run(self, filed: QueuedRun) -> None:
@@ -305,7 +305,7 @@ class Ordering:
         return (filed for _, filed in self._queue if not filed.sender)
 
     def file(self, call: bytes, now_ns: int = 0, *, is_own: bool = False) -> None:
-        """A call that came by itself while :attr:`is_busy`: behind all that stands here. ``is_own``: of the instance to
+        """Queue a call outside of any run while :attr:`is_busy`, behind all that stands. ``is_own``: of the instance to
         itself, and none of these is to overtake it."""
         state = self.state
         state.filed_count += 1
@@ -318,12 +318,12 @@ class Ordering:
 
     @property
     def late(self) -> QueuedRun | None:
-        """The run that holds up what could be delivered, and whose sender was not asked yet to move it."""
+        """Run that holds up what could be delivered, and whose sender was not asked yet to move it."""
         first = self.first() if self._ready_count else None
         return None if first is None or first.asked else first
 
     def put_off(self, filed: QueuedRun) -> None:
-        """Ask that it moves behind all that stands here by now."""
+        """Ask the sender to move a run behind all that stands here by now."""
         state = self.state
         state.clock = filed.asked = state.clock + 1
         message = Late(filed.number, filed.asked)
@@ -336,7 +336,7 @@ class Ordering:
     # --- members of groups that are silent ----------------------------------------------------------------------------
 
     def heard(self, source: str) -> None:
-        """Something has come from there."""
+        """Note that something has come from ``source``."""
         self.state.heard[source] = self.state.heard.get(source, 0) + 1
 
     def _awaited(self, groups: Mapping[str, int]) -> list[tuple[Scope, int, list[str], list[str]]]:
@@ -377,7 +377,7 @@ class Ordering:
         return now_ns + min(groups[scope.group] // 2 for scope, _, _, _ in awaited)
 
     def executed(self, count: int = 1) -> None:
-        """So many of what was released are, in that order."""
+        """Note that ``count`` more of the released runs and calls are executed."""
         self.state.released_count -= count
         self.executed_count += count
 
@@ -398,7 +398,7 @@ class Ordering:
             heappop(queue)
 
     def _release(self) -> None:
-        """Deliver all that nothing stands before."""
+        """Deliver everything that has nothing before it."""
         while (filed := self.first()) is not None and filed.stage == Stage.COMMITTED:
             heappop(self._queue)
             self._ready_count -= 1
@@ -413,7 +413,7 @@ class Ordering:
     # --- what comes in ------------------------------------------------------------------------------------------------
 
     def received(self, source: str, message: Message | Fencing) -> bool:
-        """From a sender or a destination; False: it is about nothing that is known here, or can't be right."""
+        """Handle a message of a sender or a destination. False: it is about nothing known here, or can't be right."""
         if isinstance(message, Settle | Commit | Cancel):
             is_right = self._decided(source, message)
             self._release()
@@ -435,7 +435,7 @@ class Ordering:
         return is_right
 
     def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
-        """See :meth:`immortal.appsdk.ordering.fences.Fences.expel`."""
+        """Expel a member: see :meth:`immortal.appsdk.ordering.fences.Fences.expel`."""
         self.fences.expel(group, member, view, members, now_ns)
         self._go_on()
 
@@ -461,7 +461,7 @@ class Ordering:
         return True
 
     def commit_as_it_is(self, filed: QueuedRun) -> None:
-        """Another destination knows that it stands: so its timestamp is final here as well."""
+        """Commit a run at its timestamp: another destination knows that it stands, so it is final here as well."""
         self._commit(filed.sender, Commit(filed.number, filed.timestamp))
 
     def _answered(self, sent: Sent, source: str, message: Proposed | Settled | Refused) -> bool:

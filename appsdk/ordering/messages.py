@@ -1,4 +1,4 @@
-"""Messages of ordered multicast, who may send which, and other input that may have to be queued behind them.
+"""Messages of ordered multicast, their permitted senders, and other input that may have to be queued behind them.
 
 `docs/explanation/ordering.md` explains each message. A *run* is ordered as one: calls of one method that one sender
 made, one after the other, to the same destinations. ``number`` is the sender's, from 1.
@@ -203,7 +203,7 @@ CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3
 
 
 class Plain:
-    """One RPC message of a record, from its size on. ``source``: as :class:`appsdk.calls.context.Context` has it."""
+    """RPC message of a record, from its size on. ``source``: as :class:`appsdk.calls.context.Context` has it."""
 
     def __init__(self, message: bytes, source: str | None) -> None:
         self.message = message
@@ -215,7 +215,7 @@ class Plain:
 
     @property
     def is_own(self) -> bool:
-        """The instance has sent it to itself; so has it the whole batch that it is in."""
+        """True if the instance has sent the message, and so the whole batch that it is in, to itself."""
         if self.source != "" or self.rpc_type == RpcType.IMPULSE:
             return False
         return self.kind != RpcKind.CALL or self.rpc_type == RpcType.FORK or self.caller is None
@@ -232,7 +232,7 @@ class Plain:
 
     @cached_property
     def caller(self) -> tuple[str, int] | None:
-        """The client that waits for its answer, and the number of its request; None: no client does."""
+        """Client that waits for the answer, and the number of its request; None: no client does."""
         found = decode_caller(self.message, self._start, self._end)
         if found is None or not found.name.startswith(CLIENTS):
             return None
@@ -240,7 +240,7 @@ class Plain:
 
     @property
     def answers(self) -> int | None:
-        """The number of the call that it answers; None: it is a call."""
+        """Number of the call that the message answers; None: it is a call."""
         if self.kind == RpcKind.CALL:
             return None
         number = decode_answered_number(self.message, self._start, self._end)
@@ -248,7 +248,7 @@ class Plain:
 
 
 def as_fork(plain: Plain) -> bytes:
-    """The message as the instance can send it to itself: an impulse is a fork there."""
+    """Return the message as the instance can send it to itself: an impulse becomes a fork."""
     message = plain.message
     if plain.rpc_type != RpcType.IMPULSE:
         return message

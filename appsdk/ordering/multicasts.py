@@ -67,7 +67,7 @@ def _method_of(call: bytes) -> int:
 
 
 class Executed(msgspec.Struct, array_like=True, frozen=True):
-    """Message to oneself after released runs.
+    """Message of the instance to itself after released runs.
 
     ``runs``: (sender, number, timestamp, count of calls) of each, in order: the calls before it are these, and plain
     ones between them.
@@ -78,7 +78,7 @@ class Executed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Saved(msgspec.Struct):
-    """``clients``: requests of clients that were filed and released, and are still to be executed."""
+    """State of multicasts in a checkpoint. ``clients``: filed and released requests of clients, not executed yet."""
 
     name: str
     state: State
@@ -178,7 +178,7 @@ class Multicasts:
 
     @property
     def ordering(self) -> Ordering | None:
-        """For who looks at it; None: there was no ordered multicast yet."""
+        """Ordering, for inspection; None: there was no ordered multicast yet."""
         return self._ordering
 
     @property
@@ -225,7 +225,7 @@ class Multicasts:
     def send(
         self, name: str, method_id: int, destinations: list[str], calls: list[bytes], scope: Scope | None = None
     ) -> None:
-        """``calls``: one that all get, or one of each. ``method_id``: of all; negative, and the same for the same
+        """Send a multicast. ``calls``: one for all, or one each. ``method_id``: negative, and the same for the same
         methods, where they are of several. ``scope``: of a group. Raises UsageError."""
         size_bytes = max(map(len, calls))
         if size_bytes > ORDERED_CALL_SIZE_BYTES_MAX:
@@ -248,13 +248,13 @@ class Multicasts:
             context.slice_end = 0  # what comes behind this message may be behind the multicast
 
     def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
-        """See :meth:`immortal.appsdk.ordering.fences.Fences.expel`. Raises UsageError."""
+        """Expel a member: see :meth:`immortal.appsdk.ordering.fences.Fences.expel`. Raises UsageError."""
         ordering, sending = self._begun()
         ordering.expel(group, member, view, members, self._context.record_time_ns or 0)
         self._act(ordering, sending)
 
     def is_cut(self, scope: Scope, destinations: list[str]) -> bool:
-        """Nothing can be sent to them: one of them is being expelled."""
+        """Tell whether nothing can be sent to these destinations: one of them is being expelled."""
         return self._ordering is not None and self._ordering.fences.cuts(scope, destinations)
 
     # --- what nodes ask -----------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Multicasts:
                 yield from (one.calls[0] for one in self.waiting if isinstance(one, Run))
 
     def extend(self, method_id: int, calls: list[bytes], to: str) -> bool:
-        """One's own run, as :meth:`calls_of` has it, goes to ``to`` as well. False: it is too late for that."""
+        """Send a run of this instance, as :meth:`calls_of` has it, to ``to`` as well. False: it is too late."""
         ordering, sending = self._both()
         for one in sending.waiting:
             if isinstance(one, Run) and one.calls[0] is calls:
@@ -325,7 +325,7 @@ class Multicasts:
             self._act(ordering, sending)
 
     def flush(self) -> None:
-        """Between two messages: what the last one has multicast goes out."""
+        """Send what the last message has multicast. Called between two messages."""
         sending, ordering, context = self._sending, self._ordering, self._context
         if sending is None or ordering is None or not sending.waiting:
             return
@@ -360,7 +360,7 @@ class Multicasts:
         self._context.slice_end = 0  # what comes behind it is filed
 
     def refused(self, message: bytes, text: str) -> list[bytes]:
-        """The Propose in ``message`` has a verdict: its sender is to go on without this instance. The calls in it."""
+        """Let the sender of a refused Propose go on without this instance. Returns the calls in the message."""
         try:
             propose = decode_propose(arguments_of(message))
         except (decoding.DecodeError, ProtocolError):
@@ -407,7 +407,7 @@ class Multicasts:
 
     @property
     def is_busy(self) -> bool:
-        """Something stands here, or might: other input may have to wait for it."""
+        """True if something stands in the queue, or might: other input may have to wait for it."""
         ordering = self._ordering
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
@@ -439,7 +439,7 @@ class Multicasts:
             self._act(ordering, sending)
 
     def _look_for_late(self) -> QueuedRun | None:
-        """The run that has held others up for LATE_NS; else it is noted when that is to be looked at."""
+        """Return the run that has held others up for LATE_NS; None: note when that is to be looked at."""
         ordering = self._ordering
         late = None if ordering is None else ordering.late
         self.due_ns = None if late is None else late.since_ns + LATE_NS

@@ -1,4 +1,4 @@
-"""Send queue of an instance: which runs of multicasts go out now, and what waits behind them.
+"""Send queue of an instance: runs of multicasts that go out now, and output that waits behind them.
 
 Pure, like :mod:`appsdk.ordering.machine`. All that waits is one list, in the order in which the handlers sent it:
 
@@ -23,7 +23,7 @@ RUN_SIZE_BYTES_MAX = 64 << 10
 
 
 class Run(msgspec.Struct, array_like=True, tag=0):
-    """Calls of one method, or of one method that are waited for, to the same destinations."""
+    """Calls of one method to the same destinations, all forks or all awaited."""
 
     method_id: int
     destinations: list[str]
@@ -34,7 +34,7 @@ class Run(msgspec.Struct, array_like=True, tag=0):
 
 
 class Held(msgspec.Struct, array_like=True, tag=1):
-    """``parts``: messages for ``destination``, in two parts each; or the number of an effect, where it is EFFECT.
+    """Output held back. ``parts``: messages for ``destination``, in two parts each, or the number of an EFFECT.
 
     ``behind``: the run that must stand first.
     """
@@ -50,7 +50,7 @@ EFFECT = "\x00effect"  # no instance is called so
 
 
 class Sending:
-    """``leave`` is called with what is held no more, in order. ``waiting`` is its state, part of the checkpoint.
+    """Send queue. ``leave`` is called with what is held no more, in order. ``waiting``: its state, part of checkpoints.
     ``own``: what the instance is called as a destination of runs; "": these may overtake what it sends to itself."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Sending:
         now_ns: int = 0,
         scope: Scope | None = None,
     ) -> None:
-        """``place``: which input is handled. Where a run ends is the same at each replay: with the input, or later.
+        """Queue calls. ``place``: the handled input. A run ends at the same place in each replay: with it, or later.
 
         ``calls``: one that all get, or one of each.
         """
@@ -114,7 +114,7 @@ class Sending:
             self.waiting.append(Held(destination, self._ordering.state.sent_count, parts, effect))
 
     def _is_latest(self, last: Held) -> bool:
-        """No run was sent since; one that waits is before it."""
+        """Tell whether no run was sent since ``last``; a run that waits is before it."""
         return last.behind == self._ordering.state.sent_count or any(isinstance(one, Run) for one in self.waiting)
 
     def advance(self) -> None:

@@ -1,4 +1,4 @@
-"""Named groups of ordered multicast, the pure part: who is in a group, and what goes to it again after a change.
+"""Named groups of ordered multicast, the pure part: their members, and the messages to send again after a change.
 
 A *view* is a number and the members from there on. A change of membership is an ordered multicast to all members of
 the view that it was made from, and to who joins; a message to the group is one to the members of the view that its
@@ -53,12 +53,12 @@ class Membership(msgspec.Struct, array_like=True):
         return self.own in self.view.members
 
     def is_current(self, number: int) -> bool:
-        """In the order: whether a message that was sent to the view ``number`` is to be executed."""
+        """Tell, in the order, whether a message that was sent to the view ``number`` is to be executed."""
         self._joined(number)
         return self.is_member and self.view.number == number
 
     def expelled(self, number: int, view: View) -> None:
-        """Out of the order: it was from the view ``number``; ``view`` is the present one."""
+        """Leave the view ``number``, out of the order: this instance was expelled; ``view`` is the present one."""
         if self.is_member and self.view.number <= number:
             self.cut = self.view.number, number
             self.view, self.joining = view, None
@@ -67,7 +67,7 @@ class Membership(msgspec.Struct, array_like=True):
         return self.cut[0] <= number <= self.cut[1]
 
     def change(self, base: View, kind: Kind, *changed: str) -> bool:
-        """In the order: a change made from ``base``; whether it counts. Of one's own join only others know that."""
+        """Apply, in the order, a change made from ``base``. Returns whether it counts; unknown of its own join."""
         if self.joining == base:  # by its number alone it might be another change's, which counted in place of that
             self._joined(base.number)
         after = base.after(kind, *changed)
@@ -85,7 +85,7 @@ class Membership(msgspec.Struct, array_like=True):
             self.view, self.joining = self.joining, None
 
     def learn(self, view: View) -> None:
-        """Out of the order, from a member: for who is none. Members learn in the order alone."""
+        """Learn the view from a member, out of the order, while not a member. Members learn in the order alone."""
         if self.is_member:
             return
         if self.own in view.members:
@@ -98,7 +98,7 @@ class Membership(msgspec.Struct, array_like=True):
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """``number``: the sender's, from 1, of its messages to this group."""
+    """Message to a group. ``number``: counts the sender's messages to this group, from 1."""
 
     number: int
     method: str
@@ -144,8 +144,9 @@ class Outgoing(msgspec.Struct, array_like=True):
         return list(self.unconfirmed)
 
     def renewed(self, member: str, number: int, view: View, source: str, executed: int) -> list[Message]:
-        """``member`` was expelled from the view ``number``, says the member ``source``, which has ``executed`` up to
-        there of what was sent to :attr:`view`. All else was cancelled or stale: what is to be sent to ``view``."""
+        """Return what to send to ``view`` again: ``member`` was expelled from the view ``number``, says ``source``, a
+        member, which has ``executed`` up to there of what was sent to :attr:`view`. All else was cancelled or stale.
+        """
         members = self.view.members
         if self.view.number > number or member not in members or source not in members:
             return []

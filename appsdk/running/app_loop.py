@@ -25,7 +25,7 @@ _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the one that 
 
 
 class AppLoop:
-    """``on_primary``: called when the app begins to work. ``coordinator``: which one it is, for messages."""
+    """Loop of an app. ``on_primary``: called when the app begins to work. ``coordinator``: its name, for messages."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class AppLoop:
         self._failure: AppError | None = None
 
     def fail(self, error: AppError) -> None:
-        """From any thread: the next :meth:`step` raises it."""
+        """Let the next :meth:`step` raise the error. From any thread."""
         if self._failure is None:
             self._failure = error
 
@@ -92,12 +92,12 @@ class AppLoop:
         self._take(self.dispatcher.data_to_send())
 
     def now_ns(self) -> int:
-        """The instance's time. Its coordinator has the clock; one that tells no time leaves us with the machine's."""
+        """Return the instance's time, ns since the Unix epoch: its coordinator's, or the machine's without one."""
         told = self.dispatcher.time
         return time.time_ns() if told is None else told.time_ns + time.clock_gettime_ns(_STEADY) - told.steady_ns
 
     def took(self, size_bytes: int) -> None:
-        """So much of ``pending`` is on its way. For who holds the lock."""
+        """Remove the first ``size_bytes`` of ``pending``, which are on their way. The caller holds the lock."""
         self.pending_size_bytes -= size_bytes
         self.sent_size_bytes += size_bytes
         pending = self.pending

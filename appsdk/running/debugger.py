@@ -1,4 +1,4 @@
-"""Debuggers in an app: ``--break`` and its line, debugpy at a port, and ``breakpoint()``, which replays pass over."""
+"""Debuggers in an app: ``--break``, debugpy at a port, and ``breakpoint()``, which replays pass over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _settrace = sys.settrace  # pydevd puts another in its place, which warns
 
 
 class DebuggerError(AppError):
-    """debugpy can't listen."""
+    """Raised if debugpy can't listen."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
@@ -37,7 +37,7 @@ class DebuggerError(AppError):
 
 
 class _Hook:
-    """``sys.breakpointhook`` for code that runs for the first time: what a replay runs once more passes over it."""
+    """``sys.breakpointhook`` for code that runs for the first time; a replay passes over it."""
 
     own: Any  # the hook before
     client: Any = None  # debugpy's, for as long as somebody is attached
@@ -55,7 +55,7 @@ class _Hook:
 
 
 def pass_over_in_replays() -> None:
-    """From here on ``breakpoint()`` does nothing in code that a replay, or a rebuild, runs again."""
+    """Let ``breakpoint()`` do nothing from here on in code that a replay, or a rebuild, runs again."""
     if not isinstance(sys.breakpointhook, _Hook):
         sys.breakpointhook = _Hook(sys.breakpointhook)
 
@@ -104,7 +104,7 @@ def _suspend(frame: FrameType) -> None:
 
 
 class _Left(KeyboardInterrupt, ControlFlowSignal):
-    """Somebody has left the debugger: the app ends as at Ctrl-C."""
+    """Raised after somebody has left the debugger: the app ends as at Ctrl-C."""
 
 
 class _Finder:
@@ -130,7 +130,7 @@ class _Finder:
 
 
 class Breakpoint:
-    """The message to stop at: ``message_index`` (from 0) of the record ``sequence_id``.
+    """Breakpoint at the message ``message_index`` (from 0) of the record ``sequence_id``.
 
     ``is_remote``: a client of debugpy is waited for there, in place of pdb.
     """
@@ -156,7 +156,7 @@ class Breakpoint:
         return package == self._package or not is_elsewhere
 
     def debugged(self, function: Callable[..., Any], name: str, first: int | None = 0) -> Callable[..., None]:
-        """``function``, in the debugger: it stops at the first line. Leaving the debugger ends the app like Ctrl-C.
+        """Wrap ``function``: it runs in the debugger, from its first line. Leaving that ends the app like Ctrl-C.
 
         ``first``: the first argument that the user gave; None: none is, as of an answer.
         """

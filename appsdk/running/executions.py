@@ -1,4 +1,4 @@
-"""The list of executions, written behind the handlers: they only append to a queue, one thread does the rest.
+"""Writes the list of executions behind the handlers: they only append to a queue, one thread does the rest.
 
 All of it follows from the log, so a recovery writes the same rows again. What is older than a checkpoint is on disk
 before that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-executions.md).
@@ -100,7 +100,7 @@ class ExecutionWriter:
         time_ns: int | None,
         place: tuple[int, int],
     ) -> None:
-        """``result``: encoded, or a text. ``place``: the record and the message in it with which it ended."""
+        """Note the end of an execution. ``result``: encoded, or a text. ``place``: record and message that ended it."""
         self._put(self._write_ended, number, state, result, entries, time_ns or 0, place)
 
     def labelled(self, number: int, labels: Mapping[str, str]) -> None:
@@ -132,7 +132,7 @@ class ExecutionWriter:
             self._put(self._write_restored, next_number, record, waiting)
 
     def flush(self, *, is_primary: bool) -> None:
-        """Wait until all of it is on disk. ``is_primary``: nothing is left that a replay would make again."""
+        """Wait until everything is on disk. ``is_primary``: nothing is left that a replay would make again."""
         if self._thread is None or self._is_broken:
             return
         done = threading.Event()

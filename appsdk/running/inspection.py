@@ -1,4 +1,4 @@
-"""``python -m appsdk.running.inspection``: checkpoints in words, read with the class that wrote them, without a run.
+"""Command ``python -m appsdk.running.inspection``: shows checkpoints by the class that wrote them, without a run.
 
     show module:Class FILE                                 the state, as one JSON object
     diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
@@ -95,7 +95,7 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
 
 
 def describe_state(definition: Definition, instance: object, tasks: SavedTasks | None) -> Fields:
-    """The attributes of an instance that are its state, as trees, and what waits. Raises StateError."""
+    """Return the attributes of an instance that are its state, as trees, and what waits. Raises StateError."""
     waiting = Fields() if tasks is None else describe_tasks(definition, tasks)
     schema = definition.state()
     names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
@@ -106,7 +106,7 @@ def describe_state(definition: Definition, instance: object, tasks: SavedTasks |
 
 
 def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
-    """The state as rows of tables, and what the SDK keeps of async handlers. Raises as :func:`inspect_state`."""
+    """Yield the state as rows of tables, and what the SDK keeps of async handlers. Raises as :func:`inspect_state`."""
     inspected = inspect_state(main, blob)
     yield from state_rows(inspected.state)
     if inspected.envelope.tasks is not None:
@@ -277,7 +277,7 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
 
 
 def _write_rows(definition: Definition, blob: bytes, out: Path) -> int:
-    """Gives how many lines there are."""
+    """Write the rows of a state into ``out``. Returns how many lines there are."""
     count = 0
     with open(out, "w", encoding="utf-8", opener=opener) as file:
         for table, row in rows(definition, blob):

@@ -1,4 +1,4 @@
-"""One life of an app in this process: its dispatcher, and what runs beside it: effects, hooks, the watchdog."""
+"""Life of an app in this process: its dispatcher, and what runs beside it: effects, hooks, the watchdog."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class AppLife:
-    """From the connection with a coordinator to its end.
+    """Life of an app from the connection with a coordinator to its end.
 
     ``wake``: called by other threads when ``loop`` has something to do. ``coordinator``: which one it is, for messages.
     ``send_from_other_thread`` and ``is_left``: see :class:`Watchdog`.
@@ -109,7 +109,7 @@ class AppLife:
         return self._timings.make_delivery
 
     def _listen(self, label: str) -> None:
-        """Let debuggers attach: once a replay is over, which would stop at their breakpoints."""
+        """Let debuggers attach: after a replay, which would stop at their breakpoints."""
         if self._debugpy is not None and listen(self._debugpy):
             say(label, f"debuggers attach at {HOST}:{self._debugpy}")
 
@@ -127,12 +127,12 @@ class AppLife:
         self._watchdog.start()
 
     def fail(self, error: AppError) -> None:
-        """From any thread: end it with this error."""
+        """End the app with this error, from any thread."""
         self.loop.fail(error)
         self._wake()
 
     def close(self, reason: str) -> None:
-        """``reason``: why nothing is accepted any more, for hooks that still send."""
+        """End the life. ``reason``: why nothing is accepted any more, for hooks that still send."""
         self._watchdog.stop()
         self.dispatcher.outbox.impulses.close(reason)
         if self._effects is not None:
@@ -187,7 +187,7 @@ class AppLife:
 
 
 def say(label: str, text: str) -> None:
-    """One message to the user, on stderr."""
+    """Write one message to the user, on stderr."""
     show(f"app {label}: {text}")
 
 

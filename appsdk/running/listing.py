@@ -26,7 +26,7 @@ from immortal.protocol.safe_output import printable_message
 
 
 def services(module: Any) -> dict[str, dict[str, Any]]:
-    """The classes in ``module`` that can be run, by name."""
+    """Return the classes in ``module`` that can be run, by name."""
     found: dict[str, Definition] = {}
     for name, value in vars(module).items():
         with contextlib.suppress(DefinitionError):

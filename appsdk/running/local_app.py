@@ -1,4 +1,4 @@
-"""An app without a process and a socket: the real dispatcher, fed with bytes, on a clock of somebody else's."""
+"""App without a process and a socket: the real dispatcher, fed with bytes, on a clock of somebody else's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProcessDies(ControlFlowSignal):
 
 
 class EffectsByClock(EffectRunner, Protocol):
-    """One without a thread, which is told when time has passed."""
+    """EffectRunner without a thread, which is told when time has passed."""
 
     @property
     def next_due_ns(self) -> int | None: ...
@@ -37,7 +37,7 @@ class EffectsByClock(EffectRunner, Protocol):
 
 
 class LocalApp:
-    """One life of an app. ``trace``: it says which message made each call, for a replay that is looked at.
+    """Life of an app. ``trace``: it says which message made each call, for a replay that is inspected.
     ``fails_alone`` False: a message that fails stops it. ``make_delivery``: as :class:`Dispatcher`'s.
     ``outsiders``: who may look at handles, and holds none: a test.
 
@@ -90,14 +90,14 @@ class LocalApp:
         return earlier(self.dispatcher.next_due_ns, None if self._effects is None else self._effects.next_due_ns)
 
     def state_check(self) -> int:
-        """The checksum of its state, of what its handlers wait for, and of multicasts that are on their way."""
+        """Return the checksum of its state, of what its handlers wait for, and of multicasts that are on their way."""
         dispatcher = self.dispatcher
         state = dispatcher.definition.state().encode(dispatcher.instance)
         waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save(), dispatcher.context.nodes.save()
         return crc64(encoder.encode(waiting), crc64(state))
 
     def tell_time(self, time_ns: int) -> None:
-        """Timers and effects that are due. Raises what the effects do."""
+        """Run timers and effects that are due. Raises what the effects do."""
         if (due_ns := self.dispatcher.next_due_ns) is not None and due_ns <= time_ns:
             self.dispatcher.tell_time(time_ns)
         if self._effects is not None:

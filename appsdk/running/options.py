@@ -23,14 +23,14 @@ EXECUTIONS_VARIABLE = "IMMORTAL_EXECUTIONS"
 
 
 class OptionError(AppError):
-    """An option, or a variable of the environment, has a value that means nothing."""
+    """Raised for an option, or an environment variable, with a value that means nothing."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """``strict``: no start with findings of :mod:`appsdk.determinism.check`. ``trace``: say what made each call.
+    """Options of a run. ``strict``: findings of :mod:`appsdk.determinism.check` stop it. ``trace``: note calls' makers.
     ``checks_queries``: with ``trace``, the state is compared around each query. ``stop``: where to start the debugger.
     ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
     large it is. ``effects``: in place of which functions others run, both as "module:function". ``timings``: where to

@@ -1,4 +1,4 @@
-"""One app process, from ``module:Class`` to its exit status."""
+"""Runs one app process, from ``module:Class`` to its exit status."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _EndAtOnce:
 
 
 def load(target: str) -> type:
-    """The class that ``module:Class`` names, or ``path/of/file.py:Class``.
+    """Load the class ``module:Class``, or ``path/of/file.py:Class``.
 
     Raises LoadError; what the module raises as it is imported passes.
     """
@@ -149,7 +149,7 @@ def run_connection(
     *,
     secret_file: str | None = None,
 ) -> str:
-    """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError.
+    """Connect and run the app until the coordinator says Goodbye; returns its reason. Raises ImmortalError.
 
     ``secret_file``: where the coordinator's secret is, which both prove to know before anything else; None for a
     coordinator that asks for no proof, and gives none.
@@ -249,7 +249,7 @@ def _run_to_status(
 
 
 def restart_if_needed(status: int) -> int:
-    """``status``; where the app is to be recovered it begins anew instead, in this very process, as it was started.
+    """Return ``status``; or, if the app is to be recovered, start the program over in this very process.
 
     So nobody has to start it, whatever started it first; the threads of its hooks are gone with the old program.
     """
@@ -288,7 +288,7 @@ def run(cls: type, address: str | None = None) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m immortal.appsdk module:Class [--address A] [--secret-file PATH] [--strict] [--trace] ...``."""
+    """Run the command ``python -m immortal.appsdk module:Class [--address A] [--secret-file PATH] [--strict] ...``."""
     parser = argparse.ArgumentParser(prog="python -m immortal.appsdk", description="Run an app beside its coordinator.")
     parser.add_argument("target", metavar="module:Class", help="the class below immortal.Immortal")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Time limits of handlers, queries and the encoding of the state. Time in a debugger does not count.
-coordinator has left, it ends the process, as a crash would.
+"""Time limits of handlers, queries and the encoding of the state.
 
-Handlers pay nothing for it: once in a while it looks which message is being handled. Time in a debugger does not count.
+The watchdog tells the coordinator which handler takes long, or ends the process, as a crash would, if the coordinator
+has left. Handlers pay nothing for it: once in a while it looks which message is being handled.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Watchdog:
                 faulthandler.dump_traceback_later(2 * self._limit_s + 1, exit=True)
 
     def look(self) -> None:
-        """Once: tell, or end the process, where it is time for that."""
+        """Look once at what runs: tell, or end the process, if it is time for that."""
         self._look_at_query()
         handling, now_s = self._now_handling(), self._clock_s()
         since_look_s, self._looked_s = now_s - self._looked_s, now_s
@@ -118,7 +118,7 @@ class Watchdog:
             self._end(EXIT_FAILED)
 
     def _look_at_query(self) -> None:
-        """One that is not logged and does not come back is ended with the process, once that is said: no message of the
+        """End the process, once that is said, for an unlogged query that does not come back: no message of the
         log is suspected of it. An embedded app can't say it, and its process is not its own to end."""
         limit = self._query_limit
         if limit is None or not limit.look(is_debugged=self._is_debugged()):
@@ -144,7 +144,7 @@ _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 class QueryLimit:
-    """:meth:`run` is for the thread of the handlers, :meth:`look` for another one."""
+    """Time limit of queries. :meth:`run` is for the thread of the handlers, :meth:`look` for another one."""
 
     def __init__(self, limit_s: float = QUERY_LIMIT_S, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -183,7 +183,7 @@ class QueryLimit:
                     pass
 
     def look(self, *, is_debugged: bool = False) -> bool:
-        """Now and then: end what takes too long. True: it does not come back, and the process is to end."""
+        """End a query that takes too long; called now and then. True: it does not come back: end the process."""
         with self._lock:
             if self._since_s is None:
                 return False

@@ -38,7 +38,7 @@ class HandlerTimings:
         self._noted = -1, -1  # what is made undone and executed again was noted
 
     def note(self, committer_id: int, place: tuple[int, int], began_ns: int) -> None:
-        """The handler of the message at ``place``, its record and index, is over now."""
+        """Note that the handler of the message at ``place``, its record and index, is over now."""
         if place > self._noted:
             self._noted = place
             self._put((committer_id, (*place, _KIND, began_ns, self.clock_ns(), 0)))

@@ -48,7 +48,7 @@ LAST_WORDS_TIMEOUT_S = 60.0  # behind all output so far, which the coordinator m
 
 
 class TracingOutbox(Outbox):
-    """Each batch of calls has the logged messages that made them in front of it."""
+    """Outbox that puts in front of each batch of calls the logged messages that made them."""
 
     def __init__(self, context: Context, wake: Callable[[], None] = lambda: None) -> None:
         super().__init__(context, wake)
@@ -128,7 +128,7 @@ class TracingOutbox(Outbox):
 
 
 class TracingDispatcher(Dispatcher):
-    """One connection's life of an app that is looked at."""
+    """Dispatcher of one connection's life of an app that is inspected."""
 
     tasks: RenumberedTasks
 
@@ -162,7 +162,7 @@ class TracingDispatcher(Dispatcher):
             self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
 
     def expect(self, sequence_id: int) -> None:
-        """The next record has that number, in a run that is given others than those of one log."""
+        """Expect a record of that number next, in a run that is given others than those of one log."""
         self._life.next_sequence_id = sequence_id
 
     def data_to_send(self) -> list[Chunk]:
@@ -279,7 +279,7 @@ class RenumberedTasks(Tasks):
 
 
 class _Drawn(Struct):
-    """``outcome``: what has come for it before it was drawn, (whether it raised, value)."""
+    """Number drawn by the other run. ``outcome``: what has come for it early, (whether it raised, value)."""
 
     number: int
     outcome: tuple[bool, bytes] | None = None
@@ -308,12 +308,12 @@ class MatchedOperation:
         return self.what.endswith(f" of {name}")
 
     def fits(self, saved: Described) -> bool:
-        """The old code has asked for what comes for it."""
+        """Return True: the old code has asked for what comes."""
         return True
 
 
 class _Handler(Struct):
-    """One that both run. ``ahead``: what only the old code has done so far; ``behind``: numbers of what only the new
+    """Handler that both codes run. ``ahead``: what only the old code has done; ``behind``: numbers of what only the new
     code has."""
 
     ahead: dict[What, deque[MatchedOperation]] = field(default_factory=dict)
@@ -321,7 +321,7 @@ class _Handler(Struct):
 
 
 def _taken(waiting: dict[What, deque[T]], what: What) -> T | None:
-    """The first of them, which waits no longer."""
+    """Take the first of those that wait for ``what``."""
     if (found := waiting.get(what)) is None:
         return None
     first = found.popleft()
@@ -362,7 +362,7 @@ class RunMatcher:
         self._starts.clear()
 
     def forget(self, number: int) -> None:
-        """The handler of that number has ended here, or never begun."""
+        """Forget a handler: it has ended here, or never begun."""
         handler = self._handlers.pop(number, None)
         if handler is not None:
             for counterparts in handler.ahead.values():
@@ -370,7 +370,7 @@ class RunMatcher:
                     self._unregister(counterpart)
 
     def restored(self) -> None:
-        """All that waits was registered anew."""
+        """Register counterparts anew: everything that waits was registered again."""
         for handler in self._handlers.values():
             for counterparts in handler.ahead.values():
                 for counterpart in counterparts:

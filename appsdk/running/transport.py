@@ -1,4 +1,4 @@
-"""The app's one connection: mutual proof of the secret, then a blocking loop between a socket and the app.
+"""Transport over the app's one connection: mutual proof of the secret, then a blocking loop between socket and app.
 
 Two limits keep memory bounded. With OUTPUT_PENDING_BYTES_MAX not taken by the coordinator, no input is handled until it
 reads again (for however long: it pushes back when a peer is down). Up to INPUT_BUFFERED_BYTES_MAX the app goes on
@@ -49,7 +49,7 @@ UNIX_SEND_BUFFER_SIZE_BYTES = 1 << 20
 
 
 def parse_address(address: str) -> tuple[str, int] | str:
-    """``host:port`` as a pair, ``unix:path`` as the path. Raises ConnectError."""
+    """Parse an address: ``host:port`` to a pair, ``unix:path`` to the path. Raises ConnectError."""
     if address.startswith(UNIX):
         path = address.removeprefix(UNIX)
         size_bytes = len(os.fsencode(path))
@@ -92,7 +92,7 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket
 
 
 def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
-    """Connect; return None where the connection has met itself. Raises OSError."""
+    """Connect; return None if the connection has met itself. Raises OSError."""
     if isinstance(target, str):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(CONNECT_ATTEMPT_TIMEOUT_S)
@@ -115,7 +115,7 @@ def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in the file at ``path``, its one line. Raises ConnectError.
+    """Read the secret, the one line of the file at ``path``. Raises ConnectError.
 
     To be read once the connection is there: the coordinator makes a new secret at each start, before it listens.
     """
@@ -174,7 +174,7 @@ class Transport:
         self._interest = 0
 
     def fail(self, error: AppError) -> None:
-        """From any thread: end the run with this error."""
+        """End the run with this error, from any thread."""
         self._loop.fail(error)
         self._waker.wake()
 
@@ -234,13 +234,13 @@ class Transport:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def is_left(self) -> bool:
-        """The coordinator has ended the connection. From any thread."""
+        """Tell whether the coordinator has ended the connection. From any thread."""
         poller = select.poll()
         poller.register(self._connection, select.POLLRDHUP)
         return bool(poller.poll(0))
 
     def send_from_other_thread(self, message: bytes) -> bool:
-        """From any thread, while a handler runs: send ``message`` at once; False where that is not possible now."""
+        """Send ``message`` at once, from any thread, while a handler runs; False if that is not possible now."""
         loop = self._loop
         if not loop.lock.acquire(blocking=False):
             return False
@@ -357,7 +357,7 @@ def check_owner(connection: socket.socket, address: str) -> None:
 
 
 def authenticate(connection: socket.socket, secret: bytes, address: str) -> None:
-    """Both ends of the fresh ``connection`` prove that they know ``secret``. It does not block before and after.
+    """Let both ends of the fresh, non-blocking ``connection`` prove that they know ``secret``.
 
     Raises ConnectError where who listens can't, and Refused where it says that it does not want this app; nothing else
     that it says is looked at.

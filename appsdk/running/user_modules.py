@@ -50,7 +50,7 @@ def add_to_path(folder: str) -> None:
 
 
 def load_module(name: str) -> ModuleType:
-    """``name``: of a module, or the path of a file, which need not have a name that can be imported.
+    """Load a module by its name, or by the path of a file, whose name need not be one to import.
 
     Raises ImportError; what the module raises as it is imported passes.
     """
@@ -82,7 +82,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def explain(error: ImmortalError, cls: type | None = None) -> str:
-    """The text of ``error``, behind the user's line that it is about, where that is known.
+    """Return the text of ``error``, behind the user's line that it is about, if that is known.
 
     ``cls``: the class that is refused; None: the line of its module that was imported last tells.
     """
@@ -119,7 +119,7 @@ def _first_line(node: ast.ClassDef) -> int:
 
 
 class HiddenModules:
-    """The modules of ``folder`` that an import does not give, as things are now: before the user's are loaded."""
+    """Finds modules of ``folder`` that an import does not give, as things are now: before the user's are loaded."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -130,7 +130,7 @@ class HiddenModules:
         return name in sys.stdlib_module_names if loaded is None else not self._is_own(loaded)
 
     def _is_own(self, module: ModuleType) -> bool:
-        """Not: of an environment in the folder."""
+        """Tell whether a module is of the folder, and not of an environment in it."""
         file = getattr(module, "__file__", None) or ""
         place = os.path.join(self._folder, module.__name__.partition(".")[0])
         if file == f"{place}.py" or file.startswith(f"{place}{os.sep}"):
@@ -151,7 +151,7 @@ class HiddenModules:
         return f"'import {name}' gives {whose} of that name, not {path}: give that file another name"
 
     def problems_of(self, error: BaseException) -> list[str]:
-        """Why the user's code may have failed with ``error`` as it was imported."""
+        """Say why the user's code may have failed with ``error`` as it was imported."""
         if not isinstance(error, ImportError | AttributeError):
             return []
         named = re.findall(r"'(\w+)[.']", str(error))
@@ -167,7 +167,7 @@ class HiddenModules:
 
 
 def _modules_in(folder: str) -> Iterator[tuple[str, str]]:
-    """Names and paths. What can't be read is none."""
+    """Yield names and paths of a folder's modules; none if it can't be read."""
     try:
         entries = sorted(os.listdir(folder))
     except OSError:
@@ -181,7 +181,7 @@ def _modules_in(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def _imports(module: ModuleType) -> set[str]:
-    """The modules, by the first part of their names, that the source of ``module`` imports anywhere."""
+    """Return the modules, by the first part of their names, that the source of ``module`` imports anywhere."""
     try:
         tree = ast.parse(Path(str(module.__file__)).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -265,7 +265,7 @@ class UserCode(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def check(self) -> None:
-        """The class is loaded. Raises LoadError where nothing of it came from ``code``."""
+        """Check that the loaded class came from ``code``. Raises LoadError if nothing of it did."""
         if self._code and not self._is_used:
             module = sys.modules.get(self._target.partition(":")[0])
             raise LoadError(
@@ -288,7 +288,7 @@ class UserCode(MetaPathFinder):
         return spec
 
     def _in_code(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
-        """Not: a namespace package, whose other parts are elsewhere."""
+        """Find a module in ``code``; None also for a namespace package, whose other parts are elsewhere."""
         if not self._code:
             return None
         entries = [self._code] if path is None else [entry for entry in path if self._is_in_code(entry)]
@@ -308,7 +308,7 @@ class UserCode(MetaPathFinder):
         return is_users(self._top, fullname, origin)
 
     def _take(self, fullname: str, spec: ModuleSpec) -> None:
-        """Let it be compiled from its source, and noted; what has no source is noted as it is."""
+        """Let a module be compiled from its source, and noted; one without a source is noted as it is."""
         loader: object = spec.loader
         origin = str(spec.origin)
         if type(loader) is SourceFileLoader:
@@ -331,7 +331,7 @@ class _FromSource(SourceFileLoader):
         self._code = code
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiled now: no ``.pyc`` is read, nor written."""
+        """Compile the source now: no ``.pyc`` is read, nor written."""
         path = self.get_filename(fullname)
         source = self.get_data(path)
         self._code.note(fullname, path, source)

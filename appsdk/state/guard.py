@@ -27,7 +27,7 @@ _UNSET = object()
 
 
 class _Seen:
-    """An attribute, as it was last looked at. ``data``: its bytes, of a small one; else None."""
+    """Attribute as it was last looked at. ``data``: its bytes, of a small one; else None."""
 
     __slots__ = ("data", "length", "value")
 
@@ -54,7 +54,7 @@ def _length(value: Any) -> int:
 
 
 def _end(value: Any, count: int) -> Any:
-    """The last ``count`` items, in the same form."""
+    """Return the last ``count`` items, in the same form."""
     if (cut := _SEQUENCES.get(type(value))) is not None:
         return cut(value, count)
     made = _MAPPINGS[type(value)](value)
@@ -165,7 +165,7 @@ class Guard:
         return problem
 
     def _look_at_end(self, schema: StateSchema, name: str, value: Any, count: int) -> StateError | None:
-        """At the last ``count`` items of a large attribute."""
+        """Check the last ``count`` items of a large attribute."""
         count = min(count, NEW_ITEMS_MAX)
         if count <= 0 or not _length(value):
             return None

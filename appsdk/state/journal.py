@@ -1,4 +1,4 @@
-"""Journals of waiting ``async def`` handlers in a checkpoint, by which they are rebuilt.
+"""Journals of waiting ``async def`` handlers in a checkpoint, to rebuild the handlers.
 
 A journal holds what the handler was called with and, in the order in which they came, the results that it has had
 since. A recovery runs the handler over it: what it does once more is compared with the journal and not done again. Each
@@ -32,7 +32,7 @@ WAYS_OUT = (
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A result. ``value`` is encoded: what was returned, or with ``raised`` the exception (:func:`encode_raised`).
+    """Result in a journal. ``value``: encoded; the returned one, or with ``raised`` the error (:func:`encode_raised`).
 
     With CANCEL_STEP it is a cancellation in place of one, and ``value`` (the reason, who).
     """
@@ -49,7 +49,7 @@ decode_journal = decoding.Decoder(list[Entry]).decode
 
 
 class Pending(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Something that has not come yet. ``number`` is its own in the life of the instance."""
+    """Operation that has no result yet. ``number`` is its own in the life of the instance."""
 
     step: int
     what: str
@@ -58,7 +58,7 @@ class Pending(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class SavedTask(msgspec.Struct, array_like=True, frozen=True):
-    """One ``async def`` handler that waits. ``sequence_id`` and ``message_index``: of the message that began it."""
+    """Saved ``async def`` handler that waits. ``sequence_id`` and ``message_index``: of the message that began it."""
 
     number: int
     generation: int  # how often it has gone on with continue_as
@@ -74,7 +74,7 @@ class SavedTask(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All of an instance."""
+    """Saved handlers of an instance, and all that they need."""
 
     next_number: int = 1  # of tasks, calls, timers and waits for events
     tasks: list[SavedTask] = []
@@ -89,11 +89,11 @@ _decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
 
 
 class JournalError(StateError):
-    """A handler that waits does not do again what it did: its code has changed."""
+    """Raised if a handler that waits does not do again what it did: its code has changed."""
 
 
 class Described(Protocol):
-    """An entry, something pending, or what a handler does now."""
+    """Description of an entry, something pending, or what a handler does now."""
 
     @property
     def what(self) -> str: ...
@@ -102,7 +102,7 @@ class Described(Protocol):
 
 
 def described(one: Described) -> str:
-    """In words, for people."""
+    """Describe an entry or operation in words, for people."""
     if one.what == TIMER:
         return f"timer for {datetime_of(one.detail).isoformat()}"
     return f"{one.what} (arguments {one.detail & 0xFFFFFFFF:08x})" if one.detail else one.what
@@ -117,7 +117,7 @@ def in_words(one: Described) -> str:
 
 
 def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -> str | None:
-    """Under which name ``error`` goes to whoever waits; None: it is none of what is declared."""
+    """Return the name under which ``error`` goes to whoever waits; None: it is none of what is declared."""
     for cls in type(error).__mro__:
         if raises.get(cls.__name__) is cls:
             return cls.__name__

@@ -1,4 +1,4 @@
-"""The state: which attributes it has, how they become a checkpoint's blob and attributes again.
+"""Schema of the state: its attributes, how they become a checkpoint's blob, and how they are read from it.
 
 The state is the annotated attributes of the class and its bases, without ClassVar, peers and :data:`Transient` ones. It
 is written as a MessagePack map from name to value, and read back by the annotations. What could not be read back is
@@ -61,7 +61,7 @@ WAYS_OUT = (
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """The header of a blob: what the SDK itself needs back."""
+    """Header of a blob: what the SDK itself needs back."""
 
     class_name: str
     serializer: str  # msgspec, pickle or own
@@ -94,7 +94,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
-    """The header of a blob and its state. Raises StateError."""
+    """Decode the header of a blob; returns it and the state. Raises StateError."""
     if len(blob) < FRONT.size:
         raise StateError(
             f"the checkpoint has {len(blob)} bytes, at least {FRONT.size} were expected: it is not this SDK's"
@@ -257,7 +257,7 @@ class StateSchema:
         return {name: encode(getattr(instance, name)) for name in self.fields}
 
     def _collect(self, instance: Any) -> dict[str, Any]:
-        """The attributes to be saved, by name."""
+        """Return the attributes to be saved, by name."""
         self.require_annotated(instance)
         values = {}
         for name in self.fields:

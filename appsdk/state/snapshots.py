@@ -49,7 +49,7 @@ class SnapshotReader:
         self._text = b""
 
     def receive_data(self, data: bytes) -> bytes:
-        """The part of ``data`` that belongs to the blob."""
+        """Return the part of ``data`` that belongs to the blob."""
         if self._missing_bytes < 0:
             self._front += data
             if len(self._front) < _FRONT.size:
@@ -63,7 +63,7 @@ class SnapshotReader:
         return b""
 
     def end(self, how: str) -> str:
-        """Nothing more comes, and the child has ended in the way ``how``. Why there is no blob; "" if it is whole.
+        """Finish: the child has ended in the way ``how``. Returns why there is no blob; "" if it is whole.
 
         Raises StateError if the state can't be saved.
         """
@@ -76,7 +76,7 @@ class SnapshotReader:
 
 
 class Snapshot:
-    """One child and the pipe from it. ``encode`` makes the pieces of the blob; it raises StateError.
+    """Child process and the pipe from it. ``encode`` makes the pieces of the blob; it raises StateError.
 
     ``reason`` says, once :meth:`read` has returned no bytes, why there is no blob; "" if it is whole. ``has_hung``: it
     was silent for too long, and was killed. Times are monotonic, in seconds.
@@ -119,11 +119,11 @@ class Snapshot:
         os.set_blocking(self._pipe, False)
 
     def fileno(self) -> int:
-        """Readable when :meth:`read` has something; -1 after its end."""
+        """Return a descriptor, readable when :meth:`read` has something; -1 after its end."""
         return self._pipe
 
     def read(self) -> bytes | None:
-        """The next bytes of the blob, CHUNK_SIZE_BYTES_MAX at most; empty at the end; None when none are there yet.
+        """Return the next bytes of the blob, CHUNK_SIZE_BYTES_MAX at most; empty at the end; None: none are there yet.
 
         Raises StateError if the state can't be saved.
         """
@@ -161,7 +161,7 @@ class Snapshot:
         )
 
     def _end(self) -> str:
-        """Take the child's place in the process table away; how it ended."""
+        """Reap the child; returns how it ended."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
@@ -197,7 +197,7 @@ Prctl = Callable[..., int]
 
 @functools.cache
 def _load_prctl() -> Prctl | None:
-    """Linux's; None where there is none: there a child whose parent is gone ends when it writes."""
+    """Load Linux's prctl; None if there is none: there a child whose parent is gone ends when it writes."""
     try:
         import ctypes  # here: it takes milliseconds, and few apps need it
 
@@ -273,7 +273,7 @@ LATELY_SIZE_BYTES = 256 << 20  # of log: how long a large state's copies are kep
 
 @dataclass(slots=True)
 class Copy:
-    """``blob``: as of a checkpoint, behind the record ``sequence_id``; ``tail``: the records since."""
+    """Copy of the state. ``blob``: as in a checkpoint, behind the record ``sequence_id``; ``tail``: records since."""
 
     blob: bytes
     sequence_id: int
@@ -283,7 +283,7 @@ class Copy:
 
 
 class Copies:
-    """``enabled``: there are any. ``keeps_large``: copies of large states too, from the beginning. ``current``: None
+    """Copies of the state. ``enabled``: there are any. ``keeps_large``: of large ones too, at once. ``current``: None
     where there is none. ``keeps_all``: they are kept for good, also where no call has failed for long. ``pinned``: the
     one that there is stays, as a message behind it is to be taken back later.
     """
@@ -295,11 +295,11 @@ class Copies:
         self._large_left_bytes = LATELY_SIZE_BYTES if keeps_large else 0
 
     def failed(self) -> None:
-        """A call has failed: keep copies for the next one."""
+        """Keep copies from here on: a call has failed, and the next one may."""
         self._large_left_bytes = LATELY_SIZE_BYTES
 
     def take(self, pieces: Sequence[bytes], sequence_id: int) -> None:
-        """The state behind the record ``sequence_id`` is that of the blob that ``pieces`` make."""
+        """Keep the blob that ``pieces`` make as the state behind the record ``sequence_id``."""
         if self.pinned and self.current is not None:
             return
         self.current = None
@@ -311,7 +311,7 @@ class Copies:
         return default if self.current is None else self.current.sequence_id
 
     def forget(self) -> None:
-        """The code changes, or the state in another way than by records."""
+        """Forget the copy: the code changes, or the state in another way than by records."""
         self.current = None
 
     def add(self, record: Record, *, rewound: bool) -> bool:
@@ -334,7 +334,7 @@ class Copies:
         return self.current is not None
 
     def copy_failed(self) -> None:
-        """The state can't be copied now."""
+        """Note that the state can't be copied now."""
         copy = self.current
         if copy is not None and copy.tail_size_bytes < KEPT_TAIL_SIZE_BYTES_MAX:
             copy.retry_size_bytes = 2 * copy.tail_size_bytes

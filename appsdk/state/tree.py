@@ -1,4 +1,4 @@
-"""A state as a tree of plain values, differences of two trees, and trees as rows of tables.
+"""Converts a state to a tree of plain values, compares two trees, and turns trees into rows of tables.
 
 Attributes of objects are :class:`Fields`, other mappings plain dicts, sequences lists, sets :class:`Members`; what has
 no such form (the serializer "pickle" allows any object) is taken apart as pickle would.
@@ -34,15 +34,15 @@ _SCALARS = (bool, int, float, str, bytes)
 
 
 class Fields(dict[str, Tree]):
-    """The attributes of an object, by name. Names that start with "$" are no attributes."""
+    """Attributes of an object, by name. Names that start with "$" are no attributes."""
 
 
 class Members(list[Tree]):
-    """The members of a set, in an order that depends on nothing but them."""
+    """Members of a set, in an order that depends on nothing but them."""
 
 
 def tree(value: Any) -> Tree:
-    """``value`` as a tree. Raises RecursionError for one that is too deep."""
+    """Convert ``value`` to a tree. Raises RecursionError for one that is too deep."""
     return _Builder().build(value)
 
 
@@ -144,7 +144,7 @@ class _Builder:
 
 
 def to_json(part: Tree) -> Any:
-    """A tree as JSON has it. What JSON lacks is an object with one name that starts with "$".
+    """Convert a tree to what JSON has. What JSON lacks is an object with one name that starts with "$".
 
     bytes {"$bytes": hex}, sets {"$set": [...]}, NaN and infinities {"$float": "nan"}, integers of more digits than
     Python writes {"$int": "0x..."}. Keys that are no strings are
@@ -175,7 +175,7 @@ def key_text(key: Any) -> str:
 
 
 def canonical(part: Tree) -> str:
-    """A text that equal trees share."""
+    """Return a text that equal trees share."""
     return json.dumps(to_json(part), sort_keys=True)
 
 
@@ -191,7 +191,7 @@ ABSENT: Final = _Absent()
 
 
 class Difference(Struct, frozen=True):
-    """One part that is not the same. ``path`` is as in Python: ``items[0].name``, ``counts['the']``, ``tags{'a'}``.
+    """Part that differs in two trees. ``path`` is as in Python: ``items[0].name``, ``counts['the']``, ``tags{'a'}``.
 
     ``old`` or ``new`` is ABSENT where there is none.
     """
@@ -206,7 +206,7 @@ class Difference(Struct, frozen=True):
 
 
 def differences(old: Tree, new: Tree, path: str = "") -> Iterator[Difference]:
-    """In the order of the old tree. Values of two types differ (1 and 1.0), NaN is the same as NaN.
+    """Yield the differences in the order of the old tree. Values of two types differ (1 and 1.0), NaN equals NaN.
 
     In lists what is alike in front and at the end is left out; the rest is compared item by item.
     """
@@ -225,7 +225,7 @@ def differences(old: Tree, new: Tree, path: str = "") -> Iterator[Difference]:
 
 
 def _step(holder: dict[Any, Tree], key: Any, path: str) -> str:
-    """The text tells keys apart that a dict takes for the same, such as 1 and True."""
+    """Return the text of a step, which tells keys apart that a dict takes for the same, such as 1 and True."""
     if isinstance(holder, Fields):
         return f".{key}" if path else f"{key}"
     return f"[{key!r}]"
@@ -288,7 +288,7 @@ Row = dict[str, Tree]
 
 
 def state_rows(state: Fields) -> Iterator[tuple[str, Row | str]]:
-    """(table, row) of the attributes; those of what the SDK keeps itself are in :func:`task_rows`.
+    """Yield (table, row) of the attributes; those of what the SDK keeps itself are in :func:`task_rows`.
 
     Each container has the name of its first column in front of its rows, as it may have none.
     """
@@ -316,7 +316,7 @@ def _row(front: str, key: Tree, item: Tree) -> Row:
 def task_rows(
     saved: SavedTasks, name_of: Callable[[int], str], decoded: Callable[[bytes], Any]
 ) -> Iterator[tuple[str, Row]]:
-    """``name_of``: a handler's, by its method ID. ``decoded``: what arguments are."""
+    """Yield rows of what waits. ``name_of``: a handler's, by its method ID. ``decoded``: what arguments are."""
     for task in saved.tasks:
         front: Row = {"id": task.number, "handler": name_of(task.method_id)}
         for pending in task.pending:

@@ -1,1 +1,1 @@
-"""Types that MessagePack does not know: how their values become plain ones, and values again."""
+"""Types that MessagePack does not know: converts their values to plain ones and back."""

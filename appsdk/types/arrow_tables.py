@@ -1,4 +1,4 @@
-"""pyarrow: tables and record batches, as an Arrow IPC stream.
+"""Carries pyarrow's tables and record batches as an Arrow IPC stream.
 
 What is read refers to the bytes that it was read from: no column is copied. All of it is checked before a handler sees
 it, since Arrow trusts its offsets from then on.
@@ -19,7 +19,7 @@ def codec_of(cls: type) -> Codec | None:
 
 
 def write_stream(part: Any) -> memoryview:
-    """A table or a batch as a stream."""
+    """Encode a table or a batch as a stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, part.schema) as writer:
         writer.write(part)
@@ -27,7 +27,7 @@ def write_stream(part: Any) -> memoryview:
 
 
 def read_table(name: str, plain: Any) -> Any:
-    """The table of a stream, or of what JSON has for one: columns by name, or a list of rows. ``name``: for people."""
+    """Read the table of a stream, or of JSON: columns by name, or a list of rows. ``name``: for people."""
     if isinstance(plain, bytes | str):
         data = plain if isinstance(plain, bytes) else _from_text(name, plain)
         table = pa.ipc.open_stream(pa.py_buffer(data)).read_all()
@@ -66,7 +66,7 @@ def _decode_batch(annotation: Any, plain: Any) -> Any:
 
 
 def _empty(column: Any) -> Any:
-    """A column without rows, of its own type."""
+    """Make a column without rows, of the same type."""
     return column.chunk(0) if column.num_chunks else pa.array([], column.type)
 
 

@@ -182,7 +182,7 @@ class AnnotatedForm(Form):
         return self._place_of(value, encode_value) or NotRoundTrippableError(why(error))
 
     def _place_of(self, value: Any, encode: Callable[[Any], object] | None) -> NotRoundTrippableError | None:
-        """The first part that is not kept or, with ``encode``, that this does not take."""
+        """Find the first part that is not kept or, with ``encode``, that ``encode`` does not take."""
         pending: list[tuple[Form, Any, tuple[str, ...]]] = [(self, value, ())]
         while pending:
             form, value, path = pending.pop()
@@ -320,7 +320,7 @@ def form_of(annotation: Any) -> AnnotatedForm:
 
 
 def _named(info: Any) -> str:
-    """The type, for people."""
+    """Name a type for people."""
     if isinstance(info, shapes.UnionType):
         return " | ".join(map(_named, info.types))
     if isinstance(info, shapes.LiteralType):
@@ -343,7 +343,7 @@ def why(error: Exception) -> str:
 
 
 def encode_value(value: Any) -> bytes:
-    """Whatever is annotated. Raises what the encoder and codecs raise."""
+    """Encode a value, whatever is annotated. Raises what the encoder and codecs raise."""
     try:
         return encoder.encode(value)
     except OverflowError:
@@ -390,7 +390,7 @@ _HOLDERS = (list, dict, tuple, set, frozenset, deque, defaultdict, OrderedDict)
 
 
 def allow_integers(annotation: Any) -> Any:
-    """``annotation`` with ``float | int`` for each ``float`` that is no field of a class: so an int stays one."""
+    """Return ``annotation`` with ``float | int`` for each ``float`` outside of classes' fields: an int stays one."""
     if annotation is float:
         return float | int
     arguments = typing.get_args(annotation)

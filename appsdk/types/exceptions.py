@@ -1,4 +1,4 @@
-"""Exceptions as they are sent and kept: without ``__init__`` and by no class's name but those of Python itself.
+"""Encodes and restores exceptions: without ``__init__``, and by no class's name but those of Python itself.
 
 Beside its arguments and what is in its ``__dict__`` an exception has what its class keeps elsewhere: ``__slots__``, and
 the fields of Python's own exceptions, such as ``OSError.errno``. It has no traceback, and a cause only if that is one
@@ -38,7 +38,7 @@ def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[st
 
 
 def made(cls: type[Exception], arguments: list[Any], attributes: Mapping[str, Any]) -> Exception:
-    """Without ``__init__``, as an exception's arguments often are not those of its class."""
+    """Make an exception without ``__init__``, as its arguments often are not those of its class."""
     try:
         error = cls.__new__(cls)
     except TypeError:  # its own __new__ wants arguments
@@ -97,7 +97,7 @@ def codec_of(cls: type) -> Codec | None:
 
 
 def _encode(error: Exception) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """The name of a class that is not Python's own is for people: the annotation says which one it is."""
+    """Encode an exception. The name of a class that is not Python's is for people: the annotation says which it is."""
     cls = type(error)
     name = cls.__name__ if _builtin(cls.__name__) is cls else f"{cls.__module__}.{cls.__qualname__}"
     return name, error.args, attributes_of(error)

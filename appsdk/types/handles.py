@@ -1,4 +1,4 @@
-"""Handles: by whom and by which key a node is called. To a type checker ``Handle[Order]`` is ``type[Order]``.
+"""Handles, which call a node by its owner and a key. To a type checker ``Handle[Order]`` is ``type[Order]``.
 
 A handle travels as a MessagePack extension, so that it is found in any message, whatever type its reader expects.
 """
@@ -26,10 +26,10 @@ KEY_SIZE_BYTES = 16
 
 
 class HandlesLife(Protocol):
-    """The instance that a handle is used in: an :class:`immortal.appsdk.nodes.nodes.Nodes`."""
+    """Interface to the instance that a handle is used in: an :class:`immortal.appsdk.nodes.nodes.Nodes`."""
 
     def encoding(self) -> None:
-        """A handle is encoded, perhaps into a message. Raises UsageError."""
+        """Take note that a handle is encoded, perhaps into a message. Raises UsageError."""
 
     def method(self, handle: Any, name: str) -> Any:
         """Return what ``handle.<name>`` is. Raises AttributeError, UsageError."""
@@ -43,7 +43,7 @@ current = _Current()
 
 
 class _Handle(Generic[T]):
-    """The right to call one node. ``_immortal_of``: (owner, key, the node's class or None, where it is used)."""
+    """Right to call one node. ``_immortal_of``: (owner, key, the node's class or None, where it is used)."""
 
     __slots__ = ("_immortal_of",)
 
@@ -76,7 +76,7 @@ class _Handle(Generic[T]):
 
 
 def handle_label(key: bytes) -> str:
-    """For people: it says which handle it is, and nothing of its key."""
+    """Label a handle for people: it says which one it is, and nothing of its key."""
     return hashlib.blake2b(key, digest_size=4).hexdigest()
 
 
@@ -104,7 +104,7 @@ def _encode(handle: _Handle[Any]) -> msgspec.msgpack.Ext:
 
 
 def read_extension(code: int, data: Any) -> Any:
-    """For decoders: a handle of no class yet, or what :mod:`protocol.values` reads; any other extension stays one.
+    """Decode a handle of no class yet, or what :mod:`protocol.values` reads; any other extension stays one.
 
     Raises ValueError.
     """
@@ -136,7 +136,7 @@ _HANDLE = Codec(_encode, _decode, show=repr, problem=_problem)
 
 
 def handles_in(data: bytes) -> list[tuple[str, bytes]]:
-    """(owner, key) of each in MessagePack, in its order; of what can't be read those before that."""
+    """Return (owner, key) of each handle in MessagePack, in order; of unreadable data, those before the fault."""
     found: list[tuple[str, bytes]] = []
     if MARK not in data:
         return found

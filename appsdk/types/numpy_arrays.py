@@ -1,4 +1,4 @@
-"""numpy: arrays as {"dtype", "shape", "data"}, scalars as numbers.
+"""Carries numpy's arrays as {"dtype", "shape", "data"}, and its scalars as numbers.
 
 An array is read into memory of its own: it is aligned, whatever stands before it in its message, and the handler may
 write into it, as it may after a recovery. Sums over floating-point numbers depend on the layout in memory, so a
@@ -99,7 +99,7 @@ def _from_form(form: _Form) -> np.ndarray[Any, Any]:
 
 
 def _from_list(items: list[Any], scalar: type[np.generic] | None) -> np.ndarray[Any, Any]:
-    """From nested lists, as JSON has them."""
+    """Make an array of nested lists, as JSON has them."""
     found = np.asarray(items)
     if problem := _dtype_problem(found.dtype):
         raise ValueError(f"a list of lists of the same length was expected, of one type: {problem}")
@@ -121,7 +121,7 @@ def _show(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _wanted(annotation: Any) -> tuple[type[np.generic] | None, int | None]:
-    """The scalar type and the number of dimensions that ``np.ndarray[shape, np.dtype[scalar]]`` asks for."""
+    """Return the scalar type and the number of dimensions that ``np.ndarray[shape, np.dtype[scalar]]`` asks for."""
     shape, dtype = (*typing.get_args(annotation), None, None)[:2]
     sizes = typing.get_args(shape)
     scalar = next(iter(typing.get_args(dtype)), None)

@@ -1,4 +1,4 @@
-"""pandas: frames, as Arrow tables with the index and the dtypes that pandas notes in them."""
+"""Carries pandas' frames as Arrow tables with the index and the dtypes that pandas notes in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths: as text."""
+"""Carries paths as text."""
 
 from __future__ import annotations
 

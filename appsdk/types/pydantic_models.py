@@ -1,4 +1,4 @@
-"""pydantic (version 2): models, as maps from field to value, which the model's own rules are applied to when read."""
+"""Carries pydantic's models (version 2) as maps from field to value; the model's own rules are applied when read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's own types that msgspec does not know: deques and special dicts, numbers, zones, patterns, addresses.
+"""Carries Python's types that msgspec does not know: deques and special dicts, numbers, zones, patterns, addresses.
 
 Where an annotation names them they are encoded as their parts, in Any as extension values: one table has both,
 :data:`immortal.protocol.extension_values.KINDS`.
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Bounded(msgspec.Struct, Generic[T]):
-    """Encoded form of a deque with a largest length; one without is a list."""
+    """Encoded form of a deque with a largest length; a deque without one is encoded as a list."""
 
     items: list[T]
     maxlen: int
@@ -97,7 +97,7 @@ def _factory_problem(annotation: Any) -> str | None:
 
 
 def _unfit_factory(annotation: Any, value: Any) -> str | None:
-    """A recovery makes the factory of the annotation; no function is kept."""
+    """Say why a defaultdict would not come back: a recovery makes the annotation's factory; functions are not kept."""
     wanted, given = _factory(annotation), getattr(value, "default_factory", None)
     if wanted is given or (_parts_of(wanted) == _parts_of(given)):
         return None

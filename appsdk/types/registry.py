@@ -1,4 +1,4 @@
-"""Codecs by type, those of libraries loaded on demand, and former module paths.
+"""Registry of codecs by type; it loads those for libraries on demand, and knows former module paths.
 
 A codec makes a plain value of a value, which is encoded in its place, and reads it back by the annotation. What msgspec
 knows never comes here, so it costs nothing there. The codecs of libraries are loaded with the first class of theirs
@@ -64,7 +64,7 @@ _found: dict[type, Codec] = {}  # all that were asked for
 
 
 def find_codec(cls: Any) -> Codec | None:
-    """The codec of a class; None where it has none. Subclasses need one of their own."""
+    """Return the codec of a class; None if it has none. Subclasses need one of their own."""
     try:
         if (codec := _found.get(cls)) is not None:
             return codec
@@ -89,7 +89,7 @@ def _of_library(cls: type) -> Codec | None:
 
 
 def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callable[[Plain], T], form: Any = Any) -> None:
-    """From here on ``cls`` is a type of arguments, results and state.
+    """Register ``cls`` as a type of arguments, results and state.
 
     ``encode`` makes a plain value of one (numbers, str, bytes, lists, dicts, dataclasses, ...), the same for equal
     values in each process; ``decode`` makes one of that. ``form`` is the plain value's type: what comes in and does not
@@ -155,7 +155,7 @@ def _applied(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def decode_custom(annotation: Any, plain: Any) -> Any:
-    """The value that ``plain`` stands for. Raises ValueError, TypeError: msgspec adds where in the data it is."""
+    """Return the value that ``plain`` stands for. Raises ValueError, TypeError: msgspec adds where it is."""
     cls = typing.get_origin(annotation) or annotation
     if (codec := find_codec(cls)) is None:
         raise ValueError(f"{cls.__qualname__} is no type that can be read")
@@ -176,11 +176,11 @@ def decode_custom(annotation: Any, plain: Any) -> Any:
 
 
 class _Key(str):
-    """A text as a key of a custom type: ``msgspec.convert`` passes a plain one to no codec (msgspec's issue 775)."""
+    """Text as a key of a custom type: ``msgspec.convert`` passes a plain one to no codec (msgspec's issue 775)."""
 
 
 def converted_custom(plain: Any, annotation: Any) -> Any:
-    """A decoded value as the annotation says, with integers of any size. Raises ValidationError."""
+    """Convert a decoded value to its annotation, with integers of any size. Raises ValidationError."""
     info = _info_with_custom_keys(annotation)
     return converted(plain if info is None else _keys_marked(plain, info), annotation, decode_custom)
 
@@ -215,7 +215,7 @@ def _keys_marked(plain: Any, info: Any) -> Any:
 
 
 def describe_received(plain: Any) -> str:
-    """The type of a plain value, in the words that msgspec has for them."""
+    """Name the type of a plain value, in msgspec's words."""
     names = {dict: "object", list: "array", type(None): "null"}
     return f"`{names.get(type(plain), type(plain).__name__)}`"
 
@@ -278,7 +278,7 @@ def _handle_codec() -> Codec:
 
 
 def _types_in(first: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
-    """``first``, and all below it."""
+    """Yield ``first``, and all types below it."""
     pending, seen = [first], list[msgspec.inspect.Type]()
     while pending:
         info = pending.pop()
@@ -310,7 +310,7 @@ def _custom_problem(cls: Any) -> str | None:
 
 
 def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
-    """The types right below a type."""
+    """Yield the types right below a type."""
     for name in ("types", "item_types"):
         yield from getattr(info, name, ())
     for name in ("item_type", "key_type", "value_type"):
@@ -323,7 +323,7 @@ def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
 
 
 class _Translator(msgspec.inspect._Translator):
-    """The translator of ``msgspec.inspect``, which drops what custom types have in brackets. This one keeps it."""
+    """Translator like that of ``msgspec.inspect``, but it keeps what custom types have in brackets."""
 
     def translate(self, annotation: Any) -> Any:
         info = super().translate(annotation)  # type: ignore[no-untyped-call]

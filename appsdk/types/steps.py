@@ -34,7 +34,7 @@ encoder = msgspec.msgpack.Encoder(enc_hook=encode_custom)
 
 
 class NotRoundTrippableError(TypeError):
-    """A value that would not come back as what it is. ``path``: to it, as in Python: ``['eu'][3].price``."""
+    """Raised for a value that would not come back as what it is. ``path``: to it, as in Python: ``['eu'][3].price``."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(f"{path}: {problem}" if path else problem)
@@ -43,7 +43,7 @@ class NotRoundTrippableError(TypeError):
 
 
 class Tagged:
-    """In place of a value that is encoded as an extension: an Ext can't be a key of a dict."""
+    """Stands in for a value that is encoded as an extension: an Ext can't be a key of a dict."""
 
     __slots__ = ("extension",)
 
@@ -52,7 +52,7 @@ class Tagged:
 
     @classmethod
     def holding(cls, value: Any, tag: Callable[[Any], Any]) -> Self:
-        """In place of a value that holds others. ``tag``: for its contents. Raises NotRoundTrippableError."""
+        """Make a stand-in for a value that holds others. ``tag``: for its contents. Raises NotRoundTrippableError."""
         tagged = cls.__new__(cls)
         _depth.now += 1
         try:
@@ -100,7 +100,7 @@ class Form:
         raise NotImplementedError
 
     def step(self, cls: type) -> Step:
-        """For the values of that class."""
+        """Return the step for values of the class."""
         raise NotImplementedError
 
     def tag(self, value: Any) -> Any:
@@ -108,12 +108,12 @@ class Form:
         return self.step(type(value)).tag(value)
 
     def are_plain(self, classes: Iterable[type]) -> bool:
-        """Values of these classes come back as they are, whatever they are."""
+        """Tell whether any values of these classes come back as they are."""
         return all(type(self.step(cls)) in (Step, Integers) for cls in classes)
 
 
 class Step:
-    """Plain values: they come back as they are."""
+    """Step for plain values: they come back as they are."""
 
     def look(self, column: Column, below: Level) -> bool:
         """Tell whether a value of ``column`` needs a tag; add its parts to ``below``. Raises NotRoundTrippableError."""
@@ -124,7 +124,7 @@ class Step:
         yield from ()
 
     def tag(self, value: Any) -> Any:
-        """``value``, or what is encoded in its place."""
+        """Return ``value``, or what is encoded in its place."""
         return value
 
 
@@ -148,7 +148,7 @@ class Literals(Step):
 
 
 class Integers(Step):
-    """The encoder itself says where they have more than 64 bits."""
+    """Step for integers: the encoder itself finds those of more than 64 bits."""
 
     def tag(self, value: Any) -> Any:
         return Tagged(value) if is_beyond(value) else value
@@ -168,7 +168,7 @@ class Extensions(Step):
 
 
 class Moments(Step):
-    """Datetimes and times: without a zone, or in UTC, and the only ones of their hour, they are plain.
+    """Step for datetimes and times: plain if without a zone, or in UTC, and not in an hour that comes a second time.
 
     ``typed``: the annotation says what they are; else only a datetime in UTC is plain.
     """
@@ -192,7 +192,7 @@ class Moments(Step):
 
 
 class Custom(Step):
-    """With a codec, which says what comes back: ``cls``, or what it makes of others.
+    """Step for values with a codec, which says what comes back: ``cls``, or what it makes of others.
 
     ``inside``: the form of what is encoded, where the codec says it.
     """
@@ -227,7 +227,7 @@ class Custom(Step):
 
 
 class Items(Step):
-    """Lists, tuples, sets and the like, of any number of items. ``is_odd``: they are to be tagged themselves."""
+    """Step for lists, tuples, sets and the like, of any number of items. ``is_odd``: they are tagged themselves."""
 
     def __init__(self, item: Form, *, is_odd: bool = False) -> None:
         self._item = item
@@ -253,7 +253,7 @@ class Items(Step):
 
 
 class Mappings(Step):
-    """Dicts and the like. ``is_odd``: they are to be tagged themselves."""
+    """Step for dicts and the like. ``is_odd``: they are to be tagged themselves."""
 
     def __init__(self, key: Form, value: Form, *, is_odd: bool = False) -> None:
         self._key = key
@@ -283,7 +283,7 @@ class Mappings(Step):
 
 
 class Records(Step):
-    """Dicts whose keys have a type each."""
+    """Step for dicts whose keys each have a type."""
 
     def __init__(self, fields: dict[str, Form]) -> None:
         self._fields = fields
@@ -331,7 +331,7 @@ class Tuples(Step):
 
 
 class Objects(Step):
-    """Dataclasses, Structs and attrs classes."""
+    """Step for dataclasses, Structs and attrs classes."""
 
     def __init__(self, cls: type, fields: dict[str, Form]) -> None:
         self._cls = cls

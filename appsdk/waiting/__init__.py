@@ -1,1 +1,1 @@
-"""``async def`` handlers: what they wait for, and how each is run again over its journal."""
+"""``async def`` handlers: operations that they wait for, and how each is run again over its journal."""

@@ -86,7 +86,7 @@ class Endings:
             self._answers.answer(handler, caller, call_number, True, encode_failed(CANCELLED, reason, where))
 
     def _failed(self, task: Task, error: HandlerError) -> None:
-        """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
+        """Tell who waits for a failed async handler. It has changed no state by itself, so there is nothing to undo."""
         failure = error.failure
         if failure is None:
             raise error
@@ -152,7 +152,7 @@ class Incoming:
             self.failed = None
 
     def answered(self, kind: RpcKind, data: bytes) -> None:
-        """An answer has come. One that nobody waits for any more is left alone. Raises HandlerError."""
+        """Take in an answer. One that nobody waits for any more is left alone. Raises HandlerError."""
         context = self._context
         try:
             if kind is _RETURNED_VALUE:
@@ -179,7 +179,7 @@ class Incoming:
             context.nodes.accounts.not_taken(data)
 
     def expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
-        """``member`` has been expelled, says ``source``, another member, behind all of its answers before that: who
+        """Answer for ``member``, expelled, says ``source``, another member, behind all of its answers before that: who
         waits for the answer of ``member`` to a call of a multicast gets ``value`` in its place. What ``source`` has not
         answered was cancelled, and has ``value`` as all of its answers."""
         done: set[int] = set()
@@ -197,7 +197,7 @@ class Incoming:
                     self._tasks.later(partial(self._tasks.resolve, one, False, value))
 
     def whom(self, number: int) -> str | None:
-        """The open call of that number went there."""
+        """Return the destination of the open call of that number; None: there is none."""
         call = self._calls.get(number)
         return None if call is None else call.target.destination
 
@@ -258,7 +258,7 @@ class Orders:
         return (False, f"{tasks.definition.name} takes part in no groups") if expel is None else expel(group, member)
 
     def _signal(self, task: Task, order: Order) -> tuple[bool, str]:
-        """An event that this very handler waits for, whoever else does."""
+        """Signal an event that this very handler waits for, whoever else does."""
         events = [one for one in task.pending.values() if isinstance(one, Event)]
         event = next((one for one in events if one.name == order.text), None)
         if event is None:

@@ -74,7 +74,7 @@ class Host:
         self._event_decoders: dict[Any, Callable[[bytes], Any]] = {}
 
     def make_self(self, task: Any) -> Any:
-        """The ``self`` of the handler that ``task`` runs."""
+        """Make the ``self`` of the handler that ``task`` runs."""
         raise NotImplementedError
 
     def began(self, task: Any) -> None:
@@ -82,7 +82,7 @@ class Host:
         raise NotImplementedError
 
     def copied(self) -> None:
-        """A copy of the state was taken: no rewind begins before it."""
+        """Note that a copy of the state was taken: no rewind begins before it."""
 
     def rewinds(self) -> None:
         """Note that messages since the copy are handled once more."""
@@ -97,11 +97,11 @@ class Host:
     # --- who goes on ------------------------------------------------------------------------------------------------
 
     def later(self, action: Callable[[], None]) -> None:
-        """Once whoever runs now has come to a stop."""
+        """Call ``action`` once whoever runs now has come to a stop."""
         self._queue.append(action)
 
     def drain(self) -> None:
-        """Let all go on that was woken. Raises HandlerError."""
+        """Let all handlers go on that were woken. Raises HandlerError."""
         queue = self._queue
         while queue and not self.one_by_one:
             queue.popleft()()
@@ -109,13 +109,13 @@ class Host:
     # --- what is waited for -----------------------------------------------------------------------------------------
 
     def draw_number(self, operation: Operation | None = None) -> int:
-        """The next one, for ``operation`` or (None) for a handler that starts."""
+        """Return the next number, for ``operation`` or, if None, for a handler that starts."""
         number = self._next_number
         self._next_number = number + 1
         return number
 
     def perform(self, operation: Operation) -> tuple[bool, bytes] | None:
-        """Do it, not at a rebuild: (whether it raised, what came encoded), or None when that comes later.
+        """Perform an operation, not at a rebuild: (whether it raised, what came encoded), or None if that comes later.
 
         Raises HandlerError, UsageError.
         """
@@ -166,7 +166,7 @@ class Host:
             self.effects.add(operation)
 
     def unregister(self, operation: Operation) -> None:
-        """Nothing is to find it any more."""
+        """Unregister an operation: no result is to find it any more."""
         if isinstance(operation, Call):
             self.calls.pop(operation.number, None)
         elif isinstance(operation, Timer):
@@ -231,7 +231,7 @@ class Answers:
         send((caller, call.number, *target.wrapped(arguments)))
 
     def send_multicast(self, calls: Sequence[MulticastCall]) -> None:
-        """Once all ``calls`` have begun. Raises UsageError."""
+        """Send a multicast once all ``calls`` have begun. Raises UsageError."""
         if any(call.sent is None for call in calls):
             return
         handler, own_name = calls[0].target.handler, self._context.instance_name
@@ -289,7 +289,7 @@ AnyHandler: TypeAlias = Handler[Any, Any] | LocalFunction
 
 
 class HandlerRuns:
-    """``definition`` and ``instance`` are of the class that runs; ``verdicts`` are those that are known.
+    """Runs handlers. ``definition`` and ``instance`` are of the class that runs; ``verdicts`` are those that are known.
 
     ``tell``: of one verdict more, and the error behind it; False: the message can't fail alone.
     """
@@ -305,7 +305,7 @@ class HandlerRuns:
         self.check: Callable[[], StateError | None] | None = None  # the state, behind each handler that may change it
 
     def use(self, definition: Definition, instance: Any) -> None:
-        """From here on this class's code runs."""
+        """Run this class's code from here on."""
         self.definition = definition
         self.instance = instance
         self.queries.use(definition.state())
@@ -350,7 +350,7 @@ class HandlerRuns:
             raise self.unsavable(handler, problem, max(self.context.message_index, 0))
 
     def unsavable(self, handler: AnyHandler | None, problem: StateError, message_index: int) -> HandlerError:
-        """``handler`` (None: one that is not known) has left a state that can't be saved: its call is undone."""
+        """Make the error of a handler (None: unknown) that has left an unsavable state: its call is undone."""
         context, definition = self.context, self.definition
         policy = "undo" if handler is None else definition.policy(handler)
         name = "a message" if handler is None else handler.function.__qualname__
@@ -407,7 +407,7 @@ class HandlerRuns:
             self.context.reporter.declared(self.context, handler.function.__qualname__, describe, caller, error)
 
     def run_step(self, task: int, step: int, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
-        """A ``def`` handler that the ``async def`` handler with the number ``task`` awaits: as :meth:`run_handler`.
+        """Run a ``def`` handler that the ``async def`` handler with the number ``task`` awaits: as :meth:`run_handler`.
 
         One that has failed is not called again.
         """
@@ -454,7 +454,7 @@ class Limits:
         self._groups_of: dict[int, list[tuple[Group, int]]] = {}
 
     def use(self, definition: Definition) -> None:
-        """From here on this class's limits hold. Nothing runs and nothing waits that was told of before."""
+        """Apply this class's limits from here on. Nothing runs and nothing waits that was told of before."""
         self._definition = definition
         self._running.clear()
         self._groups_of.clear()
@@ -476,7 +476,7 @@ class Limits:
                 del self._running[group]
 
     def take_next(self) -> SavedTask | None:
-        """The oldest that may begin now, which does not wait any more."""
+        """Remove and return the oldest queued call that may begin now."""
         definition = self._definition
         whole = definition.concurrent_handlers
         if whole is not None and self._running[_ALL] >= whole:

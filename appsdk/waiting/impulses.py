@@ -38,7 +38,7 @@ def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
 
 
 class ToldTime(msgspec.Struct, array_like=True, frozen=True):
-    """Time that the log brings, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
+    """Message with the time, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
 
     ``jumped_ns``: the clock was stepped ahead by that, to ``time_ns``; 0: it was not.
     """
@@ -60,7 +60,7 @@ Due: TypeAlias = Timer | Deadline
 
 
 class Clock:
-    """``schedules``: when each handler with a schedule is due next, in ns since the Unix epoch, by method ID.
+    """Timers and schedules. ``schedules``: when each handler is due next, in ns since the Unix epoch, by method ID.
 
     ``jumps``: (since, by): what began before ``since`` is due later by as much, for the clock was stepped in between.
     """
@@ -75,13 +75,13 @@ class Clock:
         self._scheduled: list[Handler[Any, Any]] = []
 
     def use(self, definition: Definition) -> None:
-        """From here on it is for this class's handlers. What sleeps may be in records that are still to come."""
+        """Use this class's handlers from here on. Handlers that sleep may be in records that are still to come."""
         handlers = definition.handlers.values()
         self._scheduled = [handler for handler in handlers if handler.schedule]
         self.is_needed = bool(self._scheduled) or any(handler.is_async for handler in handlers)
 
     def restore(self, saved: SavedTasks) -> None:
-        """No timer is set."""
+        """Restore schedules and clock jumps, without timers."""
         self.schedules, self.jumps, self.jumped_to_ns = dict(saved.schedules), list(saved.jumps), saved.jumped_to_ns
         self._timers.clear()
         self._due.clear()
@@ -94,7 +94,7 @@ class Clock:
         return self._timers.get(timer.number) is timer
 
     def forget(self, number: int) -> None:
-        """The timer of that number, if there is one."""
+        """Forget the timer of that number, if there is one."""
         self._timers.pop(number, None)
         if len(self._due) > 2 * len(self._timers) + _UNUSED_COUNT_MIN:
             self._make_heap()
@@ -110,7 +110,7 @@ class Clock:
         return timer.detail + sum(by_ns for since_ns, by_ns in self.jumps if began_ns < since_ns)
 
     def jumped(self, since_ns: int, by_ns: int) -> None:
-        """The clock was stepped: what is to last a while, and what runs in each period, is due later by as much."""
+        """Make later by ``by_ns`` what is to last a while, and what runs in each period: the clock was stepped."""
         self.jumps = [*self.jumps_that_count(), (since_ns, by_ns)]
         self.jumped_to_ns = since_ns
         self._make_heap()
@@ -135,7 +135,7 @@ class Clock:
         return due_ns
 
     def describe(self) -> list[dict[str, object]]:
-        """Each handler with a schedule, in plain values; ``due_ns`` None: it has not begun."""
+        """Return each handler with a schedule, in plain values; ``due_ns`` None: it has not begun."""
         return [
             {
                 "handler": handler.function.__qualname__,
@@ -157,7 +157,7 @@ class Clock:
         return found
 
     def decide(self, time_ns: int) -> dict[int, int]:
-        """For the handlers with cron expressions that are due at ``time_ns``: when they are next. Not for replays."""
+        """Return when the handlers with cron expressions that are due at ``time_ns`` are next due. Not for replays."""
         return {
             handler.method_id: handler.schedule.next_ns(time_ns)
             for handler in self._scheduled
@@ -165,7 +165,7 @@ class Clock:
         }
 
     def take_schedules(self, time_ns: int, decided: Mapping[int, int]) -> list[Handler[Any, Any]]:
-        """The handlers that are due at ``time_ns``, each once, however often it would have been its turn.
+        """Return the handlers that are due at ``time_ns``, each once, however often it would have been its turn.
 
         ``decided``: see :meth:`decide`. A schedule that the log knows nothing of, in a replay, has not begun.
         """
@@ -187,7 +187,7 @@ class Clock:
 
 
 class TimeImpulses:
-    """The time, put into the log as impulses to oneself: once something is due, and where the clock was stepped.
+    """Logs the time as impulses to this instance: once something is due, and if the clock was stepped.
 
     None before :meth:`start`. Times in ns since the Unix epoch.
     """
@@ -207,12 +207,12 @@ class TimeImpulses:
         return earlier(self._clock.next_due_ns(), self._context.multicasts.due_ns)
 
     def start(self) -> None:
-        """The app is primary: what it says comes back by the log."""
+        """Begin to log the time: the app is primary. What this logs comes back as input."""
         self._is_primary = True
         self._tell_jumps()
 
     def tell(self, time_ns: int) -> None:
-        """Log the time ``time_ns`` as an impulse to oneself."""
+        """Log the time ``time_ns`` as an impulse to this instance."""
         self._told_ns = time_ns
         decided = self._clock.decide(time_ns)
         self._context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
@@ -222,7 +222,7 @@ class TimeImpulses:
             self._told_ns = None
 
     def jumped(self, time_ns: int, jumped_ns: int) -> None:
-        """The clock was stepped by ``jumped_ns``, to ``time_ns``."""
+        """Note that the clock was stepped by ``jumped_ns``, to ``time_ns``."""
         self._jumps.append((time_ns, jumped_ns))
         self._tell_jumps()
 
@@ -263,7 +263,7 @@ class EffectResult(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Effect(Operation):
-    """Done when the log has its result. ``encoded``: its arguments. ``variables``: its context is a copy of this."""
+    """Effect, done when the log has its result. ``encoded``: its arguments. ``variables``: its context copies this."""
 
     __slots__ = ("_arguments", "encoded", "function", "options", "variables")
 
@@ -341,7 +341,7 @@ class WaitingEffects:
             self._run(effect, self._runner)
 
     def unheld(self, number: int) -> None:
-        """The multicasts that it waited for stand."""
+        """Run an effect: the multicasts that it waited for stand."""
         effect = self._waiting.get(number)
         if effect is not None and self._runner is not None and number not in self._requests:
             self._run(effect, self._runner)
@@ -372,7 +372,7 @@ class WaitingEffects:
         self._waiting.clear()
 
     def start(self, runner: EffectRunner | None) -> None:
-        """The app is primary: all that wait are run, the oldest first. Raises JournalError.
+        """Run all effects that wait, the oldest first: the app is primary. Raises JournalError.
 
         None: they wait on.
         """
@@ -432,7 +432,7 @@ class WaitingEffects:
         )
 
     def _key(self, given: str | None, task_number: int, generation: int, step: int) -> str:
-        """The one that was given, or the same for the same step of the same handler of the same instance's life, and
+        """Return the given key, or one that is the same for the same step of the same handler of the same life, and
         for no other's. Any thread."""
         if given is not None:
             return given
@@ -441,12 +441,12 @@ class WaitingEffects:
         return str(uuid.UUID(bytes=digest.digest(), version=4))
 
     def _report(self, effect: Effect, error: BaseException, attempts: int) -> None:
-        """Any thread."""
+        """Report an effect that has failed. Any thread."""
         if self._context.reporter is not None:
             self._context.reporter.effect_failed(self._context.instance_name, effect, error, attempts)
 
     def take(self, result: EffectResult) -> Effect | None:
-        """The effect that ``result`` is of, if it is still waited for."""
+        """Remove and return the effect that ``result`` is of, if it is still waited for."""
         effect = self._waiting.get(result.number)
         if effect is None:
             return None
@@ -497,11 +497,11 @@ class Events:
         self._size_bytes = sum(len(value) for values in self.kept.values() for value in values)
 
     def sort(self) -> None:
-        """After a rebuild: those that waited first come first again."""
+        """Sort waits after a rebuild: those that waited first come first again."""
         self._waiting = {name: dict(sorted(waiting.items())) for name, waiting in self._waiting.items()}
 
     def require_room(self, name: str, value: bytes) -> None:
-        """For one more signal, unless somebody waits for it. Raises UsageError."""
+        """Check that there is room for one more signal, unless somebody waits for it. Raises UsageError."""
         if len(self._waiting.get(name, ())) > self._given[name]:
             return
         if self._count >= KEPT_SIGNALS_MAX or self._size_bytes + len(value) > KEPT_SIGNALS_BYTES_MAX:
@@ -519,7 +519,7 @@ class Events:
         self._later(partial(self._give, name, value))
 
     def offer(self, name: str) -> None:
-        """Somebody waits: the oldest signal that was kept is for it."""
+        """Give the oldest kept signal to who waits for it."""
         if kept := self.kept.get(name):
             value = kept.popleft()
             self._count -= 1

@@ -1,4 +1,4 @@
-"""The asyncio event loop of one run of an ``async def`` handler.
+"""Asyncio event loop of one run of an ``async def`` handler.
 
 A replay repeats its turns: ready callbacks run first in, first out, the clock is that of the log's records, and a delay
 is a timer in the handler's journal, which outlives crashes. There is no selector and no thread. All that comes from
@@ -36,7 +36,7 @@ _NO_GENERATORS: Sequence[weakref.ref[AsyncGenerator[Any, Any]]] = ()
 
 
 class HandlerLoop(asyncio.AbstractEventLoop):
-    """An asyncio loop for the coroutines of one run. ``ready``: callbacks that can run, of all loops of an instance.
+    """Asyncio loop for the coroutines of one run. ``ready``: callbacks that can run, of all loops of an instance.
 
     One loop of an instance runs at a time, until nothing of it is ready. ``number``: its own in the life of the
     instance. ``main``: the task of the handler itself. ``must_end``: no more callbacks are to run, as the handler is
@@ -305,7 +305,7 @@ HASH_FACTOR = 1_000_003
 
 
 class _Numbered:
-    """A future or task whose place in a set is the same at each replay: asyncio makes sets of them."""
+    """Future or task whose place in a set is the same at each replay: asyncio makes sets of them."""
 
     __slots__ = ()
 
@@ -350,7 +350,7 @@ def _is_of_a_set(frame: FrameType | None) -> bool:
 
 
 class _TimerHandle(asyncio.TimerHandle):
-    """A callback with the timer of the journal that it waits for."""
+    """Handle of a callback, with the timer of the journal that it waits for."""
 
     __slots__ = ("timer",)
 
@@ -375,7 +375,7 @@ async def _await(future: asyncio.Future[T]) -> T:
 
 
 class LazyFuture(_Numbered, asyncio.Future[T]):
-    """A future that begins when it is first awaited, or first given to asyncio.gather, wait, create_task, ..."""
+    """Future that begins when it is first awaited, or first given to asyncio.gather, wait, create_task, ..."""
 
     __slots__ = ("_is_begun", "_number", "_of")
 
@@ -418,7 +418,7 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
         super().add_done_callback(*args, **options)
 
     def begin(self) -> None:
-        """Begin, once. What can't begin is done with the error."""
+        """Begin, once. If that is not possible, the future is done with the error."""
         if self._is_begun or self.done():
             return
         self._of.unbegun.pop(id(self), None)
@@ -471,7 +471,7 @@ class Winner(Generic[T_co]):
 
 
 class Together(LazyFuture[list[Any]]):
-    """A gather that begins when it is awaited: an ordered multicast is sent when its last call begins."""
+    """Gather that begins when it is awaited: an ordered multicast is sent when its last call begins."""
 
     __slots__ = ("_inner", "_parts")
 
@@ -499,7 +499,7 @@ class Together(LazyFuture[list[Any]]):
 
 
 class Race(LazyFuture[Winner[Any]]):
-    """Done when the first of its parts is; the others are cancelled, and have ended when the race is done.
+    """Future that is done when the first of its parts is; the others are cancelled, and have ended by then.
 
     What one of those raises as it is cancelled, the race raises.
     """

@@ -75,7 +75,7 @@ class Owner(HandlerLoop):
 
 
 class Operation(LazyFuture[Any]):
-    """``number`` is its own in the life of the instance; 0 while it has none: it is done at once, or is in the journal.
+    """Operation. ``number``: its own in the life of the instance; 0: none, as it is done at once or is in the journal.
 
     ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`. ``since_ns``: when it began, where it is waited
     for.
@@ -114,7 +114,7 @@ class Operation(LazyFuture[Any]):
         return decode_raised({}, self.what, value)
 
     def outcome(self, raised: bool, value: bytes) -> tuple[Any, Exception | None]:
-        """(what came, None) or (None, the exception). Raises what the decoders raise."""
+        """Return (what came, None) or (None, the exception). Raises what the decoders raise."""
         return (None, self.decode_error(value)) if raised else (self.decode(value), None)
 
     def pending(self) -> Pending:
@@ -125,7 +125,7 @@ class Operation(LazyFuture[Any]):
 
 
 class Target:
-    """A handler that can be waited for, of one destination ("" is oneself): what all calls of it have in common.
+    """Handler that can be waited for, of one destination ("" is the own instance): what all calls of it share.
 
     ``handler`` is what the log calls, ``called`` what runs: an overridden one, by ``super()``.
     """
@@ -155,7 +155,7 @@ class Target:
 
 
 class _HandlerOperation(Operation):
-    """With arguments, which are encoded when it begins."""
+    """Operation of a handler with arguments, which are encoded when it begins."""
 
     __slots__ = ("arguments", "encoded", "target")
 
@@ -183,7 +183,7 @@ class _HandlerOperation(Operation):
 
 
 class Step(_HandlerOperation):
-    """A ``def`` handler of one's own: it runs at once."""
+    """Step: a ``def`` handler of the own class, which runs at once."""
 
     __slots__ = ()
 
@@ -193,7 +193,7 @@ class Step(_HandlerOperation):
 
 
 class LocalFunction:
-    """A local function or lambda that `immortal.step` runs, with what a ``def`` handler has for whoever runs it."""
+    """Local function or lambda that `immortal.step` runs, with what a ``def`` handler has for whoever runs it."""
 
     __slots__ = ("_form", "decode_result", "function", "keywords", "name")
 
@@ -223,7 +223,7 @@ class LocalFunction:
 
 
 class LocalStep(Operation):
-    """A local function or lambda that runs at once and owns the state."""
+    """Step of a local function or lambda, which runs at once and owns the state."""
 
     __slots__ = ("arguments", "local")
 
@@ -249,7 +249,7 @@ class LocalStep(Operation):
 
 
 class Read(Operation):
-    """An attribute of the state, read by an async handler: it gets a copy, the same when it is run again."""
+    """Read of an attribute of the state by an async handler: it gets a copy, the same when it is run again."""
 
     __slots__ = ("name", "schema")
 
@@ -277,7 +277,7 @@ class Read(Operation):
 
 
 class Call(_HandlerOperation):
-    """A call of another instance's handler, or through the log of one's own that is an ``async def``."""
+    """Call of another instance's handler, or through the log of an ``async def`` of the own class."""
 
     __slots__ = ()
 
@@ -290,7 +290,7 @@ class Call(_HandlerOperation):
 
 
 class MulticastCall(Call):
-    """One of the calls of a multicast, which begins with the last of them: ``all_of_it``. ``to``: whom by name."""
+    """Call of a multicast, which begins with the last of its calls, ``all_of_it``. ``to``: the receiver's name."""
 
     __slots__ = ("all_of_it", "scope", "sent", "to")
 
@@ -313,7 +313,7 @@ class MulticastCall(Call):
 
 
 class Timer(Operation):
-    """Done once the time ``detail``, in ns since the Unix epoch, has come.
+    """Timer that ends at the time ``detail``, in ns since the Unix epoch.
 
     ``began_ns``: since when, for one that is to last a while whatever the clock is set to; None: for one that is not.
     """
@@ -326,7 +326,7 @@ class Timer(Operation):
 
 
 class Event(Operation):
-    """Done when somebody signals ``name``."""
+    """Wait for somebody to signal the event ``name``."""
 
     __slots__ = ("_decode", "name")
 
@@ -343,7 +343,7 @@ class Event(Operation):
 
 
 class NodeTarget(Target):
-    """A handler of the node that ``handle`` leads to."""
+    """Handler of the node that ``handle`` leads to."""
 
     __slots__ = ("handle", "nodes")
 
@@ -412,7 +412,7 @@ MISFITS = (DecodeError, LookupError)
 
 
 class Rebuild:
-    """The journal of ``saved``. ``next_entry``: the first not used up yet. ``title``: of the handler, for people."""
+    """Rebuild over the journal of ``saved``. ``next_entry``: the first not used up yet. ``title``: of the handler."""
 
     def __init__(self, saved: SavedTask, title: Callable[[], str]) -> None:
         self.pending = {pending.step: pending for pending in saved.pending}
@@ -464,7 +464,7 @@ class Rebuild:
         )
 
     def wrong_end(self, waits: Mapping[int, Operation], steps_count: int, got: str) -> JournalError:
-        """The journal is used up, and it ``waits`` for other things than before."""
+        """Make the error of a journal that is used up while the handler ``waits`` for other things than before."""
         missing = [pending for step, pending in self.pending.items() if step not in waits]
         extra = [operation for step, operation in waits.items() if step not in self.pending]
         step = (missing or extra)[0].step if missing or extra else steps_count

@@ -1,4 +1,4 @@
-"""Waiting handlers as operators see them, and the retry of their effects.
+"""Views of waiting handlers for operators, and the retry of their effects.
 
 Nothing here changes anything, and no handler sees it.
 """
@@ -28,7 +28,7 @@ STEPS_MAX = 1000  # of one handler that are told, the last
 
 
 def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
-    """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does;
+    """Describe the oldest HANDLERS_COUNT_MAX. ``count``: of all. ``multicasts``: whom the instance waits for, if any;
     ``hooks``: the same for its `@on_primary` hooks.
     ``groups``: those that its class declares, if it takes part in any. ``schedules``: of its class, if it has any."""
     found: list[Task | SavedTask] = sorted(
@@ -46,7 +46,7 @@ def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
 
 
 def describe_one(tasks: Tasks, number: int) -> Values:
-    """``handler`` None: none of that number waits."""
+    """Describe a waiting handler. ``handler`` None: none of that number waits."""
     task = tasks.waiting(number)
     if task is None:
         queued = tasks.limits.queued.get(number)
@@ -60,7 +60,7 @@ def _any_described(tasks: Tasks, one: Task | SavedTask) -> Values:
 
 
 def _queued(tasks: Tasks, call: SavedTask) -> Values:
-    """A call that waits for its turn."""
+    """Describe a call that waits for its turn."""
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
     arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
@@ -78,7 +78,7 @@ def _described(tasks: Tasks, task: Task) -> Values:
 
 
 def _call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, int]) -> Values:
-    """``place``: of the message that began it."""
+    """Describe the call of a handler. ``place``: of the message that began it."""
     return {
         "id": one.number,
         "handler": name,

@@ -1,4 +1,4 @@
-"""One run of an ``async def`` handler, from its call to its end: its journal, and how it is run again over that."""
+"""Runs an ``async def`` handler from its call to its end, with its journal, and runs it again over that."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from immortal.protocol import decoding
 
 
 class _Ending(ControlFlowSignal):
-    """No coroutine is to catch it."""
+    """Signal to end a handler; no coroutine is to catch it."""
 
     def __init__(self, error: Any) -> None:
         super().__init__(str(error))
@@ -46,15 +46,15 @@ class _Ending(ControlFlowSignal):
 
 
 class Stopped(_Ending):
-    """The app stops with ``error``, an AppError."""
+    """Raised to stop the app with ``error``, an AppError."""
 
 
 class Abandoned(_Ending):
-    """The handler ends with ``error``, whatever its coroutines would do about it."""
+    """Raised to end the handler with ``error``, whatever its coroutines would do about it."""
 
 
 class ContinueAs(ControlFlowSignal):
-    """The handler goes on from its beginning, with ``arguments`` and no journal. No coroutine is to catch it."""
+    """Raised to begin the handler again with ``arguments`` and no journal. No coroutine is to catch it."""
 
     def __init__(self, arguments: bytes) -> None:
         super().__init__("continue_as")
@@ -66,7 +66,7 @@ _IMMUTABLE = (int, float, complex, str, bytes, type(None), datetime, timedelta, 
 
 
 class _Alarm(Timer):
-    """A timer that makes a callback of the loop ready."""
+    """Timer that makes a callback of the loop ready."""
 
     __slots__ = ("_handle",)
 
@@ -99,7 +99,7 @@ def _is_of_user(frame: FrameType) -> bool:
 
 
 class Task(Owner):
-    """One run of an ``async def`` handler: the asyncio loop of its coroutines, and the journal of what they had.
+    """Run of an ``async def`` handler: the asyncio loop of its coroutines, and the journal of what they had.
 
     ``call`` began it. ``number`` is its own in the life of the instance. ``time_ns``: what ``immortal.now()`` says.
     ``main``: the asyncio task of the handler itself.
@@ -225,7 +225,7 @@ class Task(Owner):
     # --- running ----------------------------------------------------------------------------------------------------
 
     def advance(self, wake: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()) -> None:
-        """Let ``wake(*arguments)`` wake somebody; until all of it waits, or it is done.
+        """Call ``wake(*arguments)``, which may wake somebody, and run until all of it waits, or it is done.
 
         Raises HandlerError (of a step), JournalError.
         """
@@ -358,7 +358,7 @@ class Task(Owner):
 
     @property
     def cancelled_with(self) -> str | None:
-        """The reason of the cancellation by which the handler has ended; None: it has not, or of its own accord."""
+        """Reason of the cancellation by which the handler has ended; None: it has not, or of its own accord."""
         if self._error is not None or not self.main.cancelled() or not self.cancelled:
             return None
         return self.cancellation(self.cancelled[-1])[0]
@@ -418,7 +418,7 @@ class Task(Owner):
         return True
 
     def _take_outcome(self, operation: Operation, raised: bool, value: bytes) -> tuple[Any, ...]:
-        """Put it into the journal. What does not fit what it is declared to be is a failure of who sent it."""
+        """Put a result into the journal. One that does not fit its declaration is a failure of who sent it."""
         try:
             outcome = operation.outcome(raised, value)
         except MISFITS as error:
@@ -447,7 +447,7 @@ class Task(Owner):
             self.tasks.register(operation)
 
     def clear_away(self, *, closes: bool = True) -> None:
-        """Another life of it, or none, takes its place: what its coroutines still do as they are closed counts for
+        """Give the handler's place to another task, or none: what its coroutines do as they are closed counts for
         nothing."""
         self._is_cleared_away = True
         if closes:
@@ -468,13 +468,13 @@ class Task(Owner):
         raise self._continuation
 
     def abandon(self, error: BaseException) -> Abandoned:
-        """Whatever the coroutines do about what is to be raised: the handler ends with ``error``."""
+        """Let the handler end with ``error``, whatever its coroutines do about what is to be raised."""
         self.must_end = True
         self._abandoned = self._abandoned or Abandoned(error)
         return self._abandoned
 
     def stop_app(self, error: AppError) -> Stopped:
-        """Whatever the coroutines do about what is to be raised: the app stops with ``error``."""
+        """Let the app stop with ``error``, whatever the coroutines do about what is to be raised."""
         self.must_end = True
         self._stopped = self._stopped or Stopped(error)
         return self._stopped
@@ -553,7 +553,7 @@ class Task(Owner):
 
     @classmethod
     def rebuild(cls, tasks: Host, handler: Handler[Any, Any], saved: SavedTask) -> Task:
-        """The task as it was saved. Raises JournalError."""
+        """Make the task as it was saved. Raises JournalError."""
         try:
             task = cls(tasks, handler, saved, saved.started_ns)
         except decoding.DecodeError as error:

@@ -1,4 +1,4 @@
-"""The ``self`` of an ``async def`` handler: calls to wait for in place of attributes.
+"""Stand-in for ``self`` in an ``async def`` handler: calls to wait for in place of attributes.
 
 It looks like the app: its class is that of the app, so that ``super()`` and ``isinstance`` work, and its methods are
 those of the class, with this ``self``. What is different is that its handlers and peers give something to await, that
@@ -120,7 +120,7 @@ def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
 
 
 class TaskHandler:
-    """A handler: calling it gives something to await, and `immortal.step` runs it where it is a ``def`` of its own."""
+    """Handler: calling it gives something to await, and `immortal.step` runs it if it is a ``def`` of its own."""
 
     __slots__ = ("_target", "_task")
 
@@ -169,7 +169,7 @@ class TaskHandler:
 
 
 class TaskPeer:
-    """Another instance."""
+    """Proxy of another instance for an ``async def`` handler."""
 
     __slots__ = ("_immortal_peer", "_immortal_task")
 
@@ -192,7 +192,7 @@ class TaskPeer:
 
 
 class TaskMulticast:
-    """Several instances: an attribute for each handler that all have. ``scope``: where they are members of a group."""
+    """Proxy of several instances: it has each handler that all have. ``scope``: they are the members of a group."""
 
     __slots__ = ("_destinations", "_immortal_task", "_scope")
 
@@ -209,7 +209,7 @@ class TaskMulticast:
 
 
 class TaskMulticastMethod:
-    """A handler that several instances have: ``all(...)`` gives all answers to await, in the order of the instances."""
+    """Handler of several instances: ``all(...)`` gives all answers to await, in the order of the instances."""
 
     __slots__ = ("_destinations", "_handler", "_scope", "_task")
 

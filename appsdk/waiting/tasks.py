@@ -1,4 +1,4 @@
-"""The ``async def`` handlers of an instance that wait, what they wait for, and the answers to those who wait for it.
+"""Waiting ``async def`` handlers of an instance, what they wait for, and the answers to those who wait for them.
 
 All of it follows from the log: a message starts a handler, answers a call, tells the time or runs a ``def`` handler
 that signals an event. Each handler goes on until it waits again before the next one does, first woken first.
@@ -58,7 +58,7 @@ class Tasks(Host):
         return TaskSelf(task)
 
     def use(self, definition: Definition, instance: Any) -> None:
-        """From here on this class's code runs. Raises JournalError where it is not what those that wait ran."""
+        """Use this class's code from here on. Raises JournalError if it is not what those that wait ran."""
         saved = self.save()
         self.definition, self.instance = definition, instance
         self.limits.use(definition)
@@ -84,7 +84,7 @@ class Tasks(Host):
 
     @property
     def all_waiting(self) -> list[Task]:
-        """The oldest first."""
+        """Tasks that wait, the oldest first."""
         return list(self._tasks.values())
 
     def waiting(self, number: int) -> Task | None:
@@ -145,7 +145,7 @@ class Tasks(Host):
             self.executions.restored(saved.next_number, self.context.sequence_id, waiting)
 
     def restart(self, order: Order) -> tuple[bool, str]:
-        """Begin an execution again, with the same or other arguments: (whether it was, that in words).
+        """Begin an execution again, with the same or other arguments; returns whether it was begun, and that in words.
 
         Raises HandlerError.
         """
@@ -261,7 +261,7 @@ class Tasks(Host):
             self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
 
     def give_up(self, number: int, reason: str) -> str | None:
-        """A call that waits for its turn does so no more; of which handler it was."""
+        """Remove a call that waits for its turn; returns the name of its handler, None if there is no such call."""
         call = self.limits.queued.pop(number, None)
         if call is None:
             return None
@@ -300,7 +300,7 @@ class Tasks(Host):
                 self._end(task)
 
     def effect_done(self, result: EffectResult) -> None:
-        """An effect has returned or raised. Raises HandlerError."""
+        """Take in the result of an effect. Raises HandlerError."""
         request = self.effects.request(result.number)
         if (effect := self.effects.take(result)) is not None:
             if self.executions is not None and request is not None and request.attempt > 1:
@@ -311,7 +311,7 @@ class Tasks(Host):
     # --- who ends the app's process ---------------------------------------------------------------------------------
 
     def let_one_go_on(self) -> bool:
-        """``one_by_one``: whoever was woken first. False: nobody is left. Where ``next_said`` is set behind it, nothing
+        """Let the handler woken first go on (``one_by_one``). False: nobody is left. If it sets ``next_said``, nothing
         was done yet: that handler goes on with the next call. Raises HandlerError."""
         self._may_go_on, self.next_said = self.next_said is not None, None
         if not self._queue:
@@ -320,7 +320,7 @@ class Tasks(Host):
         return True
 
     def _is_to_be_said(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
-        """``one_by_one``: whether ``action``, by which that handler goes on, has to wait until it was said that it
+        """Tell whether ``action``, by which a handler goes on (``one_by_one``), has to wait until it was said that it
         does."""
         if self._may_go_on:
             self._may_go_on = False
@@ -337,7 +337,7 @@ class Tasks(Host):
         return True
 
     def _bury(self, task: Task) -> None:
-        """None of its code runs any more, not even a 'finally'."""
+        """End a handler so that none of its code runs any more, not even a 'finally'."""
         task.drop_pending()
         task.clear_away(closes=False)
         _buried.append(task.main)
@@ -346,7 +346,7 @@ class Tasks(Host):
     def _has_ended_the_process(
         self, number: int, handler: Handler[Any, Any], caller: str | None, call_number: int
     ) -> bool:
-        """A verdict says so of that handler, as it went on with this message: none of its code runs any more, and who
+        """Tell whether a verdict says that this handler ended the process at this message: it runs no more, and who
         waits for it is told."""
         context = self.context
         verdict = self.handler_runs.verdicts.get((context.sequence_id, context.message_index, number, 0))
@@ -365,7 +365,7 @@ class Tasks(Host):
         self.drain()
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
-        """``caller`` cancels an earlier call of its own, and is told whether that still waited. Raises HandlerError."""
+        """Cancel an earlier call of ``caller``, which is told whether that still waited. Raises HandlerError."""
         calls = self._by_call.get((caller, cancelled), [])
         queued = self.limits.queued.values()
         waits = next((one.number for one in queued if (one.caller, one.call_number) == (caller, cancelled)), None)
@@ -395,7 +395,7 @@ class Tasks(Host):
     # --- time -------------------------------------------------------------------------------------------------------
 
     def told_time(self, now: ToldTime) -> None:
-        """The log says what time it is: timers and schedules up to then are due. Raises HandlerError."""
+        """Handle the time that the log says: timers and schedules up to then are due. Raises HandlerError."""
         if now.jumped_ns:
             self.clock.jumped(now.time_ns, now.jumped_ns)
         self.time_impulses.came_back(now.time_ns)

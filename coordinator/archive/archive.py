@@ -37,20 +37,20 @@ class Archive:
     # --- moments ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> list[int]:
-        """Numbers of the moments that are stored, ascending. Raises StoreError."""
+        """Return numbers of the moments that are stored, ascending. Raises StoreError."""
         return [number for number, _ in self._listed()]
 
     def last(self) -> tuple[Moment, str] | None:
-        """The newest moment, with the digest of its manifest. Raises ArchiveError, StoreError."""
+        """Return the newest moment, with the digest of its manifest. Raises ArchiveError, StoreError."""
         numbers = self.numbers()
         return self._read(numbers[-1]) if numbers else None
 
     def moments(self) -> list[Moment]:
-        """All moments, checked to follow one another. Raises ArchiveError, StoreError."""
+        """Read all moments, and check that they follow one another. Raises ArchiveError, StoreError."""
         return [moment for moment, _ in self.dated_moments()]
 
     def dated_moments(self) -> list[tuple[Moment, float]]:
-        """All moments, each with the time it was stored (s since the Unix epoch, by the store's clock).
+        """Read all moments, each with the time it was stored (s since the Unix epoch, by the store's clock).
 
         Raises ArchiveError, StoreError.
         """
@@ -61,7 +61,7 @@ class Archive:
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
     def follow(self, known: dict[int, tuple[Moment, str]]) -> list[Moment]:
-        """All moments, without reading again those in ``known`` (by number, with the digests of their manifests).
+        """Return all moments, without reading those in ``known`` again (by number, with their manifests' digests).
 
         The newest is always read: it says whether the others are what was there. ``known`` grows.
         """
@@ -76,7 +76,7 @@ class Archive:
         return moments
 
     def put_moment(self, moment: Moment) -> str | None:
-        """The digest of its manifest; None where another one has that number. Raises StoreError."""
+        """Store a moment. Returns its manifest's digest; None if another one has that number. Raises StoreError."""
         name, data = moment_name(moment.number), encode_moment(moment)
         # An answer may get lost, and the store be asked again: then it is our own that is there.
         if self.objects.put_new(name, data) or self.objects.get(name) == data:
@@ -111,7 +111,7 @@ class Archive:
         return Part(name, len(data), digest(data))
 
     def stored(self, parts: Iterable[Part]) -> Iterator[bytes]:
-        """The objects as they are stored, each checked. Raises DamagedObjectError, which names it, and StoreError."""
+        """Yield the objects as they are stored, checked. Raises DamagedObjectError, which names it, and StoreError."""
         wanted = list(parts)
         for part, data in zip(wanted, self.objects.get_all(part.name for part in wanted), strict=True):
             if (len(data), digest(data)) != (part.size_bytes, part.digest):

@@ -293,7 +293,7 @@ def _place(
 
 
 def _problem(before: Moment, view: View, end: LogEnd) -> str | None:
-    """Why a log is not the one that an archive has the beginning of."""
+    """Say why a log is not the one whose beginning is in the archive; None if it is."""
     if end.epoch < before.epoch:
         return f"it is in epoch {end.epoch}, the archive has epoch {before.epoch}: a stale copy, or restored to earlier"
     if end.last_sequence_id < before.last_sequence_id:
@@ -407,7 +407,7 @@ def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
 
 
 def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
-    """Undamaged checkpoint headers by ID: (stored value, decoded header)."""
+    """Return the undamaged checkpoint headers by ID: (stored value, decoded header)."""
     headers = {}
     for key_view, value_view in view.scan("checkpoints"):
         key, value = bytes(key_view), bytes(value_view)
@@ -419,7 +419,7 @@ def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
 
 
 def checkpoint_rows(reader: LogReader, value: bytes, stored: StoredHeader) -> Iterator[PackedRow]:
-    """The header, the chunks, the outputs, each checked. Raises DamagedCheckpointError, also once it was trimmed."""
+    """Yield a checkpoint's header, chunks, outputs, checked. Raises DamagedCheckpointError, also if it was trimmed."""
     checkpoint_id = stored.header.checkpoint_id
     yield "checkpoints", SEQUENCE_KEY.pack(checkpoint_id), value
     for index in range(stored.chunk_count):

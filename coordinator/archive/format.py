@@ -178,12 +178,12 @@ def unpack(data: bytes, name: str) -> list[PackedRow]:
 
 
 def digest(data: bytes) -> str:
-    """Digest of a stored object or of a value: 16 bytes of BLAKE3, in hex."""
+    """Return the digest of a stored object or of a value: 16 bytes of BLAKE3, in hex."""
     return blake3(data).hexdigest(_DIGEST_SIZE_BYTES)
 
 
 def digest_of_rows(digests: Iterable[tuple[tuple[str, bytes], bytes]]) -> str:
-    """Digest of a state from the digests of its rows, independent of their order."""
+    """Return the digest of a state from the digests of its rows, independent of their order."""
     whole = blake3()
     for (table, key), of_value in sorted(digests):
         whole.update(_encode((table, key, of_value)))

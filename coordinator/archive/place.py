@@ -170,7 +170,7 @@ def _reading() -> Iterator[None]:
 
 
 def _key_hint(said: str) -> str:
-    """The commands that archive and restore have an option for it."""
+    """Name the setting in place of the option --key-file: these commands have no such option."""
     return said.replace("with --key-file", f"in {KEY_FILE_VARIABLE}").replace("(--key-file)", f"in {KEY_FILE_VARIABLE}")
 
 

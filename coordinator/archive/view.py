@@ -100,7 +100,7 @@ class _CheckpointRows:
         return found
 
     def scan(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """The parts are in the order of their checkpoints, and of the chunks of each; the header comes first."""
+        """Yield rows in the order of their checkpoints, and of the chunks of each; the header comes first."""
         for at, part in enumerate(self._parts):
             if self._may_have(at, part, table, first):
                 yield from (row for row in self._rows_of(at).get(table, []) if row[0] >= first)

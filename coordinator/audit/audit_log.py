@@ -37,7 +37,7 @@ class AuditError(ImmortalError):
 
 
 def path(folder: Path) -> Path:
-    """The newest file; ``folder`` is the instance's."""
+    """Return the path of the newest file. ``folder`` is the instance's."""
     return folder / FILE_NAME
 
 
@@ -46,7 +46,7 @@ def _old_path(folder: Path, number: int) -> Path:
 
 
 def paths(folder: Path) -> list[Path]:
-    """Existing files of the audit log, oldest first."""
+    """Return the existing files of the audit log, oldest first."""
     old = [_old_path(folder, number) for number in range(OLD_FILES_MAX, 0, -1)]
     return [one for one in (*old, path(folder)) if one.exists()]
 
@@ -57,7 +57,7 @@ def remove(folder: Path) -> None:
 
 
 def hash_of(line: bytes) -> str:
-    """Hash of a line without its line end, in hex."""
+    """Return the hash of a line without its line end, in hex."""
     return hashlib.blake2b(line, digest_size=32).hexdigest()
 
 

@@ -71,7 +71,7 @@ class Auditor:
             self._log.write_through("may call from now on", callers=callers, limited=limited)
 
     def operator(self, who: str, verb: str, argument: str) -> None:
-        """An operator has asked for this."""
+        """Write that an operator has asked for ``verb``, unless that only reads."""
         if verb not in READ_ONLY:
             self._log.write_through("operator", who=who, verb=verb, argument=argument)
 

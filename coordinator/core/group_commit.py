@@ -92,7 +92,7 @@ class GroupCommit:
 
     @property
     def is_idle(self) -> bool:
-        """All groups are durable, except acknowledgements that are not worth a sync."""
+        """True if all groups are durable, except acknowledgements that are not worth a sync."""
         return not self._committing and all(group.empty for group in self._waiting)
 
     @property

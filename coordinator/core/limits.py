@@ -1,4 +1,4 @@
-"""Every queue, window and buffer of the core, with its reason."""
+"""Limits of all queues, windows and buffers of the core, with reasons."""
 
 from __future__ import annotations
 

@@ -35,17 +35,17 @@ class Notice(Struct, kw_only=True):
         return self.template.format_map(self.fields())
 
     def fields(self) -> dict[str, object]:
-        """Fields by the names that a reader of lines sees."""
+        """Return the fields by the names that a reader of lines sees."""
         names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
         return {shown: getattr(self, name) for name, shown in names if name != "left_out" or self.left_out}
 
     def values(self) -> dict[str, object]:
-        """Fields that follow the text."""
+        """Return the fields that follow the text."""
         fields, said = self.fields(), _named_in(self.template)
         return {name: value for name, value in fields.items() if name not in said or name == "peer"}
 
     def kind(self) -> Hashable | None:
-        """Kind whose lines are limited to a few at once; None: no limit."""
+        """Return the kind whose lines are limited to a few at once; None: no limit."""
         if self.level not in ("warning", "error"):
             return None
         return type(self), *[getattr(self, name, None) for name in self.apart]

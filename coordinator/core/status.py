@@ -23,11 +23,11 @@ class StatusView:
         self._components = components
 
     def peers(self) -> dict[str, dict[str, object]]:
-        """Values for `immortal peers show`, by instance."""
+        """Return the values for `immortal peers show`, by instance."""
         return describe_peers(self._components.peers, self._components.back_pressure.held_up_for)
 
     def clients(self) -> dict[str, object]:
-        """Values about clients for the web page."""
+        """Return values about clients for the web page."""
         return describe_clients(self._components.clients.table)
 
     @property
@@ -65,7 +65,7 @@ class StatusView:
         return self._components.call_failures.poison_guard.long_handler_text(now_ns)
 
     def status(self, now_ns: int) -> dict[str, object]:
-        """Values for `immortal status` of a live instance."""
+        """Return the values for `immortal status` of a live instance."""
         components, session = self._components, self._components.state.session
         return describe(components.state, components.peers, now_ns) | {
             **describe_write_lease(components.state, now_ns),

@@ -66,7 +66,7 @@ class PlainPeers:
 
 
 class PlainLog:
-    """Over ``store``, which nobody else writes. Writes wait for :meth:`work`; reads are answered at once, into
+    """Log over ``store``, which nobody else writes. Writes wait for :meth:`work`; reads are answered at once, into
     ``inbox``."""
 
     has_inline = False
@@ -118,7 +118,7 @@ class PlainLog:
 
 
 class SetClock:
-    """Stands at ``time_ns`` (ns since the Unix epoch) until that is set, and wakes nobody."""
+    """Clock that stands at ``time_ns`` (ns since the Unix epoch) until that is set, and wakes nobody."""
 
     def __init__(self, time_ns: int) -> None:
         self.time_ns = time_ns

@@ -109,7 +109,7 @@ class ClockPort(Protocol):
     """The instance's time; see core/clock.py."""
 
     def now_ns(self) -> int:
-        """Since the Unix epoch."""
+        """Return the time, ns since the Unix epoch."""
 
     def take_events(self) -> Sequence[Event]:
         """Return what :meth:`now_ns` has found out and the machine must handle before that time."""

@@ -51,7 +51,7 @@ UNSEALED_META = frozenset((META_JOURNAL, META_SEAL))
 
 
 class ForgedLogError(DamagedLogError):
-    """Something in the log was not written with its key."""
+    """Raised for something in the log that was not written with the log's key."""
 
 
 class LogKeyError(LogError):
@@ -95,7 +95,7 @@ class Macs:
         from blake3 import blake3  # imported here: saves half a MiB for a log without a key
 
         def bulk(purpose: str) -> blake3:
-            """Keyed hash for large values: BLAKE3 takes a seventh of HMAC's time for a MiB."""
+            """Return the keyed hash for large values: BLAKE3 takes a seventh of HMAC's time for a MiB."""
             return blake3(key=base(purpose, blake3.key_size).digest())
 
         self._record = bulk("record")
@@ -107,7 +107,7 @@ class Macs:
         """Stands for the record before the first one."""
 
     def record(self, before: bytes, value: Readable) -> bytes:
-        """MAC of a record with its trailer. ``before``: MAC of the record before it."""
+        """Return the MAC of a record with its trailer. ``before``: MAC of the record before it."""
         mac = self._record.copy()
         mac.update(before)
         mac.update(value)
@@ -137,7 +137,7 @@ class Macs:
         return tags + mac.digest()
 
     def mark(self, checked: bytes) -> bytes:
-        """MAC of the high-water mark."""
+        """Return the MAC of the high-water mark."""
         mac = self._mark.copy()
         mac.update(checked)
         return mac.digest()
@@ -153,7 +153,7 @@ def read_marker(view: View) -> Marker | None:
 
 
 def find_key(keys: Sequence[LogKey], marker: Marker, instance_name: str) -> LogKey:
-    """The key of the log. Raises LogKeyError where ``keys`` have it not."""
+    """Find the log's key among ``keys``. Raises LogKeyError if it is not there."""
     for key in keys:
         if key.id == marker.key_id:
             return key

@@ -79,13 +79,13 @@ class View(Protocol):
     def get(self, table: str, key: bytes) -> Readable | None: ...
 
     def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
-        """The rows from the key ``first`` on, in the order of their keys. None where the log has no such table."""
+        """Yield the rows from the key ``first`` on, in the order of their keys; none if the log has no such table."""
 
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
-        """The rows from the key ``last`` (None: the last one) back to the first."""
+        """Yield the rows from the key ``last`` (None: the last one) back to the first."""
 
     def sizes(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, int]]:
-        """Keys like :meth:`scan`, each with the size of its value in bytes.
+        """Yield keys like :meth:`scan`, each with the size of its value in bytes.
 
         The value itself, which may be far away, is not read.
         """
@@ -198,7 +198,7 @@ class Backend(ReadBackend, Protocol):
         fail("nothing was begun")
 
     def poll_target(self) -> tuple[int, int]:
-        """A file descriptor and events of select.poll: when :meth:`finish_oldest` may have something to do."""
+        """Return a file descriptor and events of select.poll that tell when :meth:`finish_oldest` may have work."""
         fail("nothing was begun")
 
     def resolve(self) -> int:
@@ -222,7 +222,7 @@ class Backend(ReadBackend, Protocol):
         return []
 
     def mark_end(self, mac: Mac | None) -> None:
-        """The log has another key from here on, or none: its end is as it is now."""
+        """Take note that the log has another key from here on, or none: its end is as it is now."""
         return
 
     def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
@@ -288,14 +288,14 @@ class Place(Protocol):
         """True if something is stored there. Opening it tells whether it is one of our logs."""
 
     def instances(self) -> list[str] | None:
-        """Instances with logs in a location that names none, such as a database; None: the location is one log.
+        """Return the instances with logs in a place that names none, such as a database; None: it is one log.
 
         Raises LogError.
         """
         return None
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> Backend:
-        """A new log with ``rows``. What was not created whole does not exist. Raises LogFormatError, LogFullError."""
+        """Create a log with ``rows``, whole or not at all. Raises LogFormatError, LogFullError."""
 
     def open(self, instance_name: str, options: Options) -> Backend:
         """Open the log for writing.
@@ -311,7 +311,7 @@ class Place(Protocol):
         return False
 
     def holder(self) -> str | None:
-        """Description of the process that writes the log; None: none does, or the backend can't tell."""
+        """Return a description of the process that writes the log; None: none does, or the backend can't tell."""
         return "another process" if self.is_live() else None
 
     def follow(self, options: Options, nudge: Callable[[], None]) -> StandbyRegistration | None:
@@ -332,11 +332,11 @@ class Place(Protocol):
         return False
 
     def endpoint(self) -> str | None:
-        """Endpoint at which peers reach the writer; None: there is none, or the backend can't tell. Raises LogError."""
+        """Return the endpoint where peers reach the writer; None: none, or the backend can't tell. Raises LogError."""
         return None
 
     def version(self) -> object:
-        """Value that changes when another log takes this one's place; None where the backend can't tell."""
+        """Return a value that changes when another log takes this one's place; None where the backend can't tell."""
         return None
 
     def remove(self) -> None:
@@ -344,7 +344,7 @@ class Place(Protocol):
         raise only_in_folders(self.where, "removed from here")
 
     def durability(self) -> list[str]:
-        """Losses that the crash of one machine would cause, one sentence each."""
+        """Return losses that the crash of one machine would cause, one sentence each."""
         return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
 
     def migrate(self) -> str:
@@ -454,7 +454,7 @@ class Severity(Enum):
 
 
 class Finding(Struct, frozen=True):
-    """One problem found. ``message`` names it, its place and its consequence."""
+    """Problem found in a log. ``message`` names it, its place and its consequence."""
 
     severity: Severity
     place: str  # "file", "meta", "checkpoint 3", "record 812", "sources", ...
@@ -488,7 +488,7 @@ class RemovalBudget(Struct):
         self.bytes_left -= size_bytes
 
     def spend_span(self, view: View, table: str, end: bytes, first: bytes = b"") -> list[Span]:
-        """The rows of ``table`` before the key ``end``, as far as the budget lasts: one span, or none."""
+        """Return the span of rows of ``table`` before the key ``end``, as far as the budget lasts, or no span."""
         last_key = None
         for key_view, size_bytes in view.sizes(table, first):
             key = bytes(key_view)

@@ -37,7 +37,7 @@ class PendingBlob(Struct):
         self.check = crc64(data, self.check)
 
     def require_complete(self, header: CheckpointHeader) -> None:
-        """The blob must be there with the size and CRC that its header says; a memory fault shows here as well."""
+        """Check that the blob has the size and CRC that its header says; this finds memory faults as well."""
         require(
             (self.size_bytes, self.check) == (header.size_bytes, header.check),
             f"checkpoint {header.checkpoint_id} has {self.size_bytes} bytes with CRC {self.check:016x},"
@@ -52,7 +52,7 @@ class CheckpointWriter:
         self._pending: PendingBlob | None = None
 
     def put_chunk(self, view: View, checkpoint_id: int, index: int, data: Readable) -> Changes:
-        """Changes for one chunk; index 0 starts the blob anew. Call :meth:`chunk_committed` once they are durable."""
+        """Return changes for a chunk; index 0 starts the blob anew. :meth:`chunk_committed` follows the commit."""
         changes = Changes()
         if index == 0:
             changes.deletes += _attempt(view, checkpoint_id)
@@ -107,13 +107,13 @@ def _blob_of_standby(view: View, header: CheckpointHeader) -> PendingBlob:
 
 
 def checkpoint_spans(checkpoint_id: int) -> list[Span]:
-    """Spans of a checkpoint's rows without its header."""
+    """Return spans of a checkpoint's rows without its header."""
     first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
     return [Span(table, first, end) for table in ("chunks", "outputs")]
 
 
 def _attempt(view: View, checkpoint_id: int) -> list[Span]:
-    """Spans left by an earlier attempt under the same ID, which may have had more chunks than this one.
+    """Return spans left by an earlier attempt under the same ID, which may have had more chunks than this one.
 
     A complete checkpoint that is damaged counts too: the core was not told of it, and uses its ID again.
 
@@ -127,7 +127,7 @@ def _attempt(view: View, checkpoint_id: int) -> list[Span]:
 
 
 def half_written(view: View) -> Changes:
-    """Changes that remove one bounded step of chunks without a header; none: there are no more."""
+    """Return changes that remove one bounded step of chunks without a header; none: there are no more."""
     budget, changes = RemovalBudget.step(), Changes()
     for table in ("chunks", "outputs"):
         checkpoint_id = 0
@@ -188,7 +188,7 @@ class Retention(Struct, frozen=True):
 def trim_step(
     view: View, keep: Retention | None, damaged_ids: Collection[int], budget: RemovalBudget
 ) -> tuple[Changes, bool]:
-    """Changes of one removal step, and True if spilled rows are among them.
+    """Return changes of one removal step, and True if spilled rows are among them.
 
     ``budget`` is exhausted if more may remain.
     """
@@ -211,8 +211,9 @@ def _trim_history(
     acknowledged: Mapping[str, int],
     budget: RemovalBudget,
 ) -> None:
-    """The order matters: a header goes before its chunks, and headers before the records that they need, so that a
-    crash between two steps never leaves a checkpoint that looks whole and is not.
+    """Remove headers before their chunks, and before the records that they need.
+
+    A crash between two steps so never leaves a checkpoint that looks whole and is not.
     """
     oldest = keep.oldest_kept(_valid_headers(view, damaged_ids), _sizes_behind(view))
     if oldest is None:
@@ -251,7 +252,7 @@ def _sizes_behind(view: View) -> Callable[[CheckpointHeader], float]:
 
 
 def _valid_headers(view: View, damaged_ids: Collection[int]) -> Iterator[CheckpointHeader]:
-    """Headers of all checkpoints, newest first, without those known to be damaged."""
+    """Yield headers of all checkpoints, newest first, without those known to be damaged."""
     for key, value in view.scan_back("checkpoints"):
         with contextlib.suppress(DamagedLogError):
             header = log_format.decode_header(bytes(key), bytes(value)).header

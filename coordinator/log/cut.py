@@ -108,7 +108,7 @@ class LogCutter:
 
 
 def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Iterator[Row]:
-    """Rows of the log that the part cut off becomes, table by table, in the order of their keys."""
+    """Yield rows of the log that the part cut off becomes, table by table, in the order of their keys."""
     spans = [*cut_spans(sequence_id, checkpoint_ids), *map(Span, _COPIED_WHOLE)]
     for span in sorted(spans):
         for key_view, value in view.scan(span.table, span.first):
@@ -257,7 +257,7 @@ def _plan(
 
 
 def _positions(logged: LoggedValue, committer_id: int) -> dict[str, tuple[int, int]]:
-    """First and last position of each source in a record; empty where it is damaged."""
+    """Return the first and last position of each source in a record; empty where it is damaged."""
     positions: dict[str, tuple[int, int]] = {}
     if logged.problem is not None:
         return positions
@@ -277,7 +277,7 @@ def _positions(logged: LoggedValue, committer_id: int) -> dict[str, tuple[int, i
 def _lost(
     summary: LogSummary, kept: Mapping[str, int], cut: Mapping[str, tuple[int, int]], any_damaged: bool
 ) -> list[LostMessages]:
-    """Lost messages by source. The table of sources has the last position even where records are unreadable."""
+    """Return the lost messages by source. The table of sources has the last position even of unreadable records."""
     lost = []
     for source in sorted({*summary.sources, *cut}):
         known = summary.sources.get(source)
@@ -297,7 +297,7 @@ def _lost(
 
 
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
-    """Spans of the records from ``sequence_id`` on, of verdicts and dead letters on them, and of those checkpoints."""
+    """Return the spans of records from ``sequence_id`` on, their verdicts and dead letters, and those checkpoints."""
     spans = [Span("records", SEQUENCE_KEY.pack(sequence_id))]
     spans += [Span(table, record_key(sequence_id)) for table in ("verdicts", "letters")]
     for checkpoint_id in checkpoint_ids:
@@ -322,7 +322,7 @@ def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int])
 
 
 def cut_checkpoint_ids(view: View, sequence_id: int) -> list[int]:
-    """The checkpoints that have seen the record: sequence IDs never shrink from one checkpoint to the next.
+    """Return the checkpoints that contain the record: sequence IDs never shrink from one checkpoint to the next.
 
     One with an unreadable header goes with those behind the last that stays: it is of no use in either place.
     """

@@ -109,7 +109,7 @@ class StoredHeader(Struct, frozen=True):
 
 
 def name_key(name: str) -> bytes:
-    """The key of an instance's name: UTF-8, then a zero byte."""
+    """Return the key of an instance's name: UTF-8, then a zero byte."""
     raw = name.encode()
     if len(raw) > NAME_SIZE_BYTES_MAX or "\0" in name:
         fail(f"{name!r} is no instance name: at most {NAME_SIZE_BYTES_MAX} bytes, no zero byte")
@@ -121,7 +121,7 @@ def name_of_key(key: bytes) -> str:
 
 
 def batch_key(destination: str, first_position: int) -> bytes:
-    """Key of a row of ``impulses`` or ``spilled``."""
+    """Return the key of a row of ``impulses`` or ``spilled``."""
     return name_key(destination) + _POSITION.pack(first_position)
 
 
@@ -133,7 +133,7 @@ def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
 
 
 def record_key(sequence_id: int) -> bytes:
-    """First possible key in ``verdicts`` and ``letters`` of this record."""
+    """Return the first possible key in ``verdicts`` and ``letters`` of this record."""
     return MESSAGE_KEY.pack(sequence_id, 0, 0, 0)
 
 
@@ -160,13 +160,13 @@ def decode_client(key: bytes, value: bytes) -> ClientPosition:
 
 
 def seal(table: bytes, key: bytes, payload: object) -> bytes:
-    """A small value: CRC over table, key and payload, then the payload in MessagePack."""
+    """Encode a small value: CRC over table, key and payload, then the payload in MessagePack."""
     packed = _encode(payload)
     return CRC.pack(crc64(packed, crc64(table + b"\0" + key))) + packed
 
 
 def unseal(table: bytes, key: bytes, value: bytes, decoder: decoding.Decoder[Decoded]) -> Decoded:
-    """The payload of a small value. Raises DamagedLogError that names table and key."""
+    """Check and decode a small value. Raises DamagedLogError that names table and key."""
     packed = value[CRC_SIZE_BYTES:]
     if len(value) <= CRC_SIZE_BYTES or CRC.unpack_from(value)[0] != crc64(packed, crc64(table + b"\0" + key)):
         raise DamagedLogError(
@@ -186,12 +186,12 @@ def _shown(key: bytes) -> str:
 
 
 def seal_chunk(key: bytes, data: Readable) -> bytes:
-    """CRC over key and data, then the data."""
+    """Return the CRC over key and data, then the data."""
     return b"".join((CRC.pack(crc64(data, crc64(key))), data))
 
 
 def unseal_chunk(key: bytes, value: Readable) -> bytes | None:
-    """The chunk's data (copied first, so that what was checked is what is passed on), or None if it is damaged."""
+    """Return a chunk's data, or None if it is damaged. It is copied first: what was checked is what is passed on."""
     data = bytes(value[CRC_SIZE_BYTES:])
     if not data or CRC.unpack_from(value)[0] != crc64(data, crc64(key)):
         return None
@@ -199,7 +199,7 @@ def unseal_chunk(key: bytes, value: Readable) -> bytes | None:
 
 
 def encode_header(header: CheckpointHeader, chunk_count: int, outputs: bytes) -> bytes:
-    """A checkpoint's sealed header; ``outputs`` is what :func:`encode_outputs` made."""
+    """Encode a checkpoint's sealed header; ``outputs`` is what :func:`encode_outputs` made."""
     payload = _HeaderPayload(
         checkpoint_id=header.checkpoint_id,
         sequence_id=header.sequence_id,
@@ -257,13 +257,13 @@ def decode_outputs(data: bytes) -> dict[str, list[OutputBatch]]:
 
 
 def encode_batch(table: bytes, key: bytes, count: int, payload: bytes) -> bytes:
-    """A row of ``impulses`` or ``spilled``."""
+    """Encode a row of ``impulses`` or ``spilled``."""
     counted = _BATCH_COUNTED.pack(count, crc64(payload))
     return b"".join((CRC.pack(crc64(counted, crc64(table + b"\0" + key))), counted, payload))
 
 
 def decode_batch_count(table: bytes, key: bytes, value: Readable) -> int:
-    """The count of a row, without touching its payload. Raises DamagedLogError."""
+    """Decode the count of a row, without touching its payload. Raises DamagedLogError."""
     if len(value) >= _BATCH_HEAD.size:
         check, count, payload_check = _BATCH_HEAD.unpack_from(value)
         if check == crc64(_BATCH_COUNTED.pack(count, payload_check), crc64(table + b"\0" + key)):
@@ -278,7 +278,7 @@ def batch_payload_size(value: Readable) -> int:
 
 
 def decode_batch_payload(table: bytes, key: bytes, value: Readable) -> bytes:
-    """The payload of a row whose head was decoded before. Raises DamagedLogError."""
+    """Decode the payload of a row whose head was decoded before. Raises DamagedLogError."""
     payload = bytes(value[_BATCH_HEAD.size :])
     if crc64(payload) != _BATCH_HEAD.unpack_from(value)[2]:
         destination, position = batch_of_key(table, key)

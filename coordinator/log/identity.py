@@ -45,7 +45,7 @@ class LogIdentity(Struct, frozen=True):
         return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
 
     def rows(self) -> list[tuple[str, bytes, bytes]]:
-        """Rows of a new log."""
+        """Return the rows of a new log."""
         values: dict[bytes, object] = {
             log_format.META_FORMAT: self.format_version,
             log_format.META_INSTANCE: self.instance_name,
@@ -62,13 +62,13 @@ def meta_row(key: bytes, payload: object) -> tuple[str, bytes, bytes]:
 def meta_value(
     view: TableReader, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
 ) -> log_format.Decoded | None:
-    """A value of the meta table, None when absent. Raises DamagedLogError."""
+    """Return a value of the meta table, None when absent. Raises DamagedLogError."""
     value = view.get("meta", key)
     return None if value is None else log_format.unseal(b"meta", key, bytes(value), decoder)
 
 
 def first_and_last_sequence_id(view: TableReader) -> tuple[int, int]:
-    """The first and last kept record; first is last + 1 when there is none. Raises DamagedLogError."""
+    """Return the first and last kept record; first is last + 1 when there is none. Raises DamagedLogError."""
     for key, _ in view.scan("records"):
         (first,) = SEQUENCE_KEY.unpack(key)
         return first, SEQUENCE_KEY.unpack(next(view.scan_back("records"))[0])[0]
@@ -91,7 +91,7 @@ def read_identity(view: TableReader, where: str, instance_name: str | None) -> L
 
 
 def check_format(view: TableReader, where: str) -> int:
-    """The format version, one that this program reads. Raises LogFormatError for another one, DamagedLogError."""
+    """Return the format version if this program reads it. Raises LogFormatError if not, DamagedLogError."""
     version = _required(view, where, log_format.META_FORMAT, log_format.INT)
     if version in log_format.FORMAT_VERSIONS_READ:
         return version
@@ -139,7 +139,7 @@ def check_value(value: Readable, expected_sequence_id: int, committer_id: int) -
 
 
 def logged_time_ns(value: Readable, sequence_id: int, committer_id: int) -> int:
-    """Time of a record; 0 where it is damaged, which reading it reports."""
+    """Return the time of a record; 0 where it is damaged, which reading it reports."""
     try:
         return verify_value(value, sequence_id, committer_id)[1].time_ns
     except DamagedLogError:

@@ -60,7 +60,7 @@ def place_of(log: Log) -> Place:
 
 @functools.cache
 def backend_of(scheme: str) -> type[Place]:
-    """Class of the places with this scheme. Raises LogError."""
+    """Return the class of the places with this scheme. Raises LogError."""
     known = BACKENDS.get(scheme) or ARCHIVES.get(scheme)
     if known is not None:
         module, _, name = known.partition(":")
@@ -157,7 +157,7 @@ def open_log(
 
 
 def _store(backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, accept: bool = False) -> RowLogStore:
-    """The backend is the store's, or closed."""
+    """Return a store that owns the backend; if that fails, close the backend."""
     try:
         return RowLogStore(backend, keys, adopt=adopt, accept=accept)
     except BaseException:

@@ -138,7 +138,7 @@ class LogReader:
         return authentic_prefix(checked, are[: len(checked)], first_sequence_id)
 
     def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]:
-        """Every value (record + trailer) of the range, both ends included, in order and without a gap, each checked.
+        """Yield the checked values (record + trailer) of the range, both ends included, in order and without a gap.
 
         It ends behind ``last_sequence_id``, or behind what is the last record when it gets there: to follow a live
         log, call it again from there. Raises TrimmedError for a record that is no longer kept, DamagedLogError for one
@@ -164,7 +164,7 @@ class LogReader:
     def records(
         self, first_sequence_id: int | None = None, last_sequence_id: int | None = None
     ) -> Iterator[LoggedValue]:
-        """Every record of the range (both ends included; None: the log's own ends), damaged and missing ones marked.
+        """Yield the records of the range, both ends included (None: the log's own), and markers for damage and gaps.
 
         A scan never holds back the writer: its view is renewed every SCAN_ROWS_MAX records or
         SCAN_SIZE_BYTES_MAX.
@@ -217,7 +217,7 @@ class LogReader:
             )
 
     def verdicts(self) -> list[Verdict]:
-        """Verdicts on the records that are kept, in their order. Raises DamagedLogError."""
+        """Return verdicts on the records that are kept, in their order. Raises DamagedLogError."""
         with self.view() as view:
             return verdicts.load_verdicts(view, first_and_last_sequence_id(view)[0])
 
@@ -227,7 +227,7 @@ class LogReader:
             return verdicts.load_last_verdicts(view, count_max)
 
     def letter(self, key: MessageKey) -> Letter | None:
-        """A dead letter; None where there is none. Raises DamagedLogError."""
+        """Return a dead letter; None where there is none. Raises DamagedLogError."""
         with self.view() as view:
             return verdicts.load_dead_letter(view, key)
 
@@ -279,7 +279,7 @@ class LogReader:
             return view_queries.load_outputs(view, stored)
 
     def _scan_to_last(self, first: int, last: int | None) -> tuple[list[tuple[int, bytes]], list[bool], int]:
-        """Rows, which are authentic, and the last record's ID at that moment: it tells the log's end from a gap."""
+        """Return authentic rows, and the ID of the last record at that moment: it tells the log's end from a gap."""
         with self.view() as view:
             rows = _scan(view, first, last)
             last_there = first_and_last_sequence_id(view)[1]
@@ -304,7 +304,7 @@ class LogReader:
             ) from None
 
     def _not_there(self, sequence_id: int) -> LogError:
-        """Why a record below the last one is not in the log."""
+        """Return the error that says why a record below the last one is not in the log."""
         if self._trimmed(sequence_id):
             first, _ = self.ends()
             return TrimmedError(
@@ -328,7 +328,7 @@ class LogReader:
 
 
 def _missing(first: int, last: int) -> LoggedValue:
-    """Marker for a whole gap of records: a damaged key may make it look 2^63 records wide."""
+    """Return a marker for a whole gap of records: a damaged key may make it look 2^63 records wide."""
     what = f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
     return LoggedValue(first, b"", what, last)
 

@@ -44,13 +44,13 @@ class Batch(Struct, frozen=True):
 
 
 def record_of(value: bytes) -> Record:
-    """The record at the start of a log's value; it was checked before."""
+    """Return the record at the start of a log's value, which was checked before."""
     header = decode_header(value)
     return Record(header, value[HEADER_SIZE_BYTES : header.size_bytes])
 
 
 def batches(content: bytes) -> Iterator[Batch]:
-    """The batches of a record, in the order of its trailer's. Raises RemoteProtocolError."""
+    """Yield the batches of a record, in the order of its trailer. Raises RemoteProtocolError."""
     offset = 0
     while offset < len(content):
         message_type, start, end = decode_message(content, offset)
@@ -70,7 +70,7 @@ def batches(content: bytes) -> Iterator[Batch]:
 
 
 def message_at(content: bytes, index: int) -> bytes | None:
-    """Message ``index`` of a record, whole; None if there is none. Raises RemoteProtocolError."""
+    """Return the message ``index`` of a record, whole; None if there is none. Raises RemoteProtocolError."""
     for batch in batches(content):
         if batch.message_type == MessageType.INITIAL_MESSAGE and index == 0:
             return batch.payload  # which may be any bytes
@@ -96,7 +96,7 @@ def rpcs(payload: bytes) -> Iterator[tuple[bytes, IncomingRpc]]:
 
 
 def with_first_messages(record: Record, count: int) -> bytes:
-    """The record with only its first ``count`` messages. Raises NoSuchMessageError if it has fewer."""
+    """Return the record with only its first ``count`` messages. Raises NoSuchMessageError if it has fewer."""
     content = record.content
     parts = []
     left = count

@@ -61,7 +61,7 @@ def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
 
 
 def repair_sources(view: View, committer_id: int) -> tuple[Changes, list[str]]:
-    """Changes that repair damaged rows, and messages about them. Raises DamagedLogError where repair is impossible."""
+    """Return changes that repair damaged rows, and messages on them. Raises DamagedLogError if it is impossible."""
     plan = plan_source_repair(view, committer_id)
     changes = Changes()
     if plan:  # the whole table is written anew: where keys are damaged they are not found by their order
@@ -85,7 +85,7 @@ def _damaged_rows(view: View) -> Iterator[tuple[bytes, bytes, str]]:
 
 
 def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePosition] | None:
-    """The row of which this one differs by one bit, of key or value; at most one has its CRC right."""
+    """Return the row that differs from this one by one bit, of key or value, and has the right CRC: at most one."""
     row = bytearray(key + value)
     for bit in range(8 * len(row)):
         row[bit // 8] ^= 1 << bit % 8
@@ -99,7 +99,7 @@ def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePositi
 
 
 def _committers(view: View, committer_id: int) -> dict[str, int]:
-    """Committer IDs of known senders by name, for streams that were never reset."""
+    """Return the committer IDs of known senders by name, for streams that were never reset."""
     receivers = view_queries.named_rows(view, "peers", log_format.INT)
     began_anew = view_queries.stream_starts(view)  # the last record may be from before that
     known = {name: receiver for name, receiver in receivers.items() if name not in began_anew}
@@ -107,7 +107,7 @@ def _committers(view: View, committer_id: int) -> dict[str, int]:
 
 
 def _last_positions(view: View, committer_id: int, names: Collection[str]) -> dict[str, tuple[int, int]]:
-    """Sequence ID of the last record with a batch of each source, and that batch's last position.
+    """Return the sequence ID of the last record with a batch of each source, and that batch's last position.
 
     Sources not found are left out.
 

@@ -32,7 +32,7 @@ class Changes(Struct):
 
 
 def changes_of(transaction: Transaction, now_ns: int) -> Changes:
-    """Changes that follow from ``transaction`` alone. ``now_ns``: time of its verdicts, ns since the Unix epoch."""
+    """Return the changes that ``transaction`` alone makes. ``now_ns``: time of its verdicts, ns since the epoch."""
     changes = Changes()
     puts = changes.puts
     for name, source in transaction.sources.items():
@@ -129,7 +129,7 @@ def _put_clients(changes: Changes, transaction: Transaction) -> None:
 
 
 def _put_version(changes: Changes, start: VersionStart, view: View) -> None:
-    """Versions are kept in the order in which they began: one may come back."""
+    """Put a version's start behind the earlier ones: a version may come back."""
     last = next((SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan_back("versions")), 0)
     key = SEQUENCE_KEY.pack(last + 1)
     changes.puts.append(("versions", key, log_format.encode_version_start(key, start)))

@@ -119,7 +119,7 @@ class Sealer:
                 self._rows[place] = row
 
     def _old(self, change: Change, table: str, key: bytes, deletes: Sequence[Span], view: View | None) -> int | None:
-        """MAC of a row that is about to be replaced."""
+        """Return the MAC of a row that is about to be replaced."""
         place = table, key
         if table in _KEPT_TABLES:
             return change.rows[place] if place in change.rows else self._rows.get(place)
@@ -159,7 +159,7 @@ def _rows_in(view: View | None, span: Span) -> Iterator[tuple[bytes, Readable]]:
 
 
 def _seal_row(macs: Macs, head: bytes, tags: dict[str, bytes]) -> Row:
-    """Row that seals the state of all tables."""
+    """Return the row that seals the state of all tables."""
     return meta_row(META_SEAL, macs.seal(head, b"".join([tags[table] for table in SUMMED_TABLES])))
 
 
@@ -211,7 +211,7 @@ def seal_all(
 
 
 def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Span], head: bytes) -> Row:
-    """The seal of the log as it is with these changes, whatever it is now. ``head``: its last record's MAC then."""
+    """Return the seal of the log as these changes leave it. ``head``: MAC of its last record then."""
     tags = {}
     for table in SUMMED_TABLES:
         gone = [span for span in deletes if span.table == table]

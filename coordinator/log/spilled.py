@@ -15,7 +15,7 @@ EXTENT_SIZE_BYTES = 1 << 20  # rows are told as one up to this: there may be ver
 
 
 def extents(view: View, acknowledged: Mapping[str, int]) -> dict[str, list[SpilledExtent]]:
-    """Extents that are not acknowledged, by destination, in order.
+    """Return the extents that are not acknowledged, by destination, in order.
 
     Only heads of rows are read. Raises DamagedLogError.
     """
@@ -74,7 +74,7 @@ def missing(destination: str, position: int) -> DamagedLogError:
 
 
 def _covering(view: View, table: str, destination: str, position: int) -> OutputBatch | None:
-    """The row that has ``position``."""
+    """Return the row that has the message at ``position``."""
     for key_view, value in view.scan_back(table, log_format.batch_key(destination, position)):
         key, name = bytes(key_view), table.encode()
         row_destination, first_position = log_format.batch_of_key(name, key)
@@ -101,7 +101,7 @@ def end_at(view: View, destination: str, position: int) -> tuple[list[SpilledBat
 
 
 def trim(view: View, table: str, destination: str, position: int, budget: RemovalBudget) -> list[Span]:
-    """Spans of one removal step: rows of ``table`` to ``destination`` that end at or below ``position``."""
+    """Return spans of one removal step: rows of ``table`` to ``destination`` that end at or below ``position``."""
     name, first = table.encode(), log_format.batch_key(destination, 0)
     last_key = None
     for key_view, value in view.scan(table, first):

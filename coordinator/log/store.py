@@ -341,7 +341,7 @@ class RowLogStore(LogStore):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """After LogUnavailableError appends in flight stay unresolved; after other errors they are dropped."""
+        """Watch an operation: after LogUnavailableError appends in flight stay unresolved; other errors drop them."""
         try:
             yield
         except LogUnavailableError:
@@ -385,7 +385,7 @@ def _append_of(transaction: Transaction, changes: Changes, last_sequence_id: int
 
 
 def _last_of(append: Append) -> int:
-    """Sequence ID of the last record after this append."""
+    """Return the sequence ID of the last record after this append."""
     return append.records[-1][0] if append.records else append.expected_last_sequence_id
 
 

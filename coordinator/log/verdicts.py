@@ -26,7 +26,7 @@ _SUSPECT = decoding.Decoder(Annotated[list[int], msgspec.Meta(min_length=4, max_
 
 
 def dead_letter_name(key: MessageKey) -> str:
-    """Name of a dead letter for people: SEQ:INDEX; for a step of a task, with the task and the step."""
+    """Return the name of a dead letter for people: SEQ:INDEX; for a step of a task, with the task and the step."""
     return ":".join(map(str, key if any(key[2:]) else key[:2]))
 
 
@@ -34,7 +34,7 @@ def dead_letter_name(key: MessageKey) -> str:
 
 
 def verdict_rows(verdicts: Iterable[Verdict], now_ns: int) -> list[Row]:
-    """Rows for ``verdicts``. ``now_ns``: when they were given, ns since the Unix epoch."""
+    """Return the rows for ``verdicts``. ``now_ns``: when they were given, ns since the Unix epoch."""
     rows: list[Row] = []
     for verdict in verdicts:
         key = MESSAGE_KEY.pack(*verdict.key)
@@ -50,7 +50,7 @@ def suspect_row(suspect: Suspect) -> Row:
 
 
 def audit_rows(view: View, entries: Iterable[AuditEntry]) -> list[Row]:
-    """Rows that append ``entries`` to the table of audit entries."""
+    """Return rows that append ``entries`` to the table of audit entries."""
     last = next((SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan_back("audit")), 0)
     rows: list[Row] = []
     for number, entry in enumerate(entries, start=last + 1):
@@ -63,7 +63,7 @@ def audit_rows(view: View, entries: Iterable[AuditEntry]) -> list[Row]:
 
 
 def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:
-    """Verdicts on the records from ``first_sequence_id`` on, in their order.
+    """Return verdicts on the records from ``first_sequence_id`` on, in their order.
 
     Raises DamagedLogError if any is damaged.
     """
@@ -80,7 +80,7 @@ def _unsealed(rows: Iterable[tuple[Readable, Readable]]) -> list[Verdict]:
 
 
 def dead_letter_sizes(view: View) -> dict[MessageKey, int]:
-    """Stored size of each dead letter in bytes, in the order of their records, damaged ones included."""
+    """Return the stored size of each dead letter in bytes, in the order of their records, damaged ones included."""
     return {_message_key(key): len(value) for key, value in view.scan("letters") if len(key) == MESSAGE_KEY.size}
 
 

@@ -59,7 +59,7 @@ class StreamPositions:
                 yield Finding(Severity.FATAL, place, f"{message}: messages were lost or executed twice")
 
     def compare(self, last_sequence_id: int, sources: Mapping[str, int]) -> Iterator[Finding]:
-        """The last position of each source by the tables, against the trailers up to the last record.
+        """Compare the last position of each source in the tables with the trailers up to the last record.
 
         ``sources``: the table of that name, and that of clients by their callers' names.
         """
@@ -128,14 +128,14 @@ class LogVerification(Struct):
         return not (self.damaged or self.fatal)
 
     def first_damage(self, first_sequence_id: int) -> int | None:
-        """First damaged or missing record from ``first_sequence_id`` on; valid like :attr:`is_sound`."""
+        """Return the first damaged or missing record from ``first_sequence_id`` on; valid like :attr:`is_sound`."""
         return min(
             (max(first, first_sequence_id) for first, last in self.damaged_records if last >= first_sequence_id),
             default=None,
         )
 
     def findings(self) -> Iterator[Finding]:
-        """Every finding, as it is found. Raises nothing for damage; LogLockedError if this process has the log open."""
+        """Yield each finding once it is found. Raises LogLockedError if the log is open here; nothing for damage."""
         for finding in self._walk():
             self.damaged += finding.severity is Severity.DAMAGE
             self.fatal += finding.severity is Severity.FATAL
@@ -300,7 +300,7 @@ class LogVerification(Struct):
         )
 
     def _verify_tables(self, reader: LogReader) -> Iterator[Finding]:
-        """Every small value's CRC; ``sources`` against the trailers; the payloads of all impulses."""
+        """Check the CRC of each small value, ``sources`` against the trailers, and the payloads of all impulses."""
         try:
             with reader.view() as view:  # a single view for the last record and the tables, since a live writer goes on
                 sources = view_queries.named_rows(view, "sources", log_format.SOURCE)
@@ -394,7 +394,7 @@ def verify_log(
     keys: Sequence[LogKey] | None = None,
     must_be_authentic: bool = False,
 ) -> LogVerification:
-    """A verification of the log ``log``: iterate its ``findings()``, then look at its figures.
+    """Prepare the verification of ``log``: iterate its ``findings()``, then look at its figures.
 
     ``lock_held``: by the caller, who so knows that no coordinator writes the log. ``keys``: those that it may be
     authenticated with; None: that is not looked at. ``must_be_authentic``: one that is not is no sound one.

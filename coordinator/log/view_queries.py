@@ -95,7 +95,7 @@ def has_readable_header(view: View, checkpoint_id: int) -> bool:
 
 
 def outputs_pieces(view: View, checkpoint_id: int) -> Iterator[bytes]:
-    """The pieces of a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
+    """Yield the pieces of a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
     index = 0
     while (value := view.get("outputs", key := CHUNK_KEY.pack(checkpoint_id, index))) is not None:
         data = log_format.unseal_chunk(key, value)
@@ -117,7 +117,7 @@ def check_outputs(view: View, stored: StoredHeader) -> None:
 
 
 def load_outputs(view: View, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
-    """A checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
+    """Return a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
     data = b"".join(outputs_pieces(view, stored.header.checkpoint_id))
     _require_outputs(stored, len(data), crc64(data))
     try:
@@ -190,12 +190,12 @@ def load_summary(
 
 
 def acknowledged_positions(view: View) -> dict[str, int]:
-    """Last position durable at each destination. Raises DamagedLogError."""
+    """Return the last position durable at each destination. Raises DamagedLogError."""
     return named_rows(view, "acknowledged", log_format.INT)
 
 
 def stream_starts(view: View) -> dict[str, StreamStart]:
-    """Starts of the output streams that were reset. Raises DamagedLogError."""
+    """Return starts of the output streams that were reset. Raises DamagedLogError."""
     rows = meta_value(view, log_format.META_STREAM_STARTS, log_format.STREAM_STARTS)
     return {name: StreamStart(*row) for name, row in (rows or {}).items()}
 
@@ -206,12 +206,12 @@ def _record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
 
 
 def version_starts(view: View) -> list[VersionStart]:
-    """Versions in the order in which they began. Raises DamagedLogError."""
+    """Return the versions in the order in which they began. Raises DamagedLogError."""
     return [log_format.decode_version_start(bytes(key), bytes(value)) for key, value in view.scan("versions")]
 
 
 def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
-    """The header as the core knows it."""
+    """Return the header as the core knows it."""
     if not stored.outputs_size_bytes:
         return stored.header
     return replace(stored.header, unacknowledged=StoredOutputs(stored, load))
@@ -265,7 +265,7 @@ def load_clients(view: View, problems: list[str]) -> StoredClients:
 def collect_values(
     view: View, first_sequence_id: int, size_bytes_max: int
 ) -> tuple[list[bytes], DamagedLogError | None]:
-    """Copies of the values from ``first_sequence_id`` on, unchecked, and the gap that ended them, if one did."""
+    """Return copies of the values from ``first_sequence_id`` on, unchecked, and the gap that ended them, if one did."""
     values: list[bytes] = []
     rest_bytes = size_bytes_max
     expected = first_sequence_id

@@ -240,7 +240,7 @@ class LogEndpoint:
     # --- for the loop ------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when there is something to :meth:`collect`."""
+        """Return a descriptor, readable when there is something to :meth:`collect`."""
         return self._ready.fileno()
 
     def collect(self) -> None:

@@ -57,7 +57,7 @@ class LogAccess(Protocol):
         """Open the log for reading; None where there is none yet. Raises LogError."""
 
     def holder(self) -> str | None:
-        """Description of the process that writes the log; None: none does."""
+        """Return a description of the process that writes the log; None: none does."""
 
     def follow(self, nudge: Callable[[], None]) -> StandbyRegistration | None:
         """Register as a standby. ``nudge`` is called when the writer may have changed; None: the caller has to poll."""

@@ -80,7 +80,7 @@ class InstanceLog:
         return self._place.follow(options, nudge)
 
     def holder(self) -> str | None:
-        """Description of the process that writes the log; None: none does."""
+        """Return a description of the process that writes the log; None: none does."""
         if not self._place.is_live():
             self._named_s = None
             return None

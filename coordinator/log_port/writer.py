@@ -234,7 +234,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
             self._was_committed(ticket)
 
     def _answer_to(self, job: _Write, error: Exception) -> Event:
-        """Event for a write that has failed."""
+        """Return the event for a write that has failed."""
         if isinstance(error, FencedError):
             return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
         failed = _failed(error, job)

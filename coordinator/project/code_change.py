@@ -74,7 +74,7 @@ class VersionGap(Struct, frozen=True):
 
     @property
     def stays(self) -> bool:
-        """Whether the service goes on with its version until an upgrade is asked for."""
+        """True if the service keeps its version until an upgrade is asked for."""
         return self.can_upgrade and not self.is_requested
 
 

@@ -122,7 +122,7 @@ class ServiceProcess:
 
     @property
     def runs(self) -> bool:
-        """Whether its `immortal run` lives, or is about to be started again."""
+        """True if its `immortal run` lives, or is about to be started again."""
         return self._process is not None or self._restart is not None
 
     def start(self, *, with_class: bool = True) -> None:

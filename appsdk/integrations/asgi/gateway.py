@@ -98,7 +98,7 @@ def gateway(services: Iterable[Service[Any]], *, token: str | None = None, title
 
 
 class _Instance:
-    """An instance and the handlers that requests may name."""
+    """Instance and the handlers that requests may name."""
 
     def __init__(self, service: Service[Any], definition: Definition) -> None:
         self.service = service

@@ -50,7 +50,7 @@ class Problem(Struct, frozen=True):
 
 
 class RefusedRequest(Exception):  # noqa: N818 (what happened, not what is wrong)
-    """The request can't be answered, as ``problem`` says."""
+    """Raised for a request that can't be answered, as ``problem`` says."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)
@@ -94,7 +94,7 @@ def problem_of_call(error: ClientError) -> Problem:
 
 
 def _reference(text: str) -> dict[str, Any]:
-    """``text``: "shop record 312:0", which names the execution that has failed as well."""
+    """Return the members that name a failed execution. ``text``: such as "shop record 312:0"."""
     name, _, place = text.partition(" record ")
     return {"reference": text} | ({"execution": f"immortal executions {name} {place}"} if place else {})
 

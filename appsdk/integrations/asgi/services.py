@@ -24,7 +24,7 @@ _KEY_SIZE_BYTES = 20
 
 
 class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong)
-    """A call was not sent: this process has as many open calls to the service as it allows."""
+    """Raised for a call that was not sent: this process has as many open calls to the service as it allows."""
 
 
 class RequestCalls:

@@ -230,7 +230,7 @@ class Queries:
             del self._open_by[query.asker]
 
     def describe(self) -> dict[str, int]:
-        """Counts for the status."""
+        """Return the counts for the status."""
         return {"open_queries": len(self._open), "answered_queries": self.answered_count}
 
     def app_lost(self, *, at_query: bool) -> None:

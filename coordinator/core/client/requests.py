@@ -293,7 +293,7 @@ class Clients:
                 self._set_reply(client_id, client, Reply(number, ReplyKind.LOST))
 
     def describe(self) -> dict[str, int]:
-        """Counts for the status."""
+        """Return the counts for the status."""
         table = self.table
         return {
             "known": len(table),

@@ -135,7 +135,7 @@ class CallFailures:
         return not self._awaited and not self._unlogged
 
     def agrees_up_to(self, sequence_id: int) -> bool:
-        """Like :attr:`agrees_with_writer`, for messages up to this record only."""
+        """True if the app agrees with the writer about the messages up to this record."""
         return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
 
     def forget_unlogged(self) -> None:
@@ -346,7 +346,7 @@ class CallFailures:
     # --- status ------------------------------------------------------------------------------------------------------
 
     def describe(self, now_ns: int) -> dict[str, object]:
-        """Plain values."""
+        """Return plain values for the status."""
         verdicts, suspect = self.verdicts, self.poison_guard.suspect
         return {
             "verdicts": {kind.name.lower(): verdicts.counts[kind] for kind in VerdictKind},

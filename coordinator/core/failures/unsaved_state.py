@@ -189,7 +189,7 @@ class UnsavedState:
         return ", ".join([*ways, "new code whose state can be saved ('immortal upgrade')", "a codec for the type"])
 
     def describe(self, now_ns: int) -> dict[str, object]:
-        """Plain values."""
+        """Return plain values for the status."""
         failed = self.failed
         if failed is None:
             return {"unsaved": None}

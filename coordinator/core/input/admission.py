@@ -50,7 +50,7 @@ class Admission:
         return self.permissions.wait_reason(caller)
 
     def peer_wait_reason(self, caller: str) -> str:
-        """Like :meth:`wait_reason`, for a peer."""
+        """Return the reason why a peer has to wait, like :meth:`wait_reason`."""
         why = self.permissions.wait_reason(caller, is_instance=True)
         limit = self.open_calls.limit(caller)
         if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):

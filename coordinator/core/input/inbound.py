@@ -335,7 +335,7 @@ class FairTurns:
         return self._long is None and not self.pauses(now_ns)
 
     def pauses(self, now_ns: int) -> bool:
-        """Batches larger than a turn are not taken now."""
+        """True while batches larger than a turn are not taken."""
         return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # else the clock has jumped
 
     def wait(self, token: Token, frame: PeerFrame) -> None:

@@ -353,7 +353,7 @@ class OutputStream:
 
     @property
     def wants_reply(self) -> bool:
-        """Something here is held up until the receiver answers."""
+        """True if something in this stream is held up until the receiver answers."""
         return (
             self.buffer.has_unsent
             or self.spill.active

@@ -349,7 +349,7 @@ class Spill:
         self._segments.append(_Stored(first_position, last_position, size_bytes, ticket))
 
     def size_known(self, first_position: int, last_position: int) -> int:
-        """About how many bytes the log has of these positions."""
+        """Estimate how many bytes the log has of these positions."""
         size_bytes = 0
         for extent in self._known:
             first = max(first_position, extent.first_position)

@@ -85,7 +85,7 @@ class MemoryTables(View):
             found.delete(span)
 
     def last_sequence_id(self) -> int:
-        """Sequence ID of the last record, trimmed or not; -1 for a new log. Raises DamagedLogError."""
+        """Return the sequence ID of the last record, trimmed or not; -1 for a new log. Raises DamagedLogError."""
         records = self.tables.get("records", _EMPTY)
         if records.keys:
             last: int = SEQUENCE_KEY.unpack(records.keys[-1])[0]

@@ -193,7 +193,7 @@ def _open(folder: Path, lock: FolderLock | None, instance_name: str, options: Op
 
 
 def _make(folder: Path, rows: Sequence[Row]) -> None:
-    """A new log's file, which gets its name once it is complete. Raises LogFullError, LogSyncError."""
+    """Create a new log's file, which gets its name once it is complete. Raises LogFullError, LogSyncError."""
     partial = folder / _PARTIAL_FOLDER_NAME
     shutil.rmtree(partial, ignore_errors=True)  # what was cut off
     try:

@@ -99,13 +99,13 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
 
 
 def clear_dead_readers(environment: lmdb.Environment, folder: Path) -> None:
-    """The places of readers that were killed: they would keep freed pages from being used again."""
+    """Clear the places of readers that were killed: these would keep freed pages from being used again."""
     with contextlib.suppress(OSError), locks.clearing(folder):
         environment.reader_check()
 
 
 def begin_reading(environment: lmdb.Environment, folder: Path, *, buffers: bool) -> lmdb.Transaction[Any]:
-    """A read transaction. Raises lmdb.Error."""
+    """Begin a read transaction. Raises lmdb.Error."""
     try:
         return environment.begin(buffers=buffers)  # type: ignore[call-overload,no-any-return]
     except lmdb.ReadersFullError:
@@ -121,7 +121,7 @@ def readers_full_error(folder: Path, holders: str) -> LogUnavailableError:
 
 
 def unavailable_error(folder: Path, error: lmdb.Error | OSError) -> LogUnavailableError | None:
-    """Error for a temporary failure: nothing is wrong with the log. None: the failure is permanent."""
+    """Return the error for a temporary failure: nothing is wrong with the log. None: the failure is permanent."""
     if isinstance(error, lmdb.TlsFullError | lmdb.MemoryError) or _code_of(error) in _TEMPORARY:
         return LogUnavailableError(f"the log in {folder} can't be opened for now: {error}; end what is not needed")
     return None
@@ -142,7 +142,7 @@ def _code_of(error: lmdb.Error | OSError) -> int:
 
 
 def _allocate_readers_table(folder: Path) -> None:
-    """LMDB makes it as a hole, and maps it: on a full disk the first touch would kill the process. Raises OSError."""
+    """Allocate LMDB's table of readers, a mapped hole: on a full disk it would kill the process. Raises OSError."""
     path = folder / READERS_FILE_NAME
     # To close a file drops the locks that this process has on it, and LMDB's would be: it is opened when there is need.
     if path.exists() and path.stat().st_blocks * 512 >= locks.TABLE_SIZE_BYTES:
@@ -220,7 +220,7 @@ def _has_engines() -> bool:
 
 
 def last_transaction_id(environment: lmdb.Environment) -> int:
-    """ID of the last transaction that changed something."""
+    """Return the ID of the last transaction that changed something."""
     return int(environment.info()["last_txnid"])
 
 

@@ -87,7 +87,7 @@ def extend_data_file(path: Path) -> None:
 
 
 def _needed_size_bytes(path: Path) -> int:
-    """The size that the newest meta page asks for. Raises LogFormatError for anything but an LMDB 0.9 file."""
+    """Return the size that the newest meta page asks for. Raises LogFormatError for anything but an LMDB 0.9 file."""
     try:
         with path.open("rb") as file:
             start = file.read(_META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size)
@@ -141,7 +141,7 @@ def _structure_walk() -> Any:
 
 
 def _page_walk(verify: Any, file: BinaryIO) -> Any:
-    """A walk of the module ``verify`` over a file's pages.
+    """Make a walk of the module ``verify`` over a file's pages.
 
     Its rule for overflow pages is stricter than LMDB: a large value that was replaced by a smaller one in the same
     transaction keeps its pages, and so does a list of free pages that became shorter (mdb_cursor_put reuses pages that

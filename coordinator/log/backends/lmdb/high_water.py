@@ -93,7 +93,7 @@ class HighWaterMark:
         )
 
     def put(self, sequence_id: int, value: Readable) -> None:
-        """A record is durable. Where this can't be written, the mark stays older than it could be."""
+        """Note that a record is durable. If the mark can't be written, it stays older than it could be."""
         with contextlib.suppress(OSError):
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)

@@ -153,7 +153,7 @@ def encode_entry(seed: int, transaction_id: int, number: int, nonce: int, packed
 
 
 def decode_entry(data: bytes, seed: int, place: Place) -> bytes | None:
-    """The rows of the entry with which ``data`` begins; None unless it is that one, whole."""
+    """Decode the rows of the entry at the start of ``data``; None unless it is the expected entry, and complete."""
     if place_of(data) != place:
         return None
     checked = data[: CHECKED.size]

@@ -48,7 +48,7 @@ class JournalReader:
         nonce: Callable[[], int | None] = lambda: None,
         may_repair: Callable[[], bool] = lambda: True,
     ) -> JournalRows:
-        """Rows of entries behind the LMDB transaction ``transaction_id``. Don't change them.
+        """Return the rows of entries behind the LMDB transaction ``transaction_id``. Don't change them.
 
         ``nonce``: the journal's nonce as that transaction gives it, None: there is no journal. ``may_repair``: returns
         True if an invalid entry can't be one that is being written now; then a flipped bit is repaired. Raises
@@ -156,7 +156,7 @@ class JournalReader:
             )
 
     def _repaired(self, data: bytes, may_repair: Callable[[], bool]) -> bytes | None:
-        """The rows of an entry that differs by one bit from one that would come here."""
+        """Return the rows of an entry that differs by one bit from the entry expected here."""
         if len(data) < HEADER_SIZE_BYTES:
             return None
         magic, size_bytes, *place = CHECKED.unpack_from(data)

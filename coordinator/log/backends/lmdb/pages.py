@@ -89,7 +89,7 @@ class _Node(Struct, frozen=True):
 
 
 def check_pages(path: Path) -> UnnamedTransaction | None:
-    """The last transaction, where its meta page names another; None where all is as it must be.
+    """Check a log's pages. Returns the last transaction if its meta page names another one; None if all is right.
 
     Raises PageError, and OSError where the file cannot be read. Only for a log that no process writes.
     """
@@ -154,7 +154,7 @@ class _Walk:
         return os.pread(self._descriptor, size_bytes, offset_bytes)
 
     def _page(self, number: int, kind: int) -> tuple[bytes, int]:
-        """A page of a table, and how many nodes it has."""
+        """Read a page of a table, and count its nodes."""
         if not 2 <= number <= self._last_page:
             raise PageError(f"there is no page {number}")
         if number in self._seen:
@@ -243,7 +243,7 @@ class _Walk:
         return UnnamedTransaction(freed_by, self._last_of(self._older), freed_by & 1, self._page_size_bytes)
 
     def _last_of(self, meta: Meta) -> int:
-        """Last page that is used or listed as free. Pages behind it may be left by failed transactions.
+        """Return the last page that is used or listed as free. Pages behind it may be left by failed transactions.
 
         Where a large table is damaged, which its reader will find: the last one that there is.
         """
@@ -280,7 +280,7 @@ class _Walk:
             raise PageError(f"the table 'records' counts {table.entries} rows, but goes from record {first} to {last}")
 
     def _leaves(self, table: Table, name: str) -> Iterator[tuple[int, bytes, _Node]]:
-        """Every row of a table: its page's number, its page, its node. Its end is reached only if all is right."""
+        """Yield each row of a table: number of its page, page, node. The end is reached only if all is right."""
         if table.root == _NO_PAGE:
             if table.entries or table.depth:
                 raise PageError(f"the table {name!r} counts {table.entries} rows and has no page")
@@ -319,7 +319,7 @@ class _Walk:
             raise PageError(f"the table {name!r} says that it is {table.depth} pages deep")
 
     def _outermost(self, table: Table, name: str) -> tuple[int, int]:
-        """The numbers with which the first and the last key begin, through the outermost pages."""
+        """Return the numbers with which the first and the last key begin; reads only the outermost pages."""
         self._check_depth(table, name)
         ends = []
         for last in (False, True):

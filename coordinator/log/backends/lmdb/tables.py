@@ -32,7 +32,7 @@ Rows: TypeAlias = Iterator[tuple[Readable, Readable]]
 
 
 def view_of(transaction: ReadTransaction, tables: Tables, rows: JournalRows) -> LmdbView:
-    """View of ``transaction`` as if the journal's ``rows`` were in its tables."""
+    """Return the view of ``transaction`` as if the journal's ``rows`` were in its tables."""
     return OverlaidView(transaction, tables, rows) if rows else LmdbView(transaction, tables)
 
 
@@ -96,7 +96,7 @@ class OverlaidView(LmdbView):
         return _descending(under, over) if over else under
 
     def size(self, table: str) -> TableSize:
-        """Rows that are in both count twice: it is for estimates."""
+        """Estimate a table's size: rows that are in both places count twice."""
         size_bytes, rows_count = super().size(table)
         return TableSize(size_bytes, rows_count + len(rows_of_table(self._rows, table)))
 
@@ -129,7 +129,7 @@ def _descending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
 
 
 def rows_of_table(rows: JournalRows, table: str) -> list[tuple[bytes, Readable]]:
-    """Rows of one table in the order of their keys."""
+    """Return the rows of one table in the order of their keys."""
     return sorted([(key, value) for (name, key), value in rows.items() if name == table], key=_key_of)
 
 
@@ -177,7 +177,7 @@ def _open_table(environment: lmdb.Environment, name: str) -> lmdb._Database | No
 
 
 def journal_nonce(view: LmdbView) -> int | None:
-    """Nonce of the journal that belongs to the log; None where the log is whole without one. Raises DamagedLogError."""
+    """Return the nonce of the log's journal; None if the log is whole without one. Raises DamagedLogError."""
     return meta_value(view, META_JOURNAL, INT)
 
 
@@ -240,7 +240,7 @@ class TableWriter:
             reach(point)
 
     def fit_seal_tables(self) -> None:
-        """Authenticated logs have the tables of seals, others have not."""
+        """Create the tables of seals if the log is authenticated, and remove them if not."""
         is_authenticated = self.transaction.get(META_AUTHENTICATED, db=self.tables["meta"]) is not None
         for name in TABLES_OF_SEALS:
             if is_authenticated and name not in self.tables:

@@ -335,7 +335,7 @@ DELAY_MS_MAX = 10_000.0
 
 
 def sync_delay_s(environment: Mapping[str, str] = os.environ) -> float:
-    """Seconds that each commit waits after its sync; 0 by default. Raises LogError for an invalid number."""
+    """Return seconds that each commit waits after its sync; 0 by default. Raises LogError for an invalid number."""
     given = environment.get(VARIABLE, "")
     if not given:
         return 0.0

@@ -156,7 +156,7 @@ class PostgresPlace(Place):
             return any(standby.is_ready for standby in leases.standbys(connection, self._address.named))
 
     def _held(self) -> leases.Holder | None:
-        """Holder of the lease, cached for the poll interval, since followers ask all the time."""
+        """Return the holder of the lease, cached for the poll interval, since followers ask all the time."""
         now_s = time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + POLL_INTERVAL_S  # set before reading: a nudge meanwhile asks for another read

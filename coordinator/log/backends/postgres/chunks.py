@@ -60,7 +60,7 @@ def pointer_of(value: bytes) -> Pointer:
 
 
 def fetch_chunk(value: bytes) -> bytes | None:
-    """The chunk that a row says the place of; None: it is not there any more. Raises LogUnavailableError, LogError."""
+    """Fetch the chunk that a row points to; None: it is not there any more. Raises LogUnavailableError, LogError."""
     pointer = pointer_of(value)
     try:
         return _folder(pointer.url, pointer.folder).get(pointer.name)
@@ -97,7 +97,7 @@ class _Upload(NamedTuple):
     done: Future[None]
 
     def error(self) -> BaseException | None:
-        """Why the store has not taken it."""
+        """Return the error for which the store has not taken the chunk."""
         try:
             return self.done.exception(ANSWER_S)
         except TimeoutError:
@@ -153,7 +153,7 @@ class ChunkUploads:
         return ELSEWHERE, key, _encode(Pointer(self._url, self._instance, name, len(value)))
 
     def _is_away(self) -> bool:
-        """Waits while many are on their way."""
+        """Tell whether the store has failed to take a chunk; wait first while many are on their way."""
         waiting = [one for one in self._uploads if not one.done.done()]
         if len(waiting) >= UPLOADS_MAX:
             return waiting[0].error() is not None

@@ -106,7 +106,7 @@ class DurabilityGuard:
             self._right = settings
 
     def check_in_background(self, connection: Connection, done: tuple[int, int] | None) -> None:
-        """Any thread, on a connection of its own. ``done``: the epoch, and how many appends were acknowledged in it."""
+        """Check, in any thread. ``done``: the epoch, and how many appends were acknowledged in it."""
         if self._allow_data_loss:
             return
         if done is not None and head_count(connection, self._instance) < done:

@@ -234,7 +234,7 @@ VERSION = len(MIGRATIONS)
 
 
 def version_of(connection: Connection) -> int | None:
-    """The version of the schema; None where there is none."""
+    """Return the version of the schema; None where there is none."""
     try:
         row = connection.execute("SELECT version FROM immortal.schema_version").fetchone()
     except (errors.UndefinedTable, errors.InvalidSchemaName):

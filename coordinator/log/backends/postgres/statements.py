@@ -41,7 +41,7 @@ _NULL = b"\xff\xff\xff\xff"
 
 
 def statements(append: Append) -> Iterator[list[object]]:
-    """The arguments of immortal.change, but the first, for one statement or more. Raises LogError."""
+    """Yield the arguments of immortal.change without the first, for one or more statements. Raises LogError."""
     spans = [span for span in append.deletes if span.table != RECORDS]
     removed = [span for span in append.deletes if span.table == RECORDS]
     require(len(removed) < 2, f"records are removed in {len(removed)} spans at once")

@@ -138,7 +138,7 @@ class PostgresView(View):
         yield from sizes
 
     def pointers(self, first: bytes = b"", end: bytes | None = None) -> list[Pointer]:
-        """Pointers of the chunks in this range of keys that are in an object store."""
+        """Return the pointers of the chunks in this range of keys that are in an object store."""
         rows = self._scan(ELSEWHERE, first)
         return [pointer_of(value) for key, value in rows if end is None or key < end]
 
@@ -157,7 +157,7 @@ class PostgresView(View):
         return TableSize(*rows[0])
 
     def used_bytes(self) -> int:
-        """Bytes used by all rows of the log."""
+        """Return bytes used by all rows of the log."""
         rows = self.rows(
             "SELECT coalesce(sum(octet_length(key) + octet_length(value)), 0)::bigint"
             " FROM immortal.rows WHERE instance = %(instance)s"
@@ -238,7 +238,7 @@ class _Pack:
 
 
 def _sequence_id(key: bytes) -> int:
-    """First sequence ID whose key is not before ``key``."""
+    """Return the first sequence ID whose key is not before ``key``."""
     number = int.from_bytes(bytes(key[:8]).ljust(8, b"\0"), "big")
     return number + (len(key) > SEQUENCE_KEY.size)
 
@@ -250,7 +250,7 @@ def _limit_after(rows: list[tuple[Any, ...]]) -> int:
 
 @contextlib.contextmanager
 def viewing(connections: Connections, instance: str) -> Iterator[PostgresView]:
-    """The log of ``instance`` as it is now. Raises LogUnavailableError."""
+    """Yield a view of the log of ``instance`` as it is now. Raises LogUnavailableError."""
     with connections.borrowed() as connection:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         yield PostgresView(connection, instance)
@@ -295,7 +295,7 @@ def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, b
 
 
 def unpack(data: Readable, first: int) -> list[Readable]:
-    """The records of a pack. ``first``: the sequence ID of its first one, for the error: DamagedLogError."""
+    """Unpack the records of a pack. ``first``: sequence ID of the first one, for the error, DamagedLogError."""
     view = memoryview(data)
     try:
         (count,) = struct.unpack_from("<I", view)

@@ -50,7 +50,7 @@ def own_process() -> Process:
 
 
 def own_name() -> str:
-    """Name of this process for messages."""
+    """Return the name of this process for messages."""
     return f"{socket.gethostname()} (process {os.getpid()})"
 
 
@@ -84,7 +84,7 @@ class Holder(NamedTuple):
 
 
 def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
-    """Holder of the valid lease; None: this process may take the log. ``lock``: lock the row for this transaction."""
+    """Return the holder of the valid lease; None: this process may take the log. ``lock``: lock its row meanwhile."""
     row = connection.execute(
         "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
         " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
@@ -96,7 +96,7 @@ def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lo
 
 
 def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> list[Standby]:
-    """Other processes that follow the log."""
+    """Return the other processes that follow the log."""
     rows = connection.execute(
         "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
         " WHERE instance = %s AND name <> %s AND seen > clock_timestamp() - make_interval(secs => %s) ORDER BY name",
@@ -121,7 +121,7 @@ def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tupl
 def head_count(
     connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False
 ) -> tuple[int, int]:
-    """The epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
+    """Return the epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
     row = connection.execute(
         "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s" + (" FOR UPDATE" if lock else ""),
         [instance],
@@ -164,7 +164,7 @@ class Lease:
         notify(connection, self._address.named)
 
     def start_renewing(self) -> None:
-        """The transaction is done: renew it from here on."""
+        """Renew the lease from here on; its transaction is done."""
         _OURS.add(self._process.nonce)
         self._thread.start()
 
@@ -184,7 +184,7 @@ class Lease:
             notify(connection, self._address.named)
 
     def end(self) -> None:
-        """Renew it no more."""
+        """Stop renewing the lease."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -240,7 +240,7 @@ class PostgresBackend(Backend):
             raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
 
     def _objects_of(self, spans: Sequence[Span]) -> list[Pointer]:
-        """Pointers of the chunks in ``spans`` that are in an object store."""
+        """Return the pointers of the chunks in ``spans`` that are in an object store."""
         chunks = [span for span in spans if span.table == CHUNKS] if self._has_objects else []
         if not chunks:
             return []
@@ -368,7 +368,7 @@ class PostgresBackend(Backend):
             return done
 
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
-        """Number of appends in flight that the head shows as done. Raises FencedError, LogError."""
+        """Return the number of appends in flight that the head shows as done. Raises FencedError, LogError."""
         if self._takeover is not None and (epoch, count, holder) == (self._takeover[0], 0, leases.own_name()):
             return self._takeover[1]  # an earlier resolve did it, and its answer was lost or unwaited
         try:
