@@ -41,11 +41,12 @@ class Instance(supervised.Instance):
 
     def kill(self, role: str) -> bool:
         self.until_ready()
+        starts = self.starts
         was_there = super().kill(role)
         with self.changed:
             ended = self.supervisor.poll
-            if not self.changed.wait_for(lambda: self.starts > self.ready or ended() is not None, STOP_S):
-                raise TimeoutError("the instance does not start again")
+            if not self.changed.wait_for(lambda: self.starts > starts or ended() is not None, STOP_S):
+                raise self.failed("it did not start again")
         return was_there
 
 
