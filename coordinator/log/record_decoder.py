@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from immortal.coordinator.log import LogReader, verify_value
-from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.coordinator.log.record_contents import batches, rpcs
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.extensions import decode_record_time
 from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message, decode_messages
@@ -49,8 +49,9 @@ def read_record(value: bytes | memoryview, sequence_id: int, committer_id: int, 
 
 
 def _messages(content: bytes, trailer: Trailer) -> Iterator[DecodedMessage]:
-    sources = iter(trailer.batches)
+    sources, offset = iter(trailer.batches), 0
     for number, (message_type, start, end) in enumerate(decode_messages(content)):
+        front, offset = offset, end
         if message_type == MessageType.RECORD_TIME and number == 0:
             decode_record_time(content, start, end)
             continue
@@ -59,57 +60,29 @@ def _messages(content: bytes, trailer: Trailer) -> Iterator[DecodedMessage]:
         source = next(sources, None)
         if source is None:
             raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has more")
-        data = content[start:end]
-        is_initial = source.kind == BatchKind.INITIAL
-        if is_initial != (message_type == MessageType.INITIAL_MESSAGE):
+        is_initial = message_type == MessageType.INITIAL_MESSAGE
+        batch = next(batches(content[front:end]), None)
+        if batch is None or is_initial != (source.kind == BatchKind.INITIAL):
             raise RemoteProtocolError(f"a message of type {message_type} where the trailer has a batch of {source}")
-        count = 0
-        for message in _initial(data, source) if is_initial else _rpcs(message_type, data, source):
-            yield message
-            count += 1
-        if count != source.count:
-            raise RemoteProtocolError(f"a batch of {count} messages where the trailer has {source}")
+        found = [_initial_rpc(batch.payload)] if is_initial else [rpc for _, rpc in rpcs(batch.payload)]
+        if not len(found) == batch.count == source.count:
+            raise RemoteProtocolError(
+                f"a batch of {len(found)} messages gives its count as {batch.count} where the trailer has {source}"
+            )
+        for index, rpc in enumerate(found):
+            arguments = batch.payload if rpc is None else rpc.arguments
+            yield DecodedMessage(source, source.first_position + index, rpc, arguments)
     if next(sources, None) is not None:
         raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has fewer")
 
 
-def _rpcs(message_type: int, data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
-    if message_type == MessageType.RPC:
-        yield _message(data, source, 0)
-        return
-    if message_type == MessageType.RPC_BATCH:
-        count, offset = decode_batch(data)
-    elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-        count, _, offset = decode_replayable_batch(data)
-    else:
-        raise RemoteProtocolError(f"a message of type {message_type}, which no record holds")
-    if count != source.count:
-        raise RemoteProtocolError(f"a batch gives its count as {count} where the trailer has {source}")
-    inner = data[offset:]
-    for index, (inner_type, start, end) in enumerate(decode_messages(inner)):
-        if inner_type != MessageType.RPC:
-            raise RemoteProtocolError(f"a batch holds a message of type {inner_type}, only RPCs (0) are allowed")
-        yield _message(inner[start:end], source, index)
-
-
-def _message(data: bytes, source: BatchSource, index: int) -> DecodedMessage:
-    rpc = decode_incoming_rpc(data)
-    return DecodedMessage(source, source.first_position + index, rpc, rpc.arguments)
-
-
-def _initial(data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
-    """Decode an initial message, which usually wraps one RPC.
-
-    It may be any bytes, so it is checked before it is decoded.
-    """
-    rpc = None
+def _initial_rpc(data: bytes) -> IncomingRpc | None:
+    """Decode the RPC that an initial message usually wraps. It may be any bytes."""
     try:
         message_type, start, end = decode_message(data)
-        if message_type == MessageType.RPC and end == len(data):
-            rpc = decode_incoming_rpc(data, start, end)
+        return decode_incoming_rpc(data, start, end) if message_type == MessageType.RPC and end == len(data) else None
     except RemoteProtocolError:
-        rpc = None
-    yield DecodedMessage(source, source.first_position, rpc, data if rpc is None else rpc.arguments)
+        return None
 
 
 # Finding a moment in a log by time. Needs neither Arrow nor Spark.
