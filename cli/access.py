@@ -19,7 +19,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys as key_files
 from immortal.coordinator.peers.keys import KeysError
 from immortal.coordinator.peers.security import Keyring
-from immortal.protocol.command_line import echo, echo_json, json_option
+from immortal.protocol.command_line import echo, echo_json, echo_lines, json_option
 
 _MADE = "made keys"
 _ROTATED = "added a key: once all peers know it, 'immortal keys {name} --retire' puts it in the place of the first"
@@ -106,8 +106,7 @@ def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
     if as_json:
         echo_json({"done": done, "problems": problems})
     else:
-        for line in (*done, *problems):
-            echo(line)
+        echo_lines((*done, *problems))
         if not problems:
             echo(f"{len(fleet.members)} members in {len(fleet.homes)} folders: all keys fit")
     sys.exit(1 if problems else 0)

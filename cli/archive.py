@@ -13,9 +13,14 @@ import click
 
 from immortal.cli.options import Moment, complete_instance, instance_name, pass_registry, settings_with_log
 from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
+from immortal.coordinator.core.formatting import time_text
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import log_exists
 from immortal.coordinator.log.moment import Time
-from immortal.presenters.records import time_text
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.operator import control
+from immortal.presenters.status import age_text
 from immortal.protocol import distribution
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, size_text
 from immortal.protocol.errors import ImmortalError
@@ -80,8 +85,6 @@ def archive(
     there = _archive(url, name, key_file)
     from immortal.coordinator.archive.chain import Retention
     from immortal.coordinator.archive.follower import Follower, Options
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log.open import place_of
 
     over = threading.Event()
     follower = Follower(
@@ -215,8 +218,6 @@ def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> N
 def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, Any] | None:
     """Describe what would be lost with the log; None where the log is not here."""
     from immortal.coordinator.archive.archiver import unarchived
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log import log_exists
 
     if name not in registry.names():
         return None
@@ -255,9 +256,6 @@ def restore(
     there = _archive(url, name, key_file, make=False)
     from immortal.coordinator.archive.chain import index_of
     from immortal.coordinator.archive.restore import restore as bring_back
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log.open import place_of
-    from immortal.presenters.status import age_text
 
     _refuse_to_overwrite(settings)
     moments = there.moments()
@@ -303,9 +301,6 @@ def _only_name(url: str) -> str:
 
 
 def _refuse_to_overwrite(settings: InstanceSettings) -> None:
-    from immortal.coordinator.log import log_exists
-    from immortal.coordinator.operator import control
-
     control.refuse_running(settings.folder)
     if log_exists(settings.log):
         raise FailedError(

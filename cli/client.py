@@ -12,10 +12,19 @@ import msgspec
 from immortal.appsdk.client import CallRaised, CallRefused, CallTimeout, connect, with_key
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.cli.options import name_argument, pass_registry
+from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances.registry import Registry
-from immortal.presenters.records import time_text
 from immortal.protocol import decoding
-from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.command_line import (
+    Commands,
+    FailedError,
+    counted,
+    echo,
+    echo_json,
+    echo_lines,
+    json_option,
+    print_table,
+)
 from immortal.protocol.safe_output import printable, printable_json, printable_json_text
 
 
@@ -124,8 +133,7 @@ def show(registry: Registry, name: str, task: int | None, state: str, as_json: b
         if as_json:
             echo_json({**found, "arguments": _value(found["arguments"]), "result": _value(found["result"])})
         else:
-            for line in _task_lines(found):
-                echo(line)
+            echo_lines(_task_lines(found))
         return
     overview = _ask(registry, name, "overview", state)
     if as_json:

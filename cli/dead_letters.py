@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,18 +21,18 @@ from immortal.cli.options import (
     settings_with_log,
 )
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.interfaces import Letter
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import LogReader
 from immortal.coordinator.operator import control
-from immortal.presenters.dead_letters import _method, _values, _why
+from immortal.pipeline.arguments import ArgumentDecoder, decoder_for
+from immortal.presenters.operations import letter_method, letter_values, letter_why
+from immortal.presenters.records import describe_message
 from immortal.presenters.status import operator_name
-from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option, print_table
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable, printable_json
-
-if TYPE_CHECKING:
-    from immortal.coordinator.core.interfaces import Letter
-    from immortal.coordinator.log import LogReader
-    from immortal.pipeline.arguments import ArgumentDecoder
 
 REQUEST_TIMEOUT_S = 60.0  # all of them may be many, and are answered once they are on disk
 WHY_SIZE_MAX = 100  # characters, in the table
@@ -68,7 +68,7 @@ _all_option = click.option("--all", "all_of_them", is_flag=True, help="All that 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
     with _reader(settings) as reader:
-        found = [_values(letter, reader) for letter in reader.letters()]
+        found = [letter_values(letter, reader) for letter in reader.letters()]
         _tell_problems(reader)
     if as_json:
         echo_json(found)
@@ -93,8 +93,7 @@ def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json
     if as_json:
         echo_json(found)
         return
-    for line in _lines(found):
-        echo(line)
+    echo_lines(_lines(found))
 
 
 @dead_letters.command()
@@ -190,14 +189,10 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
 
 
 def _reader(settings: InstanceSettings) -> LogReader:
-    from immortal.coordinator.instances import own_logs
-
     return own_logs.open_reader(settings)
 
 
 def _decoder(settings: InstanceSettings, app: str | None) -> ArgumentDecoder | None:
-    from immortal.pipeline.arguments import decoder_for
-
     return decoder_for(app, settings.app)
 
 
@@ -207,11 +202,9 @@ def _tell_problems(reader: LogReader) -> None:
 
 
 def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -> Values:
-    from immortal.presenters.records import describe_message
-
     verdict = letter.verdict
     message = describe_message(verdict.message, decoder)
-    described = _values(letter, reader)
+    described = letter_values(letter, reader)
     if described["method"] is None:
         described["method"] = message["method"]
     return {**described, "message": message, "message_hex": verdict.message.hex(), "trace": verdict.trace}
@@ -223,9 +216,9 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
 def _print_table(found: list[Values]) -> None:
     rows = []
     for values in found:
-        why = printable(_why(values))
+        why = printable(letter_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
-        cells = (values["id"], values["time"][:19] + "Z", _method(values), values["from"] or "-", clipped)
+        cells = (values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped)
         rows.append(list(map(printable, cells)))
     print_table(("ID", "when", "method", "from", "why"), rows)
 
@@ -233,7 +226,12 @@ def _print_table(found: list[Values]) -> None:
 def _lines(found: Values) -> Iterator[str]:
     message = found["message"]
     yield f"dead letter {found['id']}"
-    rows = {"when": found["time"], "method": _method(found), "from": found["from"] or "-", "why": _why(found)}
+    rows = {
+        "when": found["time"],
+        "method": letter_method(found),
+        "from": found["from"] or "-",
+        "why": letter_why(found),
+    }
     if "arguments" in message:
         rows["arguments"] = printable_json(message["arguments"])
     if "bytes" in message:

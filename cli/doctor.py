@@ -8,20 +8,21 @@ import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from immortal.appsdk.calls.user_code import hide_secrets
 from immortal.cli.options import complete_instance, instance_name, pass_registry
+from immortal.cli.recovery import check_state_is_savable
 from immortal.coordinator.config import ConfigError, InstanceSettings
+from immortal.coordinator.doctor import Finding, Level, examine, examine_instance
+from immortal.coordinator.doctor.finding import Area, note, problem
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.project.output import Tail, merge_by_time
+from immortal.presenters.status import instance_status
 from immortal.protocol.command_line import counted, echo, echo_json, json_option
-
-if TYPE_CHECKING:
-    from immortal.coordinator.doctor import Finding
 
 BUNDLE_LINES_MAX = 1000
 
@@ -44,8 +45,6 @@ def doctor(registry: Registry, name: str | None, as_json: bool, bundle: Path | N
 
     The exit status is 1 if there is a problem, else 0: a note is none.
     """
-    from immortal.coordinator.doctor import Level, examine
-
     if bundle is not None:
         if as_json or bundle.exists():
             given = "--json too" if as_json else f"{bundle}, which exists"
@@ -64,9 +63,6 @@ def doctor(registry: Registry, name: str | None, as_json: bool, bundle: Path | N
 
 
 def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
-    from immortal.coordinator.doctor import examine_instance
-    from immortal.coordinator.log.open import place_of
-
     settings = registry.load(name)
     place = place_of(settings.log)
     lines, holder = place.durability(), place.holder()
@@ -87,9 +83,6 @@ def write_bundle(registry: Registry, path: Path, names: list[str] | None = None)
 
     Left out: logs, checkpoints, keys, and what apps print, which may hold anybody's data.
     """
-    from immortal.coordinator.doctor import examine
-    from immortal.presenters.status import instance_status
-
     files: dict[str, bytes] = {"findings.json": _json(list(examine(registry)))}
     found = registry.names() if names is None else names
     for one in found:
@@ -116,10 +109,6 @@ def _json(value: object) -> bytes:
 
 def _state(settings: InstanceSettings) -> Iterator[Finding]:
     """Check that a checkpoint of the instance's state can be taken."""
-    from immortal.cli.recovery import check_state_is_savable
-    from immortal.coordinator.doctor.finding import Area, note, problem
-    from immortal.coordinator.log.open import log_exists
-
     if not log_exists(settings.log):
         return
     state = check_state_is_savable(settings)

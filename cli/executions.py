@@ -35,7 +35,7 @@ from immortal.presenters.executions import (
 )
 from immortal.presenters.status import operator_name
 from immortal.protocol import decoding
-from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option, print_table
 from immortal.protocol.executions import (
     STATES,
     Execution,
@@ -46,7 +46,12 @@ from immortal.protocol.executions import (
     label_of,
     merge,
 )
-from immortal.protocol.safe_output import printable, printable_json
+from immortal.protocol.safe_output import printable_json
+from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
+from immortal.replay.app_process import default_app
+from immortal.replay.plan import usable_checkpoints
+from immortal.replay.result import Sink
+from immortal.replay.travel.sessions import Sessions
 
 PREVIEW_ROWS = 20
 COLUMNS = ("ID", "state", "execution", "called by", "began", "took", "labels")
@@ -189,8 +194,7 @@ def show(registry: Registry, settings: InstanceSettings, wanted: str, shows_stat
     if as_json:
         echo_json(_plain(view) | ({} if states is None else {"states": states}))
         return
-    for line in execution_lines(settings.name, view):
-        echo(printable(line))
+    echo_lines(execution_lines(settings.name, view))
     if states is not None:
         echo("")
         echo("  state before its first step and after its last" + ("" if states["changes"] else ": the same"))
@@ -201,8 +205,6 @@ def show(registry: Registry, settings: InstanceSettings, wanted: str, shows_stat
 
 
 def _states(registry: Registry, name: str, one: Execution) -> dict[str, Any]:
-    from immortal.replay.travel.sessions import Sessions
-
     with closing(Sessions(registry.home)) as sessions:
         return execution_states(sessions, name, one)
 
@@ -342,14 +344,10 @@ def _order_all(
 @click.pass_obj
 def rebuild(registry: Registry, settings: InstanceSettings) -> None:
     """Add to the list what is in the log and not in it, by a replay from the oldest checkpoint; NAME may run."""
-    from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
-    from immortal.replay.app_process import default_app
-    from immortal.replay.result import Sink
-
     settings_with_log(registry, settings.name)
     with own_logs.open_reader(settings, check=False) as reader, tempfile.TemporaryDirectory() as folder:
         summary = reader.summary()
-        usable = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
+        usable = usable_checkpoints(summary)
         route = plan_route(ReplayPlan(checkpoint_id=usable[0].checkpoint_id if usable else None), reader, summary)
         app = default_app(settings.name, settings.app, summary, route.last_version)
         command = AppCommand.of(app, settings=settings)

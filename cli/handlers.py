@@ -13,7 +13,7 @@ from immortal.cli.options import InstanceCommandGroup, ask_coordinator, name_arg
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
-from immortal.presenters.handlers import (
+from immortal.presenters.operations import (
     _second,
     describe_wait_end,
     format_caller,
@@ -27,7 +27,16 @@ from immortal.presenters.handlers import (
 )
 from immortal.presenters.status import operator_name
 from immortal.protocol import decoding
-from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.command_line import (
+    Commands,
+    FailedError,
+    counted,
+    echo,
+    echo_json,
+    echo_lines,
+    json_option,
+    print_table,
+)
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.safe_output import printable
 from immortal.protocol.system_methods import REASON_CHARACTERS_MAX
@@ -95,8 +104,7 @@ def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
     if as_json:
         echo_json(with_times(found))
         return
-    for line in _lines(settings.name, with_times(found)):
-        echo(printable(line))
+    echo_lines(_lines(settings.name, with_times(found)))
 
 
 def _reason(ctx: click.Context, parameter: click.Parameter, value: str) -> str:

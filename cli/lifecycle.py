@@ -18,8 +18,9 @@ import click
 
 from immortal.cli.options import ask_coordinator, name_argument, pass_registry, timeout_option
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import is_locked, log_exists
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
@@ -207,8 +208,6 @@ def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) 
 
 def _refuse_strangers(settings: InstanceSettings) -> None:
     """One that is just starting by hand says nothing of itself yet, and holds its log."""
-    from immortal.coordinator.log import is_locked
-
     place = place_of(settings.log)
     if place.is_shared and (holder := place.holder()) is not None:
         raise FailedError(f"{settings.name!r} does not run on this machine; {holder} has it: ask there")
@@ -229,9 +228,6 @@ def _heir(settings: InstanceSettings) -> str | None:
 
 def checkpoint_at_stop(settings: InstanceSettings) -> str:
     """Describe the checkpoint that the next start begins with, as the log says; "" if there is none."""
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log import log_exists
-
     if not log_exists(settings.log):
         return ""
     with own_logs.open_reader(settings) as reader:

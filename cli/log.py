@@ -6,22 +6,27 @@ import os
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from msgspec.structs import asdict
 
-from immortal.cli.options import app_name, name_argument, pass_registry, settings_with_log
+from immortal.cli.log_diff import diff_lines, diff_logs, diff_values
+from immortal.cli.options import app_name, name_argument, pass_registry, progress_bar, settings_with_log
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import time_text
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log import log_exists, open_reader
+from immortal.coordinator.log.backend import Place
+from immortal.coordinator.log.backup import Backup, back_up
+from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
-from immortal.protocol.command_line import Commands, counted, echo, echo_json, json_option
+from immortal.coordinator.operator import control
+from immortal.presenters.records import describe_record, grouped_lines, record_lines
+from immortal.protocol.command_line import Commands, counted, echo, echo_json, echo_lines, json_option
 from immortal.protocol.executions import open_index
 from immortal.replay.app_process import methods_of
-
-if TYPE_CHECKING:
-    from immortal.coordinator.log.backend import Place
-    from immortal.coordinator.log.backup import Backup
+from immortal.replay.sources import RecordedLog
 
 
 @click.group(cls=Commands)
@@ -70,9 +75,6 @@ def show(
     if audit:
         _show_audit(settings, as_json)
         return
-    from immortal.coordinator.instances import own_logs
-    from immortal.presenters.records import describe_record, grouped_lines, record_lines
-
     methods = methods_of(settings.app, app)
     shown = 0
     with own_logs.open_reader(settings, check=False) as reader:
@@ -81,15 +83,13 @@ def show(
             with open_index(settings.folder, name) as index:
                 found = [describe_record(one, whose, methods) for one in islice(reader.records(first, last), limit)]
                 shown = len(found)
-                for line in grouped_lines(found, index):
-                    echo(line)
+                echo_lines(grouped_lines(found, index))
         for logged in () if groups else islice(reader.records(first, last), limit):
             described = describe_record(logged, whose, methods)
             if as_json:
                 echo_json(described)
             else:
-                for line in record_lines(described):
-                    echo(line)
+                echo_lines(record_lines(described))
             shown += 1
         summary = reader.summary() if not shown else None
     if summary is not None:
@@ -99,9 +99,6 @@ def show(
 
 
 def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
-    from immortal.coordinator.instances import own_logs
-    from immortal.presenters.records import time_text
-
     with own_logs.open_reader(settings) as reader:
         entries = reader.audit()
         for problem in reader.problems:
@@ -126,8 +123,6 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
     The exit status is 0 for a sound log, 1 for a damaged one.
     """
     settings = settings_with_log(registry, name)
-    from immortal.coordinator.instances import own_logs
-
     verification = own_logs.verify(settings)
     findings = []
     for finding in verification.findings():
@@ -170,9 +165,6 @@ def export(registry: Registry, name: str, file: Path) -> None:
     An instance that runs goes on; with 'immortal checkpoint NAME' before, the file ends with a state to compare with.
     """
     settings = settings_with_log(registry, name)
-    from immortal.coordinator.instances import own_logs
-    from immortal.replay.sources import RecordedLog
-
     with own_logs.open_reader(settings) as reader:
         recorded = RecordedLog.of(reader)
     try:
@@ -205,9 +197,6 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
     """
     settings = settings_with_log(registry, name)
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log.backup import back_up
-
     made = back_up(settings.log, name, folder, own_logs.read_keys(settings))
     if as_json:
         echo_json({"name": name, "folder": str(folder), **asdict(made)})
@@ -230,11 +219,6 @@ def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool
     stopped instance, the copy is what it goes on from.
     """
     settings = settings_with_log(registry, name)
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log.backup import back_up
-    from immortal.coordinator.log.open import place_of
-    from immortal.coordinator.operator import control
-
     log = log_of_instance(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
     source, place = place_of(settings.log), place_of(log)
     if source.key == place.key:
@@ -282,26 +266,18 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
     places = _log_place(registry, first), _log_place(registry, second)
     if places[0].key == places[1].key:
         raise click.UsageError(f"{first} and {second} are the same log, in {places[0].where}")
-    from immortal.cli.log_diff import diff_lines, diff_values
-    from immortal.cli.options import progress_bar
-    from immortal.coordinator.log import open_reader
-    from immortal.replay.log_diff import diff_logs
-
     with open_reader(places[0]) as ours, open_reader(places[1]) as theirs:
         with progress_bar("comparing") as progress:
             found = diff_logs(ours, theirs, limit=limit, progress=progress)
         if as_json:
             echo_json(diff_values(found, (ours, theirs)))
         else:
-            for line in diff_lines(found, (ours, theirs), (first, second)):
-                echo(line)
+            echo_lines(diff_lines(found, (ours, theirs), (first, second)))
     sys.exit(0 if found.is_same else 3)
 
 
 def _log_place(registry: Registry, name_or_log: str) -> Place:
     """The log of an instance, or the one that a folder or URL names. A registered name comes first."""
-    from immortal.coordinator.log.open import place_of
-
     if name_or_log not in registry.names():
         place = place_of(name_or_log)
         if place.exists():
@@ -329,9 +305,6 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
     if rotate + accept + off > 1:
         raise click.UsageError("--rotate, --accept and --off go one at a time")
     settings = registry.load(name)
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.operator import control
-
     if rotate:
         own_logs.add_key(settings)
     if accept or off:
@@ -357,9 +330,6 @@ def _confirm(yes: bool, what: str) -> None:
 
 
 def _show_key(settings: InstanceSettings, as_json: bool) -> None:
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log import log_exists, open_reader
-
     ids = [one.id for one in own_logs.read_keys(settings)]
     marker = None
     if log_exists(settings.log):
@@ -398,6 +368,4 @@ def migrate(registry: Registry, name: str) -> None:
 
     Programs of before refuse it from then on: all instances with a log there are to be stopped first.
     """
-    from immortal.coordinator.log.open import place_of
-
     echo(place_of(registry.load(name).log).migrate())

@@ -1,17 +1,241 @@
-"""Differences between two logs, as text and as plain values."""
+"""Two logs record by record: where they first differ, and what only one of them holds. Both are only read.
+
+Copies of one log have the same committer, and their records are compared byte by byte. The records of two logs that
+were made apart never have the same bytes: of these the messages and the trailers are compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, TypeVar
 
-from immortal.coordinator.core.interfaces import CheckpointHeader
-from immortal.coordinator.log import LoggedValue, LogReader
-from immortal.presenters.records import describe_record, record_lines, time_text
+from msgspec import Struct, field
+
+from immortal.coordinator.core.formatting import time_text
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary
+from immortal.coordinator.log import LoggedValue, LogReader, verify_value
+from immortal.coordinator.log.record_contents import batches, record_of
+from immortal.presenters.records import describe_record, record_lines
 from immortal.protocol.command_line import counted
-from immortal.replay.log_diff import DAMAGE, LogDiff, RecordDifference
+from immortal.protocol.messages import decode_messages
+from immortal.protocol.trailer import Trailer
+
+PROGRESS_RECORDS = 4096  # between two calls of progress
+
+Item = TypeVar("Item")
+
 
 Pair = tuple[str, str]
+
+
+class LogTotals(Struct):
+    """Totals of one log in the range that was compared."""
+
+    records: int = 0
+    messages: int = 0
+    size_bytes: int = 0
+    damaged: int = 0
+
+
+class RecordDifference(Struct, frozen=True):
+    """A record that both logs have, but not the same.
+
+    ``what``: the parts that differ, of DAMAGE, MESSAGES, TIME, SOURCES and OUTPUTS. ``message_index``: of the first
+    message that differs, counted from 0; None if the messages are the same.
+    """
+
+    sequence_id: int
+    what: tuple[str, ...]
+    message_index: int | None = None
+
+
+DAMAGE, MESSAGES, TIME, SOURCES, OUTPUTS = "damage", "messages", "time", "sources", "outputs"
+
+
+class CheckpointDifference(Struct, frozen=True):
+    """Checkpoint ``checkpoint_id``; None where a log does not have it. ``what``: the fields that differ."""
+
+    checkpoint_id: int
+    first: CheckpointHeader | None
+    second: CheckpointHeader | None
+    what: tuple[str, ...] = ()
+
+
+class LogDiff(Struct):
+    """Differences of two logs. The lists hold the first ``limit`` of each kind, the counts are of all."""
+
+    summaries: tuple[LogSummary, LogSummary]
+    limit: int
+    identity: dict[str, tuple[object, object]] = field(default_factory=dict)
+    totals: tuple[LogTotals, LogTotals] = field(default_factory=lambda: (LogTotals(), LogTotals()))
+    same_records: int = 0
+    different_records: int = 0
+    only_records: list[int] = field(default_factory=lambda: [0, 0])
+    differences: list[RecordDifference] = field(default_factory=list)
+    only: tuple[list[tuple[int, int]], list[tuple[int, int]]] = field(default_factory=lambda: ([], []))
+    checkpoints: list[CheckpointDifference] = field(default_factory=list)
+
+    @property
+    def is_same(self) -> bool:
+        return not (self.identity or self.different_records or any(self.only_records) or self.checkpoints)
+
+
+def diff_logs(
+    first: LogReader, second: LogReader, *, limit: int = 20, progress: Callable[[int, int], None] | None = None
+) -> LogDiff:
+    """Compare what the two logs hold as it begins. ``progress(records, total)`` is called now and then.
+
+    Raises DamagedLogError where a log can't be read at all; a damaged record is a difference.
+    """
+    summaries = first.summary(), second.summary()
+    diff = LogDiff(summaries, limit)
+    diff.identity = _identity(first, second)
+    diff.checkpoints = list(_checkpoints(*summaries))
+    begins = min(summary.first_sequence_id for summary in summaries)
+    total = max(summary.last_sequence_id for summary in summaries) + 1 - begins
+    readers = (first, second)
+    for one, other in _merged(*(_rows(reader, summary) for reader, summary in zip(readers, summaries, strict=True))):
+        found = one or other
+        if progress is not None and found is not None and (found.sequence_id - begins) % PROGRESS_RECORDS == 0:
+            progress(found.sequence_id - begins, total)
+        if one is None:
+            _count_only(diff, 1, second, other)
+        elif other is None:
+            _count_only(diff, 0, first, one)
+        else:
+            _compare(diff, readers, one, other)
+    return diff
+
+
+def _identity(first: LogReader, second: LogReader) -> dict[str, tuple[object, object]]:
+    """Return the fields of identity in which the two logs differ."""
+    return {
+        name: values
+        for name in ("instance_name", "committer_id", "created_ns", "format_version")
+        if (values := (getattr(first.identity, name), getattr(second.identity, name)))[0] != values[1]
+    }
+
+
+def _checkpoints(first: LogSummary, second: LogSummary) -> Iterator[CheckpointDifference]:
+    ours, theirs = ({header.checkpoint_id: header for header in each.checkpoints} for each in (first, second))
+    for checkpoint_id in sorted(ours.keys() | theirs.keys()):
+        one, other = ours.get(checkpoint_id), theirs.get(checkpoint_id)
+        if one is None or other is None:
+            yield CheckpointDifference(checkpoint_id, one, other)
+        elif what := tuple(name for name, values in _header_fields(one, other).items() if values[0] != values[1]):
+            yield CheckpointDifference(checkpoint_id, one, other, what)
+
+
+def _header_fields(one: CheckpointHeader, other: CheckpointHeader) -> Mapping[str, tuple[object, object]]:
+    names = {"sequence_id": "record", "size_bytes": "size", "check": "CRC", "outputs": "outputs", "version": "version"}
+    return {word: (getattr(one, name), getattr(other, name)) for name, word in names.items()}
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(reader: LogReader, summary: LogSummary) -> Iterator[LoggedValue]:
+    """The records that are there, damaged or not, up to what was the last one."""
+    return (row for row in reader.records(last_sequence_id=summary.last_sequence_id) if row.value)
+
+
+def _merged(
+    first: Iterator[LoggedValue], second: Iterator[LoggedValue]
+) -> Iterator[tuple[LoggedValue | None, LoggedValue | None]]:
+    """Side by side by sequence ID; None where one has no such record."""
+    one, other = next(first, None), next(second, None)
+    while one is not None or other is not None:
+        if other is None or (one is not None and one.sequence_id < other.sequence_id):
+            yield one, None
+            one = next(first, None)
+        elif one is None or other.sequence_id < one.sequence_id:
+            yield None, other
+            other = next(second, None)
+        else:
+            yield one, other
+            one, other = next(first, None), next(second, None)
+
+
+def _count_only(diff: LogDiff, index: int, reader: LogReader, row: LoggedValue | None) -> None:
+    if row is None:
+        return
+    diff.only_records[index] += 1
+    spans = diff.only[index]
+    if spans and spans[-1][1] == row.sequence_id - 1:
+        spans[-1] = (spans[-1][0], row.sequence_id)
+    elif len(spans) < diff.limit:
+        spans.append((row.sequence_id, row.sequence_id))
+    _add(diff.totals[index], row, _trailer(reader, row))
+
+
+def _compare(diff: LogDiff, readers: tuple[LogReader, LogReader], one: LoggedValue, other: LoggedValue) -> None:
+    is_copy = one.value == other.value and one.problem is None and other.problem is None
+    trailer = _trailer(readers[0], one)
+    other_trailer = trailer if is_copy else _trailer(readers[1], other)
+    _add(diff.totals[0], one, trailer)
+    _add(diff.totals[1], other, other_trailer)
+    difference = None if is_copy else _difference(one, other, trailer, other_trailer)
+    if difference is None:
+        diff.same_records += 1
+        return
+    diff.different_records += 1
+    if len(diff.differences) < diff.limit:
+        diff.differences.append(difference)
+
+
+def _trailer(reader: LogReader, row: LoggedValue) -> Trailer | None:
+    """Return the trailer of a record; None if the record is damaged."""
+    if row.problem is not None:
+        return None
+    return verify_value(row.value, row.sequence_id, reader.identity.committer_id)[1]
+
+
+def _add(totals: LogTotals, row: LoggedValue, trailer: Trailer | None) -> None:
+    totals.records += 1
+    totals.size_bytes += len(row.value)
+    if trailer is None:
+        totals.damaged += 1
+    else:
+        totals.messages += sum(batch.count for batch in trailer.batches)
+
+
+def _difference(
+    one: LoggedValue, other: LoggedValue, trailer: Trailer | None, other_trailer: Trailer | None
+) -> RecordDifference | None:
+    if trailer is None or other_trailer is None:
+        return RecordDifference(one.sequence_id, (DAMAGE,))
+    what = []
+    index = _first_different(_messages_of(one.value), _messages_of(other.value))
+    if index is not None:
+        what.append(MESSAGES)
+    if trailer.time_ns != other_trailer.time_ns:
+        what.append(TIME)
+    if trailer.batches != other_trailer.batches:
+        what.append(SOURCES)
+    if trailer.outputs != other_trailer.outputs:
+        what.append(OUTPUTS)
+    return RecordDifference(one.sequence_id, tuple(what), index) if what else None
+
+
+def _first_different(first: Iterator[Item], second: Iterator[Item]) -> int | None:
+    for index, (one, other) in enumerate(zip_longest(first, second)):
+        if one != other:
+            return index
+    return None
+
+
+def _messages_of(value: bytes) -> Iterator[bytes]:
+    """All messages of a record but its time; how they are batched means nothing."""
+    for batch in batches(record_of(value).content):
+        offset = 0
+        for _, _, end in decode_messages(batch.payload):
+            yield batch.payload[offset:end]
+            offset = end
+
+
+# Differences as plain values, and as text.
+
 
 _IDENTITY_IN_WORDS = {
     "instance_name": "instance",

@@ -10,11 +10,11 @@ import click
 from immortal.cli.options import app_name, ask_coordinator, name_argument, pass_registry, timeout_option
 from immortal.cli.project import project_with
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.operator import control
-from immortal.presenters.records import time_text
 from immortal.presenters.status import clock_problem, format_paused, format_resumed, format_unsaved, operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.safe_output import printable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from msgspec import Struct
@@ -11,23 +11,25 @@ from msgspec.structs import asdict
 
 from immortal.cli.options import instance_name, name_argument, pass_registry
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary
+from immortal.coordinator.core.peers import reclaim_transaction, reset_transaction
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import log_exists, open_log
 from immortal.coordinator.operator import control
-from immortal.presenters.peers import Peer, consequences, live_peers
+from immortal.presenters.operations import Peer, consequences, live_peers
 from immortal.protocol.command_line import (
     Commands,
     FailedError,
     echo,
     echo_json,
+    echo_lines,
     json_option,
     number_text,
     print_table,
     size_text,
 )
 from immortal.protocol.safe_output import printable
-
-if TYPE_CHECKING:
-    from immortal.coordinator.core.interfaces import LogSummary
 
 
 @click.group(cls=Commands)
@@ -81,8 +83,7 @@ def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) ->
         raise _nothing_known(name, peer)
     lines = list(consequences(name, peer, known))
     if not yes:
-        for line in lines:
-            echo(line, err=as_json)
+        echo_lines(lines, err=as_json)
         click.confirm(f"Begin anew with {peer}?", abort=True, err=as_json)
     if not _reset_live(settings, peer):
         _reset_stopped(settings, peer)
@@ -90,8 +91,7 @@ def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) ->
         echo_json({"name": name, "peer": peer, "reset": True, "before": known})
         return
     if yes:
-        for line in lines:
-            echo(line)
+        echo_lines(lines)
     echo(f"reset: {name} takes the log that {peer} has when they next meet")
 
 
@@ -124,8 +124,7 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
     if as_json:
         echo_json({"name": name, "reclaimed": True, "peers": {peer: asdict(loss) for peer, loss in losses.items()}})
         return
-    for line in told:
-        echo(line)
+    echo_lines(told)
     echo(f"reclaimed: the log of {name} counts, its streams with {', '.join(sorted(known))} go on")
 
 
@@ -183,9 +182,6 @@ def _reset_live(settings: InstanceSettings, peer: str) -> bool:
 
 
 def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
-    from immortal.coordinator.core.peers import reset_transaction
-    from immortal.coordinator.instances import own_logs
-
     store = own_logs.open_log(settings)
     try:
         transaction = reset_transaction(store.summary(), peer)
@@ -205,9 +201,6 @@ def _reclaim_live(settings: InstanceSettings) -> bool:
 
 
 def _reclaim_stopped(settings: InstanceSettings) -> None:
-    from immortal.coordinator.core.peers import reclaim_transaction
-    from immortal.coordinator.log import open_log
-
     store = open_log(settings.log, settings.name)
     try:
         store.commit(reclaim_transaction(store.summary()))
@@ -216,9 +209,6 @@ def _reclaim_stopped(settings: InstanceSettings) -> None:
 
 
 def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
-    from immortal.coordinator.core.interfaces import IMPULSES, ONESELF
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log import log_exists
     from immortal.coordinator.peers.discovery import Discovery, Routes
 
     if not log_exists(settings.log):

@@ -18,17 +18,18 @@ from click.core import ParameterSource
 from immortal.cli.options import Function, debugpy_option, timeout_option
 from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
 from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.operator import control
 from immortal.coordinator.project.new_project import TEMPLATES, make_project
-from immortal.protocol.command_line import FailedError, echo
+from immortal.coordinator.project.run_lock import RunLockHolder, hold, holder
+from immortal.protocol.command_line import FailedError, echo, echo_lines
+from immortal.protocol.files import is_living, make_folder, opener
 from immortal.protocol.shared_registry import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from immortal.coordinator.instances.registry import Registry
     from immortal.coordinator.project.code_change import VersionGap
     from immortal.coordinator.project.project import Project, ServiceSpec
-    from immortal.coordinator.project.run_lock import RunLockHolder
 
 
 def project_option(function: Function) -> Function:
@@ -121,7 +122,6 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool, debugpy: int | No
     Ctrl-C stops all, with checkpoints.
     """
     from immortal.coordinator.project.development import Development
-    from immortal.coordinator.project.run_lock import hold
 
     project, registry = project_of(ctx, path)
     services = project.services()
@@ -212,8 +212,6 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
 
 def _supervisors(registry: Registry, names: Iterable[str]) -> dict[str, int | None]:
     """Return the process ID of each one's `immortal run`; None: it does not run."""
-    from immortal.coordinator.operator import control
-
     found = {name: control.supervisor(registry.home / name) for name in names}
     return {name: None if one is None else one.pid for name, one in found.items()}
 
@@ -236,7 +234,6 @@ def _version_gaps(registry: Registry, services: Iterable[ServiceSpec], *, upgrad
 
 def _keep(project: Project, registry: Registry) -> None:
     from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL, ProjectDaemon
-    from immortal.coordinator.project.run_lock import hold
 
     signal.signal(RELOAD_SIGNAL, signal.SIG_IGN)  # until it is understood: the first look is still to come
     with hold(project.home, COMMAND):
@@ -246,7 +243,6 @@ def _keep(project: Project, registry: Registry) -> None:
 def _background(project: Project) -> RunLockHolder | None:
     """Return the process in the background, if there is one. Raises FailedError if something else runs the project."""
     from immortal.coordinator.project.background import COMMAND
-    from immortal.coordinator.project.run_lock import holder
 
     found = holder(project.home)
     if found is not None and found.what != COMMAND:
@@ -257,9 +253,7 @@ def _background(project: Project) -> RunLockHolder | None:
 def _start_daemon(project: Project, timeout_s: float) -> int:
     """Start the process in the background, or let it look again; how often it had looked before."""
     from immortal.coordinator.project.background import RELOAD_SIGNAL
-    from immortal.coordinator.project.run_lock import holder
     from immortal.coordinator.service.children import PYTHON
-    from immortal.protocol.files import make_folder, opener
 
     if (found := _background(project)) is not None:
         os.kill(found.pid, RELOAD_SIGNAL)
@@ -281,8 +275,6 @@ def _start_daemon(project: Project, timeout_s: float) -> int:
 
 def _holder_of(project: Project) -> RunLockHolder:
     """Raises FailedError where it is gone."""
-    from immortal.coordinator.project.run_lock import holder
-
     deadline_s = time.monotonic() + _PATIENCE_S
     while (found := holder(project.home)) is None:
         if time.monotonic() > deadline_s:
@@ -293,8 +285,6 @@ def _holder_of(project: Project) -> RunLockHolder:
 
 def _elsewhere(registry: Registry, name: str) -> str:
     """Say who runs an instance that the project did not start; "" if nobody does."""
-    from immortal.coordinator.operator import control
-
     with contextlib.suppress(RegistryError):
         found = control.supervisor(registry.load(name).folder) or control.running(registry.load(name).folder)
         if found is not None:
@@ -313,8 +303,6 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
     nothing runs, that is well: status 0.
     """
     from immortal.cli.lifecycle import checkpoint_at_stop, stop
-    from immortal.coordinator.operator import control
-    from immortal.coordinator.project.run_lock import holder
 
     project, registry = project_of(ctx, path)
     names = sorted({*project.names(), *registry.names()} & {*registry.names()})
@@ -335,8 +323,6 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
 
 def _end(found: RunLockHolder, timeout_s: float) -> None:
     """Raises FailedError where it does not end in time."""
-    from immortal.protocol.files import is_living
-
     try:
         os.kill(found.pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -383,8 +369,7 @@ def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user
     for name, text in texts.items():
         if output is None:
             echo(f"# {name}")
-            for line in text.splitlines():
-                echo(line)
+            echo_lines(text.splitlines())
             echo("")
         else:
             output.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import click
 from msgspec import Struct
@@ -22,21 +21,32 @@ from immortal.cli.options import (
 )
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogLockedError
-from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
+from immortal.coordinator.core.interfaces import (
+    IMPULSES,
+    ONESELF,
+    AuditEntry,
+    LogStore,
+    LogSummary,
+    Transaction,
+    is_outside,
+)
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.cut import CutPlan, CutRefusedError, LogCutter, LostMessages
+from immortal.coordinator.log.record_contents import batches, message_at, record_of, waiting_caller
+from immortal.coordinator.log.verify import LogVerification
 from immortal.coordinator.operator import control
+from immortal.presenters.records import rpc_of
 from immortal.presenters.status import operator_name
 from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
 from immortal.protocol.errors import ImmortalError
-
-if TYPE_CHECKING:
-    from immortal.coordinator.core.interfaces import LogStore, LogSummary
-    from immortal.coordinator.log.cut import CutPlan, LogCutter, LostMessages
-    from immortal.coordinator.log.verify import LogVerification
-    from immortal.protocol.verdicts import Verdict
-
+from immortal.protocol.messages import MessageType, RpcKind
+from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, TEXT_CHARACTERS_MAX, Verdict, VerdictKind
+from immortal.replay import AppCommand, ReplayPlan, run_replay
+from immortal.replay.app_process import default_app
+from immortal.replay.errors import ReplayError, StateUnsavedError
+from immortal.replay.result import Sink
 
 FINDINGS_SHOWN_MAX = 20
 
@@ -114,8 +124,7 @@ def _check(settings: InstanceSettings, as_json: bool, *, tries: bool) -> int:
         if len(findings) > FINDINGS_SHOWN_MAX:
             echo(f"... and {len(findings) - FINDINGS_SHOWN_MAX} more: 'immortal log verify {settings.name}'")
         if remedy is not None:
-            for line in remedy.split("\n"):
-                echo(line)
+            echo_lines(remedy.split("\n"))
     return 0 if can_recover else 1
 
 
@@ -146,8 +155,6 @@ def _verdict(name: str, verification: LogVerification) -> str:
 
 
 def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
-    from immortal.coordinator.log.cut import CutRefusedError, LogCutter
-
     stop = _stop(verification)
     if stop is None or verification.identity is None:
         return "what helps: restore the log from a copy"
@@ -174,15 +181,12 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
 
 
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
-    from immortal.coordinator.log.cut import LogCutter
-
     control.refuse_running(settings.folder)
     with LogCutter(settings.log, settings.name, own_logs.read_keys(settings)) as cutter:
         plan = _judged(cutter, settings.name, sequence_id, force=force)
         lines = list(_plan_lines(settings.name, plan))
         if not yes:
-            for line in lines:
-                echo(line, err=as_json)
+            echo_lines(lines, err=as_json)
             click.confirm("Cut it off?", abort=True, err=as_json)
         kept = cutter.cut(plan)
     if as_json:
@@ -190,15 +194,12 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
         echo_json({"name": settings.name, **asdict(plan), "lost": lost, "kept_in": str(kept)})
         return
     if yes:
-        for line in lines:
-            echo(line)
+        echo_lines(lines)
     echo(f"cut; what was cut off is kept in {kept}, a log that can be read as any other")
 
 
 def _judged(cutter: LogCutter, name: str, sequence_id: int, *, force: bool) -> CutPlan:
     """Raises CutRefusedError; where --force would help, it says what that would do."""
-    from immortal.coordinator.log.cut import CutRefusedError
-
     try:
         return cutter.plan(sequence_id, force=force)
     except CutRefusedError as error:
@@ -275,8 +276,6 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, h
     saved was handled, and what was said then stays: a running instance knows, for a stopped one say --handled.
     Where it is the answer to a call, or the result of an effect, whoever waits for it gets a failure in its place.
     """
-    from immortal.protocol.verdicts import TEXT_CHARACTERS_MAX
-
     settings = settings_with_log(registry, name)
     if not reason.strip() or len(reason) > TEXT_CHARACTERS_MAX:
         raise click.UsageError(
@@ -305,9 +304,6 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
 
 
 def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str, *, handled: bool) -> None:
-    from immortal.coordinator.core.interfaces import AuditEntry, Transaction
-    from immortal.protocol.verdicts import VerdictKind
-
     if handled and (state := check_state_is_savable(settings)).message != (sequence_id, index):
         known = state.problem or state.note or "its state can be saved"
         raise FailedError(
@@ -329,11 +325,6 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
 
 def _skip_verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: str) -> Verdict:
     """Raises FailedError where that message can't be skipped."""
-    from immortal.coordinator.log.record_contents import batches, message_at, record_of
-    from immortal.presenters.records import rpc_of, waiting_caller
-    from immortal.protocol.messages import MessageType, RpcKind
-    from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Verdict, VerdictKind
-
     summary = store.summary()
     _require_replayed(summary, name, sequence_id)
     given = next((one for one in summary.verdicts if one.key == (sequence_id, index, 0, 0)), None)
@@ -391,8 +382,6 @@ class SavableStateCheck(Struct, frozen=True):
 
 def _patient(advance: Advance) -> Advance:
     """Wrap ``advance`` so that a replay which stands still for STILL_S_MAX raises ReplayError: a handler may loop."""
-    from immortal.replay.errors import ReplayError
-
     seen, since_s = -1, time.monotonic()
 
     def patient(records: int, total: int | None) -> None:
@@ -408,11 +397,6 @@ def _patient(advance: Advance) -> Advance:
 
 def check_state_is_savable(settings: InstanceSettings) -> SavableStateCheck:
     """Raises nothing: what stands in the way is a note, but where nobody knows which app it is."""
-    from immortal.replay import AppCommand, ReplayPlan, run_replay
-    from immortal.replay.app_process import default_app
-    from immortal.replay.errors import ReplayError, StateUnsavedError
-    from immortal.replay.result import Sink
-
     try:
         if control.running(settings.folder) is not None:
             status = control.query(settings.folder, "status")

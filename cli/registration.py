@@ -13,9 +13,11 @@ from msgspec import Struct
 from immortal.cli.options import name_argument, pass_registry, register_options, said
 from immortal.coordinator.config import AppSendMode, InstanceSettings
 from immortal.coordinator.config.schema import Setting, settings_of
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log_url import is_in_folder, log_of_instance
-from immortal.protocol.command_line import Commands, FailedError, echo, echo_json, json_option
+from immortal.protocol.command_line import Commands, FailedError, echo, echo_json, echo_lines, json_option
 from immortal.protocol.shared_registry import Copy, as_role, database_of, is_url
 
 
@@ -25,7 +27,6 @@ from immortal.protocol.shared_registry import Copy, as_role, database_of, is_url
 @pass_registry
 def register(registry: Registry, /, name: str, **options: Any) -> None:
     """Write the settings of a new instance, and make its keys."""
-    from immortal.coordinator.instances import own_logs
     from immortal.coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
     from immortal.coordinator.peers import keys
 
@@ -74,9 +75,6 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 
 def _make_log(settings: InstanceSettings) -> str:
     """The log of an instance that is new, where other machines reach it; what was done. Raises LogError."""
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log.open import place_of
-
     place = place_of(settings.log)
     if not place.is_shared:
         return ""
@@ -113,8 +111,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
         found = [dict(zip(("machine", "host", "peer"), one, strict=True)) for one in machines]
         echo_json({"name": name, "settings": text, "machines": found})
         return
-    for line in text.splitlines():
-        echo(line)
+    echo_lines(text.splitlines())
     for machine, host, endpoint in machines:
         echo(f"# keys of {machine} on {host}{f', reached at {endpoint}' if endpoint else ''}")
 
@@ -170,8 +167,6 @@ def role(registry: Registry, role: str, names: Sequence[str], url: str | None, r
 
     As the owner of the schema 'immortal', with the right to make roles. NAME uses ROLE from its next start on.
     """
-    from immortal.coordinator.log.open import place_of
-
     for name in names:
         log = registry.load(name).log
         at = url or (log if registry.copy is None else registry.copy.url)

@@ -35,7 +35,7 @@ from immortal.coordinator.log import LogReader, open_reader
 from immortal.coordinator.log.moment import Time
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log.record_decoder import first_record_at
-from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, json_option
+from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, echo_lines, json_option
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
@@ -205,13 +205,11 @@ def replay(
         found = summary_json(name, result, outputs) | {"diverged": problem}
         echo_json(found | ({"state": state} if shows_state else {}))
     else:
-        for line in summary_lines(name, result, outputs):
-            echo(line, err=shows_state)
+        echo_lines(summary_lines(name, result, outputs), err=shows_state)
         if problem:
             echo(f"  DIVERGED: {problem}; {name} never was in this state", err=shows_state)
         if state is not None:
-            for line in printable_json(state, indent=2).split("\n"):
-                echo(line)
+            echo_lines(printable_json(state, indent=2).split("\n"))
     sys.exit(1 if result.failure is not None or result.news else DIVERGED if problem else 0)
 
 
@@ -289,8 +287,7 @@ def verify(
             if as_json:
                 described.append(report.to_json())
             else:
-                for line in report.lines():
-                    echo(line)
+                echo_lines(report.lines())
     if as_json:
         echo_json(
             {
@@ -303,8 +300,7 @@ def verify(
             }
         )
     else:
-        for line in _verdict(name, is_same=is_same, messages=messages, warnings=list(warnings)):
-            echo(line)
+        echo_lines(_verdict(name, is_same=is_same, messages=messages, warnings=list(warnings)))
     if is_same and messages < at_least:
         raise FailedError(f"{name}: {too_little_text(messages, at_least)}")
     sys.exit(0 if is_same else DIVERGED)

@@ -28,12 +28,14 @@ from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.follower_places import FOLDER_NAME
 from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
 from immortal.coordinator.operator import control
-from immortal.presenters.handlers import format_waits
+from immortal.coordinator.project.run_lock import holder
+from immortal.presenters.operations import format_waits
 from immortal.presenters.status import _keys, age_text, format_unsaved, instance_status, multicasts, problems
 from immortal.protocol.command_line import (
     FailedError,
     echo,
     echo_json,
+    echo_lines,
     json_option,
     number_text,
     print_table,
@@ -61,8 +63,7 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
     else:
         _print_table(rows)
         for row in rows:
-            for problem in problems(row):
-                echo(problem)
+            echo_lines(problems(row))
         for client in registry.client_names(registry.names()) if name is None else ():
             for reminder in _keys(registry.home / client).get("key_reminders", ()):
                 echo(f"{client}: {reminder}")
@@ -198,8 +199,6 @@ _COLUMNS |= {"app": "app", "version": "version", "peers at": "peer"}
 @click.pass_context
 def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
     """Show all services of a project: what runs, since when, and what does not."""
-    from immortal.coordinator.project.run_lock import holder
-
     project, registry = project_of(ctx, path)
     found = holder(project.home)
     names = [*dict.fromkeys([*project.names(), *registry.names()])]
@@ -241,8 +240,7 @@ def _print_services(rows: list[dict[str, Any]]) -> None:
     cells = [["-" if row.get(key) is None else str(row[key]) for key in _COLUMNS.values()] for row in shown]
     print_table([*_COLUMNS], cells, right=("up", "pid", "record", "backlog", "version"))
     for row in rows:
-        for problem in row.get("problems", ()):
-            echo(problem)
+        echo_lines(row.get("problems", ()))
 
 
 # logs: what the services of a project that runs in the background have said.

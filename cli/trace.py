@@ -9,7 +9,7 @@ import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
 import click
 
@@ -17,12 +17,16 @@ from immortal.cli.options import Moment, complete_instance, instance_names, pass
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import Time
+from immortal.coordinator.log.record_decoder import first_record_at
 from immortal.protocol.command_line import Commands, FailedError, counted, echo
 from immortal.protocol.timings import FOLDER_NAME
-
-if TYPE_CHECKING:
-    from immortal.replay.trace.causes import ReplayedCauses
-    from immortal.replay.trace.messages import Source
+from immortal.replay.app_process import methods_of
+from immortal.replay.trace import exporters
+from immortal.replay.trace.causes import ReplayedCauses, ShadowReplay
+from immortal.replay.trace.exporters import to_endpoint
+from immortal.replay.trace.follower import Follower, Positions, ShadowFollower
+from immortal.replay.trace.messages import Source, Timings, by_time
+from immortal.replay.trace.spans import Spans
 
 _PROBLEMS_SHOWN_MAX = 10
 
@@ -69,11 +73,6 @@ def export(
         raise click.UsageError("give one of --perfetto FILE and --otlp FILE|URL")
     if len(names) > 1 and (isinstance(first, int) or isinstance(last, int)):
         raise click.UsageError("record numbers are each log's own: with several NAMEs, --from and --to take times")
-    from immortal.replay.trace import exporters
-    from immortal.replay.trace.messages import by_time
-    from immortal.replay.trace.spans import Spans
-    from immortal.replay.trace.timings import Timings
-
     with ExitStack() as stack:
         sources = [_source(registry, name, first, last, stack) for name in names]
         for source in sources:
@@ -107,10 +106,6 @@ def export(
 def _source(
     registry: Registry, name: str, first: int | Time | None, last: int | Time | None, stack: ExitStack
 ) -> Source:
-    from immortal.coordinator.log.record_decoder import first_record_at
-    from immortal.replay.app_process import methods_of
-    from immortal.replay.trace.messages import Source
-
     settings = settings_with_log(registry, name)
     methods = methods_of(settings.app, None)
     reader = stack.enter_context(own_logs.open_reader(settings, check=False))
@@ -122,8 +117,6 @@ def _source(
 
 
 def _causes(registry: Registry, sources: list[Source], stack: ExitStack) -> ReplayedCauses:
-    from immortal.replay.trace.causes import ReplayedCauses
-
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-trace-"))
     found = ReplayedCauses(Path(folder))
     stack.callback(found.close)
@@ -165,10 +158,6 @@ def follow(
     """
     if len(names) > 1 and isinstance(first, int):
         raise click.UsageError("record numbers are each log's own: with several NAMEs, --from takes a time")
-    from immortal.replay.trace.causes import ShadowReplay
-    from immortal.replay.trace.exporters import to_endpoint
-    from immortal.replay.trace.follower import Follower, Positions, ShadowFollower
-
     over = threading.Event()
     with ExitStack() as stack:
         positions = Positions(resume)

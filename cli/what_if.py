@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from immortal.cli.options import (
+    Moment,
     app_or_hand,
     app_port_option,
     at_least_option,
+    instance_name,
     name_argument,
     pass_registry,
     progress_bar,
     settings_with_log,
     trust_pickle_option,
 )
+from immortal.coordinator.config.values import check_app
 from immortal.coordinator.core.output.output_check import Divergence, OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.presenters.what_if import Report
-from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.coordinator.log.moment import Time
+from immortal.presenters.what_if import DIFFERENT, Report
+from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
+from immortal.protocol.decoding import decode_json
+from immortal.protocol.errors import ImmortalError
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
+
+_code_option = click.option(
+    "--code",
+    type=click.Path(exists=True, path_type=Path),
+    help="A folder or a wheel: the code to try is taken from there.",
+)
 
 
 class _Version(click.ParamType):  # type: ignore[type-arg]
@@ -47,10 +63,8 @@ class _WhatIf(click.Command):
     ) -> click.Context:
         if "--fleet" not in args:
             return super().make_context(info_name, args, parent, **extra)
-        from immortal.cli.what_if_fleet import fleet
-
         own = [arg for arg in args if arg != "--fleet"]
-        context = fleet.make_context(f"{info_name} --fleet", list(own), parent, **extra)
+        context = _fleet.make_context(f"{info_name} --fleet", list(own), parent, **extra)
         context.meta["arguments"] = own
         return context
 
@@ -65,11 +79,7 @@ class _WhatIf(click.Command):
     callback=app_or_hand,
     help="The code to try; - waits for one.",
 )
-@click.option(
-    "--code",
-    type=click.Path(exists=True, path_type=Path),
-    help="A folder or a wheel: the code to try is taken from there.",
-)
+@_code_option
 @click.option(
     "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="What to compare with.  [default: its own app]"
 )
@@ -149,13 +159,11 @@ def what_if(
         if upgrade_to is not None and checkpoint_id is None and not outcome.upgrade_error:
             outcome.upgrade_now_error = try_upgrade(reader, route, apps[Side.NEW], upgrade_to)
         report = Report(name, apps, outcome, reader, limit, blob_paths, at_least=at_least)
-        for warning in report.warnings:
-            echo(warning, err=True)
+        echo_lines(report.warnings, err=True)
         if as_json:
             echo_json(report.values())
         else:
-            for line in report.lines():
-                echo(line)
+            echo_lines(report.lines())
     sys.exit(report.exit_status)
 
 
@@ -166,3 +174,203 @@ def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:
         f" {divergence.after_position + 1} to {divergence.position} are others, or missing. So there is nothing to"
         f" compare with: give the code that made this log with --old-app, or see 'immortal verify {name}'"
     )
+
+
+# what-if --fleet: runs changed code over the logs of all services that its changed calls reach.
+
+
+_HASH_SEED = "PYTHONHASHSEED"
+
+
+class _Change(click.ParamType):  # type: ignore[type-arg]
+    """NAME=MODULE:CLASS, as (name, app)."""
+
+    name = "name=module:class"
+
+    def convert(
+        self, value: str | tuple[str, str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, app = value.partition("=")
+        if not equals:
+            self.fail(f"{value!r}: a service and its new class were expected, such as shop=shop_v2:Shop", param, ctx)
+        try:
+            return str(instance_name(click.get_current_context(), click.Argument(["name"]), name)), check_app(app)
+        except ImmortalError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _function(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and ":" not in value and value not in ("fail", "by-key"):
+        raise click.BadParameter(f"{value!r}: a function was expected, as module:function")
+    return value
+
+
+@click.command("what-if --fleet")
+@click.option(
+    "--change",
+    "changes",
+    type=_Change(),
+    multiple=True,
+    required=True,
+    metavar="NAME=MODULE:CLASS",
+    help="A service, and the code to try in its place; may be given more than once.",
+)
+@_code_option
+@click.option("--from", "begin", type=Moment(), metavar="TIME", help="Begin at the newest checkpoint before that time.")
+@click.option("--to", "end", type=Moment(), metavar="TIME", help="Handle no record of a later time.")
+@click.option(
+    "--effects",
+    default="fail",
+    show_default=True,
+    callback=_function,
+    metavar="fail|by-key|MODULE:FUNCTION",
+    help="What comes for effects that the logs have no result of.",
+)
+@click.option(
+    "--answer", callback=_function, metavar="MODULE:FUNCTION", help="Answers new calls to services without a log."
+)
+@click.option(
+    "--check", callback=_function, metavar="MODULE:FUNCTION", help="What is to hold for the services' states."
+)
+@click.option(
+    "--handler-limit",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the messages of a record may take; then a handler fails.",
+)
+@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
+@click.option(
+    "--bisect",
+    "git_range",
+    metavar="A..B",
+    help="Find the first commit of that range of this git repository whose code makes a difference, or breaks --check.",
+)
+@trust_pickle_option
+@json_option
+@pass_registry
+@click.pass_context
+def _fleet(
+    ctx: click.Context,
+    registry: Registry,
+    changes: tuple[tuple[str, str], ...],
+    code: Path | None,
+    begin: int | Time | None,
+    end: int | Time | None,
+    effects: str,
+    answer: str | None,
+    check: str | None,
+    handler_limit: float,
+    seeds: int,
+    git_range: str | None,
+    trust_pickle: bool,
+    as_json: bool,
+) -> None:
+    """Compare what the whole fleet did with what it would have done with other code of some services.
+
+    Changed calls travel: the other services' own code handles them, and answers. Inputs from outside are the recorded
+    ones; nothing is sent, and logs are only read. The exit status is 0 if nothing would be different, 3 if something
+    would, 1 if it could not be tried.
+    """
+    if git_range is not None:
+        sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
+    if os.environ.get(_HASH_SEED) != "0":  # the order of sets is that of the apps; and what ends the process is told
+        sys.exit(_in_child(ctx))
+    from immortal.replay.fleet.opening import load_function, what_if
+    from immortal.replay.fleet.outcome import outcome_lines
+    from immortal.replay.fleet.player import seal_process
+
+    times = []
+    for option, moment in (("--from", begin), ("--to", end)):
+        if isinstance(moment, int):
+            raise FailedError(f"{option} {moment}: a time was expected, such as 2026-05-01T12:00")
+        times.append(None if moment is None else moment.ns)
+    functions = {
+        name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
+    }
+    # What handlers print, they print for each run.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        seal_process(handler_limit)
+        outcome = what_if(
+            registry.home,
+            dict(changes),
+            code=code,
+            begin_ns=times[0],
+            to_ns=times[1],
+            effects=effects if effects in ("fail", "by-key") else load_function(effects),
+            answer=functions["answer"],
+            check=functions["check"],
+            seeds=seeds,
+            trust_pickle=trust_pickle,
+        )
+    if as_json:
+        echo_json(msgspec.to_builtins(outcome))
+    else:
+        echo_lines(outcome_lines(outcome))
+    sys.exit(DIFFERENT if outcome.is_different else 0)
+
+
+def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
+    from immortal.replay.errors import ReplayError
+    from immortal.replay.fleet.bisect import Commit, bisect
+    from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+
+    arguments = _without(ctx.meta["arguments"], ("--bisect", "--code"), ("--json",))
+
+    def trial(folder: Path) -> tuple[bool, FleetOutcome]:
+        done = _run_child(ctx, [*arguments, "--code", str(folder), "--json"])
+        if done.returncode not in (0, DIFFERENT):
+            said = done.stderr.decode("utf-8", "replace").strip().removeprefix("Error: ")
+            raise ReplayError(said or f"its process ended with status {done.returncode}")
+        outcome = decode_json(done.stdout, type=FleetOutcome)
+        return outcome.broken is not None if is_of_check else outcome.is_different, outcome
+
+    def tell(commit: Commit) -> None:
+        echo(f"{commit}: {commit.found}{f' ({commit.problem.splitlines()[0]})' if commit.problem else ''}", err=True)
+
+    found = bisect(code, git_range, trial, tell)
+    what = "breaks the check" if is_of_check else "makes a difference"
+    if as_json:
+        echo_json(msgspec.to_builtins(found))
+    elif found.first is None or found.outcome is None:
+        echo(f"none of {found.commits:,} commits {what}")
+    else:
+        echo(f"the first of {found.commits:,} commits that {what}: {found.first}")
+        echo(f"by {found.first.author}, {found.first.date}")
+        for commit in found.unknown:
+            echo(f"or {commit}, which can't be tried")
+        echo("")
+        echo_lines(outcome_lines(found.outcome))
+    return 0 if found.first is None else DIFFERENT
+
+
+def _without(arguments: list[str], options: tuple[str, ...], flags: tuple[str, ...]) -> list[str]:
+    """Return ``arguments`` without these options, their values, and these flags."""
+    kept, left = [], iter(arguments)
+    for one in left:
+        if one in options:
+            next(left, None)
+        elif one not in flags and one.partition("=")[0] not in options:
+            kept.append(one)
+    return kept
+
+
+def _run_child(ctx: click.Context, arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
+    home = str(ctx.find_root().params["home"])
+    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
+    return subprocess.run(command, env={**os.environ, _HASH_SEED: "0"}, capture_output=True, check=False)
+
+
+def _in_child(ctx: click.Context) -> int:
+    done = _run_child(ctx, ctx.meta["arguments"])
+    for output, is_error in ((done.stdout, False), (done.stderr, True)):
+        echo_lines(output.decode("utf-8", "replace").splitlines(), err=is_error)
+    if done.returncode < 0 or done.returncode not in (0, 1, 2, DIFFERENT):
+        raise FailedError(
+            f"the code ended the process of the what-if (status {done.returncode}): what it did so far is lost; try"
+            " --to with an earlier time"
+        )
+    return done.returncode

@@ -15,7 +15,7 @@ import click
 
 from immortal.pipeline.errors import one_line_error
 from immortal.protocol import distribution
-from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
+from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo_json, echo_lines, json_option
 from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
@@ -366,8 +366,7 @@ def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
     if as_json:
         echo_json(values)
         return
-    for line in lines:
-        echo(line)
+    echo_lines(lines)
 
 
 # Progress of Spark's jobs on stderr; nothing if stderr is no terminal.

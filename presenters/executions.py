@@ -10,11 +10,11 @@ import msgspec
 
 from immortal.appsdk.state.journal import decode_journal
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
-from immortal.presenters.handlers import format_caller, format_wait, step_end, with_times
-from immortal.presenters.records import time_text
+from immortal.presenters.operations import format_caller, format_wait, step_end, with_times
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import (

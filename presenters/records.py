@@ -12,18 +12,14 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
-    from immortal.coordinator.core.formatting import Methods
-    from immortal.pipeline.arguments import ArgumentDecoder
     from immortal.protocol.executions import ExecutionIndex
 
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.appsdk.types.registry import show_custom
-from immortal.coordinator.core.formatting import CallText, Methods, method_name
-from immortal.coordinator.core.formatting import time_text as time_text
+from immortal.coordinator.core.formatting import CallText, Methods, method_name, time_text
 from immortal.coordinator.log import LoggedValue, verify_value
+from immortal.coordinator.log.record_contents import batches, waiting_caller
 from immortal.pipeline.arguments import ArgumentDecoder
-from immortal.protocol.batch import decode_batch, decode_replayable_batch
-from immortal.protocol.client_frames import decode_caller
 from immortal.protocol.extensions import decode_record_time
 from immortal.protocol.messages import (
     IncomingRpc,
@@ -34,7 +30,6 @@ from immortal.protocol.messages import (
     decode_message,
     decode_messages,
     decode_outgoing_rpc,
-    encode_incoming_data,
 )
 from immortal.protocol.record import HEADER_SIZE_BYTES
 from immortal.protocol.system_methods import EFFECT_METHOD_ID, ORDER_METHOD_ID
@@ -83,22 +78,20 @@ def describe_record(logged: LoggedValue, committer_id: int, methods: Methods | N
 
 def _messages(content: bytes, methods: Methods) -> Iterator[dict[str, Any]]:
     """Yield each message; those of a batch one by one, marked with the batch's type."""
+    offset = 0
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RECORD_TIME:
             yield {"type": "RECORD_TIME", "time_ns": decode_record_time(content, start, end)}
         elif message_type == MessageType.RPC:
             yield _rpc(content, start, end, methods)
         elif message_type in (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH):
-            data = content[start:end]
-            if message_type == MessageType.RPC_BATCH:
-                offset = decode_batch(data)[1]
-            else:
-                offset = decode_replayable_batch(data)[2]
-            for inner_type, inner_start, inner_end in decode_messages(data[offset:]):
-                inner = _message(data[offset:], inner_type, inner_start, inner_end, methods)
+            (batch,) = batches(content[offset:end])
+            for inner_type, inner_start, inner_end in decode_messages(batch.payload):
+                inner = _message(batch.payload, inner_type, inner_start, inner_end, methods)
                 yield {**inner, "batch": MessageType(message_type).name}
         else:
             yield _message(content, message_type, start, end, methods)
+        offset = end
 
 
 def _message(content: bytes, message_type: int, start: int, end: int, methods: Methods) -> dict[str, Any]:
@@ -268,13 +261,6 @@ def rpc_of(message: bytes) -> IncomingRpc | None:
         return decode_incoming_rpc(message, start, end) if message_type == MessageType.RPC else None
     except ImmortalError:
         return None
-
-
-def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
-    """Return the caller that waits for the answer and the call's number; None: nobody waits, or it can't be read."""
-    data = encode_incoming_data(rpc.method_id, rpc.rpc_type, rpc.arguments, rpc.kind)
-    caller = decode_caller(data, 0, len(data))
-    return None if caller is None else (caller.name, caller.number)
 
 
 def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[str, Any]:

@@ -7,23 +7,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import asdict
 
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.core.formatting import time_text
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary
+from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
+from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.project import run_lock
-from immortal.presenters.handlers import format_waits
-from immortal.presenters.records import time_text
+from immortal.presenters.operations import format_waits, with_times
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.command_line import counted, size_text
 from immortal.protocol.errors import ImmortalError
-
-if TYPE_CHECKING:
-    from immortal.coordinator.core.interfaces import LogSummary
 
 Values = dict[str, Any]
 
@@ -73,8 +72,6 @@ def multicasts(settings: InstanceSettings) -> dict[str, Any]:
         found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")
     except (ImmortalError, OSError):
         return {}
-    from immortal.presenters.handlers import with_times
-
     return {"multicasts": [with_times(one) for one in found]} if found else {}
 
 
@@ -99,10 +96,6 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 
 def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     """The fields that the log holds. Raises LogError."""
-    from immortal.coordinator.core.interfaces import IMPULSES, ONESELF
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log.open import log_exists, place_of
-
     if not log_exists(settings.log):
         return {"name": settings.name, "phase": NOT_STARTED}
     with own_logs.open_reader(settings) as reader:
@@ -167,8 +160,6 @@ def problems(row: dict[str, Any]) -> list[str]:
             f"{row['name']}: its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
         )
     if paused := row.get("paused"):
-        from immortal.presenters.records import time_text
-
         by = f"paused by {paused['by']} since {time_text(paused['since_ns'])}"
         found.append(f"{row['name']}: {by}; what comes in is logged, and waits ('immortal resume {row['name']}')")
     for one in row.get("multicasts", ()):
@@ -280,7 +271,6 @@ def format_resumed(answer: Values) -> str:
 
 
 def _by_and_since(paused: Values) -> str:
-
     return f"{paused['by']} since {time_text(paused['since_ns'])}"
 
 

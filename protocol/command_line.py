@@ -58,6 +58,11 @@ def echo(text: str, *, err: bool = False, file: IO[str] | None = None) -> None:
     click.echo(printable(text), err=err, file=file)
 
 
+def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
+    for line in lines:
+        echo(line, err=err)
+
+
 def echo_json(value: object) -> None:
     echo(printable_json(value))
 

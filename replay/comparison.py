@@ -9,16 +9,22 @@ and the other has not yet is kept in a queue of the caller's making.
 
 from __future__ import annotations
 
+import struct
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from difflib import SequenceMatcher
 from enum import Enum
-from typing import NamedTuple, Protocol
+from itertools import groupby
+from typing import IO, NamedTuple, Protocol
 
+import msgspec
 from msgspec import Struct, field
 
+from immortal.coordinator.log.record_contents import rpc_of
+from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.messages import decode_incoming_rpc, decode_message
+from immortal.protocol.messages import decode_message
 
 WINDOW_MESSAGES_MAX = 64  # of one key, compared at once: an alignment costs up to the cube of it
 WINDOW_SIZE_BYTES_MAX = 1 << 20
@@ -78,6 +84,67 @@ class OutputsQueue(Protocol):
     def popleft(self) -> Outputs: ...
 
     def __len__(self) -> int: ...
+
+
+_SIZE = struct.Struct("<Q")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = decoding.Decoder(tuple[list[tuple[Key, int]], bytes, int]).decode
+
+
+class MemoryBudget:
+    """Limit in bytes on what several spools together keep in memory."""
+
+    def __init__(self, size_bytes_max: int) -> None:
+        self.size_bytes_max = size_bytes_max
+        self.used_bytes = 0
+
+
+class SpillingQueue:
+    """First in, first out. Beyond the budget, what is appended waits on disk; the file is gone with its last batch."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self._memory: deque[Outputs] = deque()
+        self._file: IO[bytes] | None = None
+        self._file_count = 0
+        self._read_offset = self._write_offset = 0
+
+    def append(self, batch: Outputs, /) -> None:
+        budget = self._budget
+        if self._file is None and budget.used_bytes + batch.size_bytes <= budget.size_bytes_max:
+            self._memory.append(batch)
+            budget.used_bytes += batch.size_bytes
+            return
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="immortal-")  # noqa: SIM115 (it is closed when it is read)
+            self._read_offset = self._write_offset = 0
+        runs = [(key, len(list(same))) for key, same in groupby(batch.keys)]
+        data = _encode((runs, batch.payload, batch.first_position))
+        self._file.seek(self._write_offset)
+        self._file.write(_SIZE.pack(len(data)))
+        self._file.write(data)
+        self._write_offset += _SIZE.size + len(data)
+        self._file_count += 1
+
+    def popleft(self) -> Outputs:
+        if self._memory:
+            batch = self._memory.popleft()
+            self._budget.used_bytes -= batch.size_bytes
+            return batch
+        if self._file is None:
+            raise IndexError("pop from an empty spool")
+        self._file.seek(self._read_offset)
+        (size_bytes,) = _SIZE.unpack(self._file.read(_SIZE.size))
+        runs, payload, first_position = _decode(self._file.read(size_bytes))
+        self._read_offset += _SIZE.size + size_bytes
+        self._file_count -= 1
+        if not self._file_count:
+            self._file.close()
+            self._file = None
+        return Outputs([key for key, count in runs for _ in range(count)], payload, first_position)
+
+    def __len__(self) -> int:
+        return len(self._memory) + self._file_count
 
 
 def _memory_queue() -> OutputsQueue:
@@ -332,7 +399,6 @@ def _unequal(old: list[bytes], new: list[bytes]) -> Iterator[_Pair]:
 def method_of(message: bytes) -> int | None:
     """The method ID of a whole RPC message in incoming form; None if it is damaged."""
     try:
-        _, start, end = decode_message(message)
-        return decode_incoming_rpc(message, start, end).method_id
+        return rpc_of(message).method_id
     except RemoteProtocolError:
         return None

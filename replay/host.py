@@ -30,17 +30,7 @@ from immortal.replay.app_process import LEAVE_S, AppCommand, AppProcess, exit_te
 from immortal.replay.errors import AppExitedError, ReplayError
 from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until
 from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.session import (
-    BlobPiece,
-    Ended,
-    Event,
-    KeptImpulses,
-    NumbersDrawn,
-    Outputs,
-    ReplaySession,
-    Tells,
-    VerdictGiven,
-)
+from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, Tells, VerdictGiven
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by its socket
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much
@@ -416,21 +406,15 @@ class _Host:
             self._take(event)
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Outputs):
-            self._sink.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
-        elif isinstance(event, KeptImpulses):
-            self._sink.impulses(event.destination, event.first_position, event.count, event.payload)
-        elif isinstance(event, BlobPiece):
+        self._sink.handle(event)
+        if isinstance(event, BlobPiece):
             self._blob_size_bytes += len(event.data)
             self._blob_check = crc64(event.data, self._blob_check)
             if self._blob_file is not None:
                 self._blob_file.write(event.data)
-        elif isinstance(event, NumbersDrawn):
-            self._sink.numbers(event.sequence_id, event.data, complete=event.complete)
         elif isinstance(event, VerdictGiven):
             self.result.add(event.verdict)
-            self._sink.verdict(event.verdict)
-        else:
+        elif isinstance(event, Ended):
             self._ended = event
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -16,17 +16,7 @@ from immortal.protocol.verdicts import Verdict
 from immortal.replay.errors import ReplayError
 from immortal.replay.plan import Route
 from immortal.replay.result import Sink
-from immortal.replay.session import (
-    BlobPiece,
-    Ended,
-    Event,
-    KeptImpulses,
-    NumbersDrawn,
-    Outputs,
-    ReplaySession,
-    Tells,
-    VerdictGiven,
-)
+from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, Tells, VerdictGiven
 
 
 class LocalRun:
@@ -105,16 +95,10 @@ class LocalRun:
             self.take(event)
 
     def take(self, event: Event) -> None:
-        if isinstance(event, Outputs):
-            self.sink.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
-        elif isinstance(event, KeptImpulses):
-            self.sink.impulses(event.destination, event.first_position, event.count, event.payload)
-        elif isinstance(event, BlobPiece):
+        self.sink.handle(event)
+        if isinstance(event, BlobPiece):
             self.blob += event.data
-        elif isinstance(event, NumbersDrawn):
-            self.sink.numbers(event.sequence_id, event.data, complete=event.complete)
         elif isinstance(event, VerdictGiven):
             self.verdicts.append(event.verdict)
-            self.sink.verdict(event.verdict)
-        else:
+        elif isinstance(event, Ended):
             self.ended = event

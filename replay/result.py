@@ -23,6 +23,7 @@ from immortal.protocol.varint import decode_zigzag_int
 from immortal.protocol.verdicts import NOT_OF_CODE, Verdict, VerdictKind
 from immortal.replay.app_process import Code
 from immortal.replay.plan import place_of
+from immortal.replay.session import Event, KeptImpulses, NumbersDrawn, Outputs, VerdictGiven
 
 TRACES_CHARACTERS_MAX = 4 << 20  # of all verdicts together
 
@@ -33,6 +34,17 @@ class Sink:
 
     What either method raises ends the replay.
     """
+
+    def handle(self, event: Event) -> None:
+        """Pass an event of a session to the method below that is for it, if there is one."""
+        if isinstance(event, Outputs):
+            self.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
+        elif isinstance(event, KeptImpulses):
+            self.impulses(event.destination, event.first_position, event.count, event.payload)
+        elif isinstance(event, NumbersDrawn):
+            self.numbers(event.sequence_id, event.data, complete=event.complete)
+        elif isinstance(event, VerdictGiven):
+            self.verdict(event.verdict)
 
     def code(self, code: Code | None) -> None:
         """The app has come in, and runs this code; None: started by hand."""

@@ -9,10 +9,9 @@ from typing import Any
 from immortal.coordinator.core.formatting import CallText, Methods, format_call, format_divergence, method_name
 from immortal.coordinator.core.output.output_check import Divergence
 from immortal.coordinator.log.reader import RecordSource
-from immortal.coordinator.log.record_contents import message_at, record_of
+from immortal.coordinator.log.record_contents import message_at, record_of, rpc_of
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import Origin
-from immortal.protocol.messages import decode_incoming_rpc, decode_message
 from immortal.replay.app_process import DIFFERENCES_MAX, code_values
 from immortal.replay.errors import AppExitedError
 from immortal.replay.plan import place_of
@@ -215,8 +214,7 @@ def ended_text(ended: AppExitedError) -> str:
 
 def format_whole_call(message: bytes, destination: str, methods: Methods) -> str:
     """Format a call as :func:`format_call`, with all of its arguments, however large."""
-    _, start, end = decode_message(message)
-    rpc = decode_incoming_rpc(message, start, end)
+    rpc = rpc_of(message)
     name = method_name(rpc.method_id, rpc.kind, destination, methods)
     return CallText.of(rpc, is_msgpack=name is not None, size_max=None).with_method(name)
 

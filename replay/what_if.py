@@ -28,12 +28,11 @@ from immortal.protocol.extensions import HandlerFailure, Origin
 from immortal.protocol.trailer import Trailer
 from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
 from immortal.replay.app_process import AppCommand, Code
-from immortal.replay.buffers import DrawnNumbersQueue, MemoryBudget, SpillingQueue
-from immortal.replay.comparison import Comparison, Key, Outputs, Side
+from immortal.replay.comparison import Comparison, Key, MemoryBudget, Outputs, Side, SpillingQueue
 from immortal.replay.errors import AppExitedError, ReplayError, UpgradeFailedError
-from immortal.replay.findings import Executions, Findings
+from immortal.replay.findings import DrawnNumbersQueue, Executions, Findings
 from immortal.replay.host import find_end, run_replay
-from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until
+from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until, usable_checkpoints
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
 from immortal.replay.session import Tells
 from immortal.replay.sources import SharedSource
@@ -80,9 +79,10 @@ def plan_what_if(
     last = summary.last_sequence_id if last_sequence_id is None else last_sequence_id
     if last > summary.last_sequence_id:
         raise ReplayError(f"record {last} is not in the log: its last one is {summary.last_sequence_id}")
-    kept = [header for header in summary.checkpoints if header.sequence_id + 1 >= summary.first_sequence_id]
     problems = []
-    for candidate in [header.checkpoint_id for header in kept] if checkpoint_id is None else [checkpoint_id]:
+    for candidate in (
+        [header.checkpoint_id for header in usable_checkpoints(summary)] if checkpoint_id is None else [checkpoint_id]
+    ):
         try:
             route = plan_route(ReplayPlan(candidate, last), source, summary)
         except ReplayError as error:

@@ -13,8 +13,7 @@ from starlette.routing import Route
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.operator import control
-from immortal.presenters.handlers import retry_problem
-from immortal.presenters.peers import consequences, live_peers
+from immortal.presenters.operations import consequences, live_peers, retry_problem
 from immortal.presenters.status import format_paused, format_resumed, operator_name
 from immortal.protocol import decoding
 from immortal.protocol.command_line import counted

@@ -20,8 +20,14 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
-from immortal.presenters.dead_letters import dead_letter_rows
-from immortal.presenters.handlers import describe_wait_end, format_caller, format_wait, place_in_words, with_times
+from immortal.presenters.operations import (
+    dead_letter_rows,
+    describe_wait_end,
+    format_caller,
+    format_wait,
+    place_in_words,
+    with_times,
+)
 from immortal.protocol import decoding
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text

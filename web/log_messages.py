@@ -12,14 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, structs
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances import own_logs
-from immortal.coordinator.log import log_exists
+from immortal.coordinator.log import LogReader, log_exists
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.identity import logged_time_ns, verify_value
 from immortal.presenters.records import describe_record
@@ -28,10 +28,6 @@ from immortal.protocol.trailer import BatchKind, BatchSource
 from immortal.replay import ReplayError
 from immortal.replay.app_process import method_names
 from immortal.web import WebError
-
-if TYPE_CHECKING:
-    from immortal.coordinator.log import LogReader
-
 
 LIMIT_MAX = 500
 SCAN_S = 1.0  # for one page; then it says how far it came

@@ -10,7 +10,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -18,6 +18,7 @@ from msgspec import Struct
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import LogReader
 from immortal.presenters.records import describe_record
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
@@ -34,10 +35,6 @@ from immortal.web.log_messages import (
     page_before,
     page_from,
 )
-
-if TYPE_CHECKING:
-    from immortal.coordinator.log import LogReader
-
 
 BUCKETS = 160
 MESSAGES_MAX = 4000  # limit on the messages of all lanes in one answer

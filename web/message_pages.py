@@ -15,12 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.timings import FOLDER_NAME
+from immortal.replay.trace.messages import Timings
 from immortal.replay.trace.spans import handler_id
-from immortal.replay.trace.timings import Timings
 from immortal.web import WebError, log_search
 from immortal.web.log_messages import LIMIT_MAX, At, Message, Page, Times, Wanted, format_source, message_at
 from immortal.web.site import Site, checked_pattern, instance_page, number_of, place_in, settings_of, site_of, text_of
@@ -46,8 +45,11 @@ def messages(request: Request) -> Response:
     limit = min(LIMIT_MAX, max(1, number_of(request, "limit", LIMIT) or LIMIT))
     at, back = _start_place(request, site, settings)
     found: Page | None = None
-    if not error:
-        found = _page(site.registry, site, settings, wanted, at, limit, back=back)
+    if not error and wanted.pattern:
+        home = str(site.registry.home)
+        found = log_search.scan(log_search.Request(home, settings.name, wanted, limit, at, back))
+    elif not error:
+        found = log_search.page_of(site.logs, settings, wanted, at, limit, back=back)
     _, note = site.logs.methods(settings)
     kept = {
         key: value
@@ -85,8 +87,12 @@ def _wanted(request: Request) -> tuple[Wanted, str]:
         pattern = checked_pattern(text_of(request, "re"))
     except WebError as error:
         return Wanted(), str(error)
+    return _filter(request, pattern), ""
+
+
+def _filter(request: Request, pattern: str) -> Wanted:
     latency_ms = number_of(request, "latency", 0) or 0
-    return Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ms * 1_000_000), ""
+    return Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ms * 1_000_000)
 
 
 def _start_place(request: Request, site: Site, settings: InstanceSettings) -> tuple[At | None, bool]:
@@ -112,14 +118,6 @@ def _time_ns(text: str) -> int:
         return int(datetime.fromisoformat(text.rstrip("Z").replace(" ", "T")).replace(tzinfo=UTC).timestamp() * 1e9)
     except (ValueError, OverflowError):
         raise WebError(f"at={text!r}: a time such as 2026-11-23 16:30:00 was expected, in UTC") from None
-
-
-def _page(
-    registry: Registry, site: Site, settings: InstanceSettings, wanted: Wanted, at: At | None, limit: int, *, back: bool
-) -> Page:
-    if wanted.pattern:
-        return log_search.scan(log_search.Request(str(registry.home), settings.name, wanted, limit, at, back))
-    return log_search.page_of(site.logs, settings, wanted, at, limit, back=back)
 
 
 # --- one message -----------------------------------------------------------------------------------------------------
@@ -278,11 +276,9 @@ def data(request: Request) -> Response:
     to_ns = origin_ns + (number_of(request, "to", 0) or 0) * US
     if to_ns <= from_ns:
         raise WebError("an empty range: 'to' behind 'from' was expected")
-    latency_ns = (number_of(request, "latency", 0) or 0) * 1_000_000
-    pattern = checked_pattern(text_of(request, "re"))
-    wanted = Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ns)
+    wanted = _filter(request, checked_pattern(text_of(request, "re")))
     asked = log_search.Range(lanes, origin_ns, from_ns, to_ns, wanted)
-    if pattern:
+    if wanted.pattern:
         return JSONResponse({"lanes": log_search.lanes(str(site.registry.home), asked)})
     return JSONResponse({"lanes": log_search.timeline_lanes(site.logs, site.settings, asked)})
 

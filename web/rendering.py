@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
-from immortal.presenters.records import time_text
+from immortal.coordinator.core.formatting import time_text
 from immortal.presenters.status import age_text
 from immortal.protocol.command_line import size_text
 from immortal.protocol.safe_output import printable

@@ -7,7 +7,6 @@ page of ours along, and no address holds one: a link that somebody sends runs no
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
 
 from anyio import to_thread
 from starlette.requests import Request
@@ -19,6 +18,7 @@ from immortal.coordinator.log import log_exists
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import ImmortalError
 from immortal.replay import ReplayError
+from immortal.replay.trace.spans import moment_path
 from immortal.web import WebError
 from immortal.web.log_messages import find_position, format_source, message_at
 from immortal.web.rendering import chart, render
@@ -92,25 +92,13 @@ def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "",
 async def find(request: Request) -> Response:
     """The next moment, or the one before, where a condition holds."""
     site, settings = site_of(request), settings_of(request)
-    form = await form_of(request)
-    record, index = place_in(form.get("at", ""))
+    form, record, index = await _form_at(request)
     back = form.get("way") == "back"
     handler, expression = form.get("handler", ""), form.get("expression", "")
-    found = await to_thread.run_sync(
-        lambda: _ask(
-            site,
-            settings,
-            "find",
-            record=record,
-            index=index or 0,
-            handler=handler,
-            expression=expression,
-            back=back,
-        )
-    )
+    asked = {"record": record, "index": index, "handler": handler, "expression": expression, "back": back}
+    found = await to_thread.run_sync(lambda: _ask(site, settings, "find", **asked))
     if found["at"] is not None:
-        hit = f"{found['at'][0]}:{found['at'][1]}"
-        return _redirect(request, f"/i/{quote(settings.name)}/travel?at={hit}")
+        return _go_to(request, *found["at"])
     how = "so far, up to" if found["is_cut"] else "up to"
     lines = [f"No such moment {how} record {found['looked']}."]
     if found["raised"]:
@@ -118,7 +106,15 @@ async def find(request: Request) -> Response:
     return HTMLResponse(render("_said.html", lines=lines))
 
 
-def _redirect(request: Request, path: str) -> Response:
+async def _form_at(request: Request) -> tuple[dict[str, str], int, int]:
+    """Return the fields of a form about a moment, and the moment: a record, and a message in it."""
+    form = await form_of(request)
+    record, index = place_in(form.get("at", ""))
+    return form, record, index or 0
+
+
+def _go_to(request: Request, record: int, index: int) -> Response:
+    path = moment_path(request.path_params["name"], record, index)
     if "hx-request" in request.headers:
         return Response(headers={"HX-Redirect": path})
     return RedirectResponse(path, 303)
@@ -126,18 +122,17 @@ def _redirect(request: Request, path: str) -> Response:
 
 async def evaluate(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
-    form = await form_of(request)
-    record, index = place_in(form.get("at", ""))
+    form, record, index = await _form_at(request)
     expression = form.get("expression", "").strip()
     if not expression:
         raise WebError("an expression was expected")
     answer = await to_thread.run_sync(
-        lambda: _ask(site, settings, "evaluate", record=record, index=index or 0, expression=expression)
+        lambda: _ask(site, settings, "evaluate", record=record, index=index, expression=expression)
     )
     if "raised" in answer:
         return HTMLResponse(render("_said.html", lines=[f"It raised {answer['raised']}"]))
     return HTMLResponse(
-        render("_evaluated.html", node=answer["value"], name=settings.name, at=f"{record}:{index or 0}", links=False)
+        render("_evaluated.html", node=answer["value"], name=settings.name, at=f"{record}:{index}", links=False)
     )
 
 
@@ -182,19 +177,17 @@ def watch(request: Request) -> Response:
 
 async def note(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
-    form = await form_of(request)
-    record, index = place_in(form.get("at", ""))
-    site.notes.add(settings.name, record, index or 0, form.get("text", ""))
-    return _redirect(request, f"/i/{quote(settings.name)}/travel?at={record}:{index or 0}")
+    form, record, index = await _form_at(request)
+    site.notes.add(settings.name, record, index, form.get("text", ""))
+    return _go_to(request, record, index)
 
 
 async def again(request: Request) -> Response:
     """With the code as it is now."""
     site, settings = site_of(request), settings_of(request)
-    form = await form_of(request)
-    record, index = place_in(form.get("at", ""))
+    _, record, index = await _form_at(request)
     await to_thread.run_sync(lambda: site.travel.end(settings.name))
-    return _redirect(request, f"/i/{quote(settings.name)}/travel?at={record}:{index or 0}")
+    return _go_to(request, record, index)
 
 
 def replayed(request: Request) -> Response:

@@ -6,9 +6,12 @@ Messages are counted from 0 through the whole record, as the app counts them: RP
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
+from immortal.protocol import decoding
 from immortal.protocol.batch import (
     decode_batch,
     decode_replayable_batch,
@@ -20,6 +23,7 @@ from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
+    RpcKind,
     RpcType,
     decode_incoming_rpc,
     decode_message,
@@ -87,10 +91,36 @@ def rpc_of(message: bytes) -> IncomingRpc:
     return decode_incoming_rpc(message, start, end)
 
 
+def shown_arguments(rpc: IncomingRpc) -> list[Any] | None:
+    """Return the arguments of a call without its caller, or the value of an answer; None for other than the SDK's."""
+    try:
+        values = decoding.decode_shown(rpc.arguments)
+    except decoding.DecodeError:
+        return None
+    if not isinstance(values, list):
+        return None
+    if rpc.kind != RpcKind.CALL:
+        return values[1:]
+    return values[2:] if rpc.rpc_type == RpcType.ASYNC else values
+
+
+def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
+    """Return who waits for the answer to a call, and its number there; None: nobody does, or it is not of the SDK."""
+    if (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
+        return None
+    try:
+        caller, number, *_ = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
+        return decoding.decode(caller, type=str), decoding.decode(number, type=int)
+    except ValueError:  # other apps' arguments may be any bytes
+        return None
+
+
 def rpcs(payload: bytes) -> Iterator[tuple[bytes, IncomingRpc]]:
     """Iterate over the messages of a batch's payload: (bytes, decoded). Raises RemoteProtocolError."""
     offset = 0
-    for _, start, end in decode_messages(payload):
+    for message_type, start, end in decode_messages(payload):
+        if message_type != MessageType.RPC:
+            raise RemoteProtocolError(f"a batch holds a message of type {message_type}, only RPCs (0) are allowed")
         yield payload[offset:end], decode_incoming_rpc(payload, start, end)
         offset = end
 

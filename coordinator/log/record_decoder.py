@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from immortal.coordinator.log import LogReader, verify_value
-from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.coordinator.log.record_contents import batches, rpcs
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.extensions import decode_record_time
 from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message, decode_messages
@@ -50,17 +50,13 @@ def read_record(value: bytes | memoryview, sequence_id: int, committer_id: int, 
 
 def _messages(content: bytes, trailer: Trailer) -> Iterator[DecodedMessage]:
     for source, payload in packed_batches(content, trailer):
-        if source.kind == BatchKind.INITIAL:
-            yield _initial(payload, source)
-            continue
-        count = 0
-        for index, (message_type, start, end) in enumerate(decode_messages(payload)):
-            if message_type != MessageType.RPC:
-                raise RemoteProtocolError(f"a batch holds a message of type {message_type}, only RPCs (0) are allowed")
-            yield _message(payload[start:end], source, index)
-            count += 1
-        if count != source.count:
-            raise RemoteProtocolError(f"a batch of {count} messages where the trailer has {source}")
+        is_initial = source.kind == BatchKind.INITIAL
+        found = [_initial_rpc(payload)] if is_initial else [rpc for _, rpc in rpcs(payload)]
+        if len(found) != source.count:
+            raise RemoteProtocolError(f"a batch of {len(found)} messages where the trailer has {source}")
+        for index, rpc in enumerate(found):
+            arguments = payload if rpc is None else rpc.arguments
+            yield DecodedMessage(source, source.first_position + index, rpc, arguments)
 
 
 def packed_batches(content: bytes, trailer: Trailer) -> Iterator[tuple[BatchSource, bytes]]:
@@ -68,10 +64,9 @@ def packed_batches(content: bytes, trailer: Trailer) -> Iterator[tuple[BatchSour
 
     Of an initial message it is the message's data. Raises RemoteProtocolError where content and trailer do not fit.
     """
-    sources = iter(trailer.batches)
-    behind = 0
+    sources, offset = iter(trailer.batches), 0
     for number, (message_type, start, end) in enumerate(decode_messages(content)):
-        first, behind = behind, end
+        front, offset = offset, end
         if message_type == MessageType.RECORD_TIME and number == 0:
             decode_record_time(content, start, end)
             continue
@@ -80,49 +75,23 @@ def packed_batches(content: bytes, trailer: Trailer) -> Iterator[tuple[BatchSour
         source = next(sources, None)
         if source is None:
             raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has more")
-        if (source.kind == BatchKind.INITIAL) != (message_type == MessageType.INITIAL_MESSAGE):
+        batch = next(batches(content[front:end]), None)
+        if batch is None or (message_type == MessageType.INITIAL_MESSAGE) != (source.kind == BatchKind.INITIAL):
             raise RemoteProtocolError(f"a message of type {message_type} where the trailer has a batch of {source}")
-        data, count = content[start:end], 1
-        if message_type == MessageType.RPC:
-            data = content[first:end]
-        elif message_type == MessageType.RPC_BATCH:
-            count, offset = decode_batch(data)
-            data = data[offset:]
-        elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-            count, _, offset = decode_replayable_batch(data)
-            data = data[offset:]
-        elif message_type != MessageType.INITIAL_MESSAGE:
-            raise RemoteProtocolError(f"a message of type {message_type}, which no record holds")
-        if count != source.count:
-            said = (
-                f"a batch of {count} messages"
-                if message_type == MessageType.RPC
-                else f"a batch gives its count as {count}"
-            )
-            raise RemoteProtocolError(f"{said} where the trailer has {source}")
-        yield source, data
+        if batch.count != source.count:
+            raise RemoteProtocolError(f"a batch gives its count as {batch.count} where the trailer has {source}")
+        yield source, batch.payload
     if next(sources, None) is not None:
         raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has fewer")
 
 
-def _message(data: bytes, source: BatchSource, index: int) -> DecodedMessage:
-    rpc = decode_incoming_rpc(data)
-    return DecodedMessage(source, source.first_position + index, rpc, rpc.arguments)
-
-
-def _initial(data: bytes, source: BatchSource) -> DecodedMessage:
-    """Decode an initial message, which usually wraps one RPC.
-
-    It may be any bytes, so it is checked before it is decoded.
-    """
-    rpc = None
+def _initial_rpc(data: bytes) -> IncomingRpc | None:
+    """Decode the RPC that an initial message usually wraps. It may be any bytes."""
     try:
         message_type, start, end = decode_message(data)
-        if message_type == MessageType.RPC and end == len(data):
-            rpc = decode_incoming_rpc(data, start, end)
+        return decode_incoming_rpc(data, start, end) if message_type == MessageType.RPC and end == len(data) else None
     except RemoteProtocolError:
-        rpc = None
-    return DecodedMessage(source, source.first_position, rpc, data if rpc is None else rpc.arguments)
+        return None
 
 
 # Finding a moment in a log by time. Needs neither Arrow nor Spark.

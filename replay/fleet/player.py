@@ -33,7 +33,7 @@ from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_tr
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 from immortal.replay.errors import ReplayError, never_was
 from immortal.replay.local_run import LocalRun
-from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
+from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route, usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, VerdictGiven
 from immortal.replay.verify import ProvingSink
@@ -153,7 +153,7 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
         raise ReplayError(f"{name}: the log is empty: the instance has never completed its first start")
     if not summary.extensions:
         raise ReplayError(f"{name}: its app speaks the base protocol, and can't be run here")
-    headers = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
+    headers = usable_checkpoints(summary)
     if not_after_ns is not None:
         early = [one for one in headers if one.time_ns <= not_after_ns]
         headers = [*reversed(early), *headers[len(early) :]]

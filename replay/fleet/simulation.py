@@ -38,7 +38,6 @@ from immortal.replay.fleet.player import (
     NOTHING,
     Log,
     LoggedRecord,
-    Output,
     Place,
     Player,
     Recorded,
@@ -406,31 +405,16 @@ class Simulation:
             if cause is None and service.name not in self._logs.changes:
                 cause = service.state_cause
             old, new = was.get((destination, place), []), made.get((destination, place), [])
-            self._compare(service, destination, place, old, new, cause, time_ns, is_other=is_other)
+            calls = self._calls.compare(service, destination, place, old, new, cause, time_ns, is_other=is_other)
+            for position, message, number in calls:
+                if message is not None:
+                    self._send(service, destination, message, position, number, time_ns, in_time=not is_other)
+                elif service.receiver(destination) in self._logs.sources:
+                    self._require_not_taken(service, destination, position or 0)
+                    self._join(service.receiver(destination), number)
         self._look_at_timers(service)
         self._look_at_effects(service)
         self._check(service, places[-1] if places else (service.reached, 0), time_ns)
-
-    def _compare(
-        self,
-        service: Service,
-        destination: str,
-        place: Place,
-        old: Sequence[Output],
-        new: Sequence[bytes],
-        cause: int | None,
-        time_ns: int,
-        *,
-        is_other: bool,
-    ) -> None:
-        """Send on what a message has made, and let the receivers of what it has not made any more join."""
-        calls = self._calls.compare(service, destination, place, old, new, cause, time_ns, is_other=is_other)
-        for position, message, number in calls:
-            if message is not None:
-                self._send(service, destination, message, position, number, time_ns, in_time=not is_other)
-            elif service.receiver(destination) in self._logs.sources:
-                self._require_not_taken(service, destination, position or 0)
-                self._join(service.receiver(destination), number)
 
     def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
         """Raise JoinedLateError if the receiver has had that message of ``service``, as it was recorded."""

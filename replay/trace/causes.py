@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct, field
 
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.log.record_decoder import read_record
 from immortal.protocol import decoding
 from immortal.protocol.extensions import Origin
@@ -27,6 +28,7 @@ from immortal.protocol.trailer import Trailer
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
 from immortal.replay.app_process import default_app, own_code_at_end
 from immortal.replay.errors import LogViewError
+from immortal.replay.plan import usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.trace.messages import Executed, Source, executed
 from immortal.replay.trace.spans import DrawCollector, RecordDraws, Waits
@@ -53,7 +55,7 @@ class ReplayedCauses:
         reader, instance = source.reader, source.instance
         summary = reader.summary()
         last = None if source.last is None else min(source.last, summary.last_sequence_id)
-        route = plan_route(ReplayPlan(last_sequence_id=last, checkpoint_id=self._start(source)), reader, summary)
+        route = plan_route(ReplayPlan(_checkpoint_before(source, summary), last), reader, summary)
         own = own_code_at_end(settings, summary, route)
         command = AppCommand.of(own.app, settings=settings, code=own.archive)
         sink = _CausesSink(self._folder, instance)
@@ -91,16 +93,13 @@ class ReplayedCauses:
         for rows in self._streams.values():
             rows.close()
 
-    @staticmethod
-    def _start(source: Source) -> int | None:
-        """The newest checkpoint before the first record that is asked for; None: the oldest one of all."""
-        summary = source.reader.summary()
-        usable = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
-        before = [one for one in usable if source.first is None or one.sequence_id < source.first]
-        if source.first is None:
-            return usable[0].checkpoint_id if usable else None
-        chosen = before or usable[:1]
-        return chosen[-1].checkpoint_id if chosen else None
+
+def _checkpoint_before(source: Source, summary: LogSummary) -> int | None:
+    """The newest checkpoint before the first record that is asked for, or the oldest of all; None: there is none."""
+    usable = usable_checkpoints(summary)
+    before = [one for one in usable if source.first is not None and one.sequence_id < source.first]
+    chosen = before[-1:] or usable[:1]
+    return chosen[0].checkpoint_id if chosen else None
 
 
 class _CausesSink(Sink):
@@ -165,7 +164,6 @@ def _drawn_in(path: Path) -> Iterator[RecordDraws]:
 
 
 ROWS_MAX = 200_000  # of a stream: of older calls nobody knows the cause
-_UNKNOWN = -1
 
 
 class _Made(Struct):
@@ -194,11 +192,7 @@ class ShadowReplay(Sink):
         """The record whose messages come first."""
         self.taken = self._seen = self.begins - 1
         summary = source.reader.summary()
-        plan = ReplayPlan(follow=True)
-        usable = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
-        before = [one for one in usable if one.sequence_id < self.begins]
-        if before:
-            plan = ReplayPlan(checkpoint_id=before[-1].checkpoint_id, follow=True)
+        plan = ReplayPlan(_checkpoint_before(source, summary), follow=True)
         self._route = plan_route(plan, source.reader, summary)
         app = default_app(source.instance, settings.app, summary, self._route.last_version)
         self._command = AppCommand.of(app, settings=settings)

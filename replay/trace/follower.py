@@ -65,21 +65,44 @@ class Positions:
         new.replace(self._path)
 
 
-class Sending:
-    """Sends spans to an endpoint that may be away for a while."""
+class _SpanSender:
+    """Sends spans of logs, round by round, to an endpoint that may be away for a while.
 
-    def __init__(self, send: Send, wait: Callable[[float], bool], say: Callable[[str], None]) -> None:
-        self._send = send
+    ``wait(seconds)``: True once it is to end. ``say``: of problems.
+    """
+
+    def __init__(
+        self,
+        to: Send,
+        positions: Positions,
+        wait: Callable[[float], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self.sent = 0
+        self._to = to
+        self._positions = positions
         self._wait = wait
         self._say = say
-        self.sent = 0
+        self._spans = Spans()
 
-    def send(self, spans: Sequence[Span]) -> bool:
+    def run(self) -> None:
+        """Send spans until the end is asked for. Raises LogError, OSError, the errors of a replay."""
+        while not self._round():
+            if self._wait(POLL_S):
+                break
+        with contextlib.suppress(LogViewError):  # of handlers that have not answered: once, without retry
+            self.sent += send_all(self._spans.rest(), self._to)
+
+    def _round(self) -> bool:
+        """Send what the logs have by now; return True if the end was asked for meanwhile."""
+        raise NotImplementedError
+
+    def _send(self, spans: Sequence[Span]) -> bool:
         """True if it was ended meanwhile, and what was left was not taken."""
         delay_s = POLL_S
         while True:
             try:
-                self.sent += send_all(spans, self._send)
+                self.sent += send_all(spans, self._to)
                 return False
             except LogViewError as error:
                 self._say(f"{error}; it is tried again")
@@ -87,46 +110,25 @@ class Sending:
                     return True
                 delay_s = min(2 * delay_s, RETRY_S_MAX)
 
-    def send_last(self, spans: Sequence[Span]) -> None:
-        """Send the spans of handlers that have not answered; once, without retry."""
-        with contextlib.suppress(LogViewError):
-            self.sent += send_all(spans, self._send)
 
-
-class Follower:
-    """``sources``: each with its ``first`` record. ``wait(seconds)``: True once it is to end. ``say``: of problems."""
+class Follower(_SpanSender):
+    """``sources``: each with its ``first`` record."""
 
     def __init__(
         self,
         sources: Sequence[Source],
-        send: Send,
+        to: Send,
         positions: Positions,
         wait: Callable[[float], bool],
         say: Callable[[str], None],
     ) -> None:
+        super().__init__(to, positions, wait, say)
         self._sources = sources
-        self._sending = Sending(send, wait, say)
-        self._positions = positions
-        self._wait = wait
-        self._say = say
-        self._spans = Spans()
-
-    @property
-    def sent(self) -> int:
-        return self._sending.sent
-
-    def run(self) -> None:
-        """Send spans until the end is asked for. Raises LogError, OSError."""
-        while not self._round():
-            if self._wait(POLL_S):
-                break
-        self._sending.send_last(list(self._spans.rest()))
 
     def _round(self) -> bool:
-        """Send what the logs have by now; return True if the end was asked for meanwhile."""
         while self._choose():
             spans = [span for message in by_time(self._sources) for span in self._spans.of(message)]
-            if self._sending.send(spans):
+            if self._send(spans):
                 return True
             for source in self._sources:
                 for problem in source.problems:
@@ -149,29 +151,23 @@ class Follower:
         return any_new
 
 
-class ShadowFollower:
+class ShadowFollower(_SpanSender):
     """Follows logs as :class:`Follower`, with replays: a message waits until its cause is known, GRACE_S at most."""
 
     def __init__(
         self,
         logs: Sequence[ShadowReplay],
-        send: Send,
+        to: Send,
         positions: Positions,
         wait: Callable[[float], bool],
         say: Callable[[str], None],
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(to, positions, wait, say)
         self._logs = {log.instance: log for log in logs}
-        self._sending = Sending(send, wait, say)
-        self._positions = positions
-        self._wait = wait
         self._clock_s = clock_s
         self._spans = Spans(self)
         self._waiting: list[tuple[float, Executed]] = []  # since when
-
-    @property
-    def sent(self) -> int:
-        return self._sending.sent
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """Return the cause of a call, as :class:`immortal.replay.trace.spans.Causes`."""
@@ -184,20 +180,15 @@ class ShadowFollower:
         return None if log is None else log.waits
 
     def run(self) -> None:
-        """Send spans until the end is asked for. Raises the errors of a replay, OSError."""
         for log in self._logs.values():
             log.start()
         try:
-            while not self._round():
-                if self._wait(POLL_S):
-                    break
-            self._sending.send_last(list(self._spans.rest()))
+            super().run()
         finally:
             for log in self._logs.values():
                 log.stop()
 
     def _round(self) -> bool:
-        """True if it was ended meanwhile."""
         now_s = self._clock_s()
         for log in self._logs.values():
             self._waiting += [(now_s, message) for message in log.take()]
@@ -214,7 +205,7 @@ class ShadowFollower:
             moved = 0 < len(self._waiting) < len(waiting)
         if not spans:
             return False
-        if self._sending.send(spans):
+        if self._send(spans):
             return True
         for log in self._logs.values():
             records = [one.sequence_id for _, one in self._waiting if one.instance == log.instance]

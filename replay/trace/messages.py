@@ -1,27 +1,254 @@
-"""The messages of several logs, by time, one record of each log in memory."""
+"""The messages of several logs, by time, one record of each log in memory; and what was noted of their times.
+
+An instance may note when messages came, were durable and were executed (protocol/timings.py). Notes stand beside the
+log, and count for less: what is damaged, lost, or of another log is passed over.
+"""
 
 from __future__ import annotations
 
 import heapq
+import os
+import stat
+import sys
+import zlib
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct, field
 
 from immortal.coordinator.core.formatting import Methods, effect_words, method_name
 from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.record_contents import waiting_caller
 from immortal.coordinator.log.record_decoder import DecodedMessage, DecodedRecord, read_record
 from immortal.protocol import decoding
-from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.protocol.messages import IncomingRpc, RpcKind
 from immortal.protocol.system_methods import CLOCK_METHOD_ID, EFFECT_METHOD_ID
+from immortal.protocol.timings import (
+    APP,
+    COORDINATOR,
+    HEADER_SIZE_BYTES,
+    ROW_SIZE_BYTES,
+    TimingKind,
+    TimingRow,
+    decode_row,
+    decode_segment_header,
+    segments,
+)
 from immortal.protocol.trailer import BatchKind
-from immortal.replay.trace.timings import MessageTiming, RecordTiming, Timings
+
+BLOCK_ROWS = 64  # that are read at once
+DAMAGED_RUN_MAX = 1_000  # rows in a row: of a segment with more nothing is used
+SPAN_NS_MAX = 7 * 86_400 * 10**9  # two notes of one message that are further apart do not belong together
 
 CLIENTS = "clients"
 OUTSIDE = "outside"
 """As a caller: who sent impulses, or the initial message."""
 
 _RAW = decoding.Decoder(list[msgspec.Raw])
+
+
+class MessageTiming(Struct, frozen=True):
+    """Times of one message in ns since 1970 by the instance's clock, in order; None: not noted.
+
+    ``given_ns``: to the app's connection. ``ended_ns``: the handler returned, or began to wait.
+    """
+
+    arrived_ns: int | None
+    submitted_ns: int
+    durable_ns: int | None
+    given_ns: int | None
+    began_ns: int | None
+    ended_ns: int | None
+
+
+class RecordTiming(Struct):
+    """Times of one record on the monotonic clock."""
+
+    commit: TimingRow
+    arrived: dict[int, int] = field(default_factory=dict)  # by the index of a batch's first message
+    handled: dict[int, tuple[int, int]] = field(default_factory=dict)  # by message
+
+    def of(self, message: int, first_of_batch: int, time_ns: int, taken_ns: int | None) -> MessageTiming:
+        """``time_ns``: of the record, which is when it was submitted. ``taken_ns``: when the coordinator took the
+        message, where the log itself says that."""
+        submitted = self.commit.first_ns
+        last_ns = time_ns
+
+        def then(monotonic_ns: int) -> int | None:
+            """Convert a monotonic time to the instance's time."""
+            nonlocal last_ns
+            if not monotonic_ns or not -SPAN_NS_MAX < monotonic_ns - submitted < SPAN_NS_MAX:
+                return None
+            last_ns = max(last_ns, time_ns + monotonic_ns - submitted)
+            return last_ns
+
+        arrived_ns = taken_ns
+        if (arrived := self.arrived.get(first_of_batch)) is not None and 0 <= submitted - arrived < SPAN_NS_MAX:
+            arrived_ns = time_ns - (submitted - arrived)
+        durable_ns, given_ns = then(self.commit.second_ns), then(self.commit.third_ns)
+        began, ended = self.handled.get(message, (0, 0))
+        return MessageTiming(
+            None if arrived_ns is None else min(arrived_ns, time_ns), time_ns, durable_ns, given_ns,
+            then(began), then(ended),
+        )  # fmt: skip
+
+
+class Timings:
+    """Timings in ``folder`` for the log of ``committer_id``. For one thread."""
+
+    def __init__(self, folder: Path, committer_id: int) -> None:
+        self.problems: list[str] = []
+        """What was passed over, in words."""
+        self._segments = {whose: list(self._open(folder, whose, committer_id)) for whose in (COORDINATOR, APP)}
+        self._known: tuple[int, RecordTiming | None] = (-1, None)
+
+    def of(self, sequence_id: int) -> RecordTiming | None:
+        """Return the timing of a record; None where nothing is known of it."""
+        if self._known[0] != sequence_id:
+            self._known = sequence_id, self._read(sequence_id)
+        return self._known[1]
+
+    def _open(self, folder: Path, whose: str, committer_id: int) -> Iterator[_Segment]:
+        """The newest first."""
+        for path in reversed(segments(folder, whose)):
+            try:
+                segment = _Segment(path)
+            except (OSError, ValueError) as error:
+                self.problems.append(f"{path} can't be read: {error}")
+                continue
+            if segment.committer_id is None and segment.size_bytes:
+                self.problems.append(f"{path} holds no times of an instance")
+            if segment.committer_id == committer_id:
+                yield segment
+
+    def _read(self, sequence_id: int) -> RecordTiming | None:
+        rows = self._rows(COORDINATOR, sequence_id)
+        commits = [row for row in rows if row.kind == TimingKind.COMMIT and row.first_ns]
+        if not commits:
+            return None
+        found = RecordTiming(commits[-1])
+        for row in rows:
+            if row.kind == TimingKind.ARRIVED:
+                found.arrived[row.message] = row.first_ns
+        for row in self._rows(APP, sequence_id):
+            if row.kind == TimingKind.HANDLED:
+                found.handled[row.message] = row.first_ns, row.second_ns
+        return found
+
+    def _rows(self, whose: str, sequence_id: int) -> list[TimingRow]:
+        """Return rows from the newest segment that has the record, and from the one before if it may begin there."""
+        found: list[TimingRow] = []
+        for segment in list(self._segments[whose]):
+            try:
+                rows = segment.rows(sequence_id)
+            except (OSError, ValueError) as error:
+                self.problems.append(f"{segment.path} is damaged: {error}")
+                self._segments[whose].remove(segment)
+                continue
+            if segment.is_news:
+                segment.is_news = False
+                self.problems.append(f"{segment.path} has damaged rows: they are passed over")
+            found = rows + found
+            if rows and not segment.begins_with(rows[0]):
+                break
+        return found
+
+
+class _Segment:
+    """One file of timings. Rows are found by bisection, so that only few are read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, ValueError."""
+        self.path = path
+        self.is_news = False  # a damaged row was met, for the first time
+        self._met_damage = False
+        self._block, self._rows = -1, b""  # those of a block, which were read last
+        header = self._read(0, HEADER_SIZE_BYTES)
+        self.committer_id, self.size_bytes = decode_segment_header(header), path.stat().st_size
+        self._header_crc = zlib.crc32(header)
+        self._count = max(self.size_bytes - HEADER_SIZE_BYTES, 0) // ROW_SIZE_BYTES
+        self._at = 0  # behind the rows that were found last: the next ones are close to it
+
+    def rows(self, sequence_id: int) -> list[TimingRow]:
+        """Return the rows of a record. Raises OSError, and ValueError for a segment that is damaged throughout."""
+        found: list[TimingRow] = []
+        if not self._count or not self._bounds[0] <= sequence_id <= self._bounds[1]:
+            return found
+        at = self._first_from(sequence_id)
+        damaged = 0
+        while at < self._count:
+            row = self._row(at)
+            at += 1
+            if row is None:
+                damaged += 1
+                self._check(damaged)
+            elif row.sequence_id == sequence_id:
+                found.append(row)
+                damaged = 0
+                self._at = at
+            else:
+                break
+        return found
+
+    @cached_property
+    def _bounds(self) -> tuple[int, int]:
+        """The first record and the last one; beyond all where the last row is damaged."""
+        last = self._row(self._count - 1)
+        return self._sequence_id(0), sys.maxsize if last is None else last.sequence_id
+
+    def begins_with(self, row: TimingRow) -> bool:
+        return self._row(0) == row
+
+    def _read(self, offset: int, size_bytes: int) -> bytes:
+        """No file is held open, since there may be many, or mapped, since a disk that fails is to be an error."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("it is no file")
+            return os.pread(descriptor, size_bytes, offset)
+        finally:
+            os.close(descriptor)
+
+    def _first_from(self, sequence_id: int) -> int:
+        """The first row of that record or of a later one."""
+        at, step = self._at, 1
+        if at and self._sequence_id(at - 1) >= sequence_id:
+            at = 0
+        end = at
+        while end < self._count and self._sequence_id(end) < sequence_id:
+            at, end, step = end + 1, end + step, step * 2
+        rows = range(at, min(end, self._count))
+        self._at = at + bisect_left(rows, sequence_id, key=self._sequence_id)
+        return self._at
+
+    def _sequence_id(self, at: int) -> int:
+        """Return the sequence ID of the first whole row from ``at`` on."""
+        for damaged in range(self._count - at):
+            if (row := self._row(at + damaged)) is not None:
+                return row.sequence_id
+            self._check(damaged)
+        return sys.maxsize
+
+    def _row(self, at: int) -> TimingRow | None:
+        block, start = at // BLOCK_ROWS, at % BLOCK_ROWS * ROW_SIZE_BYTES
+        if block != self._block:
+            offset = HEADER_SIZE_BYTES + block * BLOCK_ROWS * ROW_SIZE_BYTES
+            self._rows = self._read(offset, BLOCK_ROWS * ROW_SIZE_BYTES)
+            self._block = block
+        row = decode_row(self._rows[start : start + ROW_SIZE_BYTES], self._header_crc)
+        if row is None and not self._met_damage:
+            self._met_damage = self.is_news = True
+        return row
+
+    def _check(self, damaged: int) -> None:
+        if damaged >= DAMAGED_RUN_MAX:
+            raise ValueError(f"{damaged} rows one after the other can't be read")
+
+
+# Messages.
 
 
 class Source(Struct):
@@ -107,6 +334,7 @@ def executed(source: Source, record: DecodedRecord, next_ns: int | None) -> Iter
     for index, message in enumerate(record.messages):
         kind, rpc = message.source.kind, message.rpc
         caller = message.source.name or instance
+        waiter = None if rpc is None or kind == BatchKind.INITIAL else waiting_caller(rpc)
         answers = None
         if rpc is not None and rpc.kind != RpcKind.CALL and (number := _number(rpc)) is not None:
             answers = caller, instance, number
@@ -123,7 +351,7 @@ def executed(source: Source, record: DecodedRecord, next_ns: int | None) -> Iter
             _name(kind, rpc, source.methods),
             len(message.arguments),
             share,
-            None if rpc is None or kind == BatchKind.INITIAL else _waiter(rpc, instance),
+            None if waiter is None else (waiter[0] or instance, waiter[1]),
             answers,
             message.source.trace_context,
             _own_number(rpc, EFFECT_METHOD_ID),
@@ -147,17 +375,6 @@ def _name(kind: int, rpc: IncomingRpc | None, methods: Methods) -> str:
     if rpc.kind == RpcKind.CALL:
         return name
     return f"exception of {name}" if rpc.kind == RpcKind.RAISED else f"answer of {name}"
-
-
-def _waiter(rpc: IncomingRpc, instance: str) -> tuple[str, int] | None:
-    """Return (caller, number) of a call that waits, as the SDK encodes them; other apps' arguments may be any bytes."""
-    if (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
-        return None
-    try:
-        caller, number, *_ = _RAW.decode(rpc.arguments)
-        return decoding.decode(caller, type=str) or instance, decoding.decode(number, type=int)
-    except ValueError:
-        return None
 
 
 def _own_number(rpc: IncomingRpc | None, method_id: int) -> int | None:

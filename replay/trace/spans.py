@@ -6,8 +6,8 @@
     effect   from the record at which its handler began it, which a replay says, to when its result was sent
     timer    from there to when a message of the clock in the log said that it was due
 
-Where the instance notes times (:mod:`sight.trace.timings`) a handler goes from when it began to when it returned, or
-was answered, and there are two more:
+Where the instance notes times (:class:`immortal.replay.trace.messages.Timings`) a handler goes from when it began to
+when it returned, or was answered, and there are two more:
 
     queue    from when a message came in to when its handler began, or it was given to the app if that notes nothing
     commit   from when its record was handed to the log to when it was durable
@@ -31,8 +31,7 @@ from msgspec.structs import replace
 
 from immortal.protocol.extensions import RandomDraw, decode_numbers
 from immortal.protocol.trace_context import split_context
-from immortal.replay.trace.messages import Executed
-from immortal.replay.trace.timings import MessageTiming
+from immortal.replay.trace.messages import Executed, MessageTiming
 
 OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end without
 TRACES_KNOWN_MAX = 1_000_000  # handlers whose trace is known to what they call

@@ -189,7 +189,8 @@ class _Session:
         self._said.close()
 
 
-# ``python -m replay.travel.worker HOME NAME``: one log, and the class that replays it; a question on each line.
+# ``python -m immortal.replay.travel.sessions HOME NAME APP``: one log, and the class that replays it; on each line a
+# question.
 #
 #     {"ask": "moment", "with": {"record": 3, "index": 0}}      answer: {"answer": {...}} or {"error": TEXT}
 #

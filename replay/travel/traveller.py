@@ -15,8 +15,8 @@ from immortal.appsdk.state.tree import Difference, Fields, Tree, differences, tr
 from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
-from immortal.coordinator.log.record_contents import batches, message_at, record_of
-from immortal.protocol.messages import IncomingRpc, decode_messages
+from immortal.coordinator.log.record_contents import batches, message_at, record_of, rpcs
+from immortal.protocol.messages import IncomingRpc
 from immortal.protocol.verdicts import Verdict
 from immortal.replay.errors import ReplayError
 from immortal.replay.plan import usable_checkpoints
@@ -421,7 +421,5 @@ def _messages_made(walk: Walk) -> Iterator[tuple[At, str, int, bytes]]:
     """(which message made it, destination, position, the message)"""
     for made in walk.made:
         origins = iter([(one.sequence_id, one.message_index) for one in made.origins or () for _ in range(one.count)])
-        offset, position = 0, made.first_position
-        for _, _, end in decode_messages(made.payload):
-            yield next(origins, (-1, -1)), made.destination, position, made.payload[offset:end]
-            offset, position = end, position + 1
+        for position, (message, _) in enumerate(rpcs(made.payload), made.first_position):
+            yield next(origins, (-1, -1)), made.destination, position, message

@@ -9,8 +9,8 @@ from types import CodeType
 from typing import Any, Final
 
 from immortal.appsdk.state.tree import Fields, Members, Tree, canonical, to_json, tree
-from immortal.protocol import decoding
-from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.coordinator.log.record_contents import shown_arguments
+from immortal.protocol.messages import IncomingRpc
 from immortal.replay.errors import ReplayError
 
 MISSING: Final = object()
@@ -208,22 +208,8 @@ def compiled(text: str) -> CodeType:
         raise ReplayError(f"{text[:100]!r} is no Python expression: {error}") from None
 
 
-def arguments_of(rpc: IncomingRpc | None) -> list[Any]:
-    """Return the decoded arguments of a call, or the value of an answer."""
-    if rpc is None:
-        return []
-    try:
-        values = decoding.decode_shown(rpc.arguments)
-    except decoding.DecodeError:
-        return []
-    if not isinstance(values, list):
-        return []
-    if rpc.kind != RpcKind.CALL or rpc.rpc_type == RpcType.ASYNC:  # the caller, or the number of the call
-        return values[1:] if rpc.kind != RpcKind.CALL else values[2:]
-    return values
-
-
 def evaluate(code: CodeType, instance: Any, method: str, rpc: IncomingRpc | None, sequence_id: int, index: int) -> Any:
     """Evaluate the expression where the message was handled; raises what the expression raises."""
-    names = {"self": instance, "method": method, "args": arguments_of(rpc), "record": sequence_id, "message": index}
+    args = [] if rpc is None else shown_arguments(rpc) or []
+    names = {"self": instance, "method": method, "args": args, "record": sequence_id, "message": index}
     return eval(code, names)  # noqa: S307 (that is what it is for)

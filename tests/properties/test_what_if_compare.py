@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.protocol.messages import RpcType, decode_messages, encode_incoming_rpc
-from immortal.replay.buffers import MemoryBudget, SpillingQueue
-from immortal.replay.comparison import Comparison, Difference, Kind, Outputs, Side
+from immortal.replay.comparison import Comparison, Difference, Kind, MemoryBudget, Outputs, Side, SpillingQueue
 
 Made = list[tuple[int, bytes]]  # (sequence ID, message)
 

@@ -25,7 +25,7 @@ from immortal.log import open_reader
 from immortal.protocol.extensions import Origin, RandomDraw, decode_numbers
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.protocol.record import decode_header
-from immortal.replay.buffers import DrawnNumbersQueue
+from immortal.replay.findings import DrawnNumbersQueue
 from immortal.replay.plan import ReplayPlan
 from immortal.replay.result import Sink
 from immortal.replay.session import Event, NumbersDrawn

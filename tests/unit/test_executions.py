@@ -24,7 +24,7 @@ from immortal.appsdk.waiting.operator import describe_step
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
-from immortal.presenters.handlers import step_end
+from immortal.presenters.operations import step_end
 from immortal.protocol.executions import (
     FILE_NAME,
     INDEX_BITS,

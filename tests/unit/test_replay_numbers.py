@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from immortal.protocol.extensions import RandomDraw, pack_numbers
-from immortal.replay import buffers
-from immortal.replay.buffers import DrawnNumbersQueue
+from immortal.replay import findings
+from immortal.replay.findings import DrawnNumbersQueue
 
 
 def data(sequence_id: int) -> bytes:
@@ -40,8 +40,8 @@ def test_old_code_that_tells_none_holds_nothing_up() -> None:
 
 
 def test_old_code_that_is_far_ahead_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "AHEAD_SIZE_BYTES_MAX", 0)
-    monkeypatch.setattr(buffers, "PAUSE_S", 60.0)
+    monkeypatch.setattr(findings, "AHEAD_SIZE_BYTES_MAX", 0)
+    monkeypatch.setattr(findings, "PAUSE_S", 60.0)
     ahead = DrawnNumbersQueue()
     ahead.drawn(4, b"", complete=True)
 

@@ -33,9 +33,8 @@ from immortal.protocol.timings import (
     segments,
 )
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
-from immortal.replay.trace.messages import OUTSIDE, Executed
+from immortal.replay.trace.messages import DAMAGED_RUN_MAX, OUTSIDE, Executed, MessageTiming, RecordTiming, Timings
 from immortal.replay.trace.spans import Spans
-from immortal.replay.trace.timings import DAMAGED_RUN_MAX, MessageTiming, RecordTiming, Timings
 
 LOG = 7
 SECOND = 10**9

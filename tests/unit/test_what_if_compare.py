@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from immortal.protocol.messages import RpcType, encode_incoming_rpc
-from immortal.replay.buffers import MemoryBudget, SpillingQueue
-from immortal.replay.comparison import WINDOW_MESSAGES_MAX, Comparison, Difference, Key, Kind, Outputs, Side, method_of
+from immortal.replay.comparison import (
+    WINDOW_MESSAGES_MAX,
+    Comparison,
+    Difference,
+    Key,
+    Kind,
+    MemoryBudget,
+    Outputs,
+    Side,
+    SpillingQueue,
+    method_of,
+)
 
 COUNT, LOG = 10, 20
 

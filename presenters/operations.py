@@ -1,0 +1,199 @@
+"""Plain values and texts of what operators look at and act on: waiting handlers, dead letters, peers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.formatting import time_text
+from immortal.coordinator.core.interfaces import Letter
+from immortal.coordinator.log import LogReader, verify_value
+from immortal.coordinator.operator import control
+from immortal.protocol.safe_output import printable
+from immortal.protocol.trailer import BatchKind
+from immortal.protocol.verdicts import Verdict
+
+Values = dict[str, Any]
+Peer = dict[str, Any]
+
+
+def retry_problem(name: str, answer: Values) -> str:
+    """Why no effect was tried; "" where one was."""
+    if "retried" not in answer:
+        return f"the app of {name!r} has an SDK that tries no effect at once: restart it with this one"
+    return "" if answer["retried"] else str(answer["text"])
+
+
+def with_times(value: Any) -> Any:
+    """Each time, ns since the Unix epoch, also as text."""
+    if isinstance(value, list):
+        return [with_times(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns") and one is not None}
+    return {key: with_times(one) for key, one in value.items()} | times
+
+
+def format_waits(one: Values) -> str:
+    """Format one wait of an ordered multicast, with times."""
+    return printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)")
+
+
+def format_next_run(schedule: Values) -> str:
+    """With times."""
+    return "not begun" if schedule["due_ns"] is None else _second(schedule["due"])
+
+
+def format_caller(one: Values) -> str:
+    caller = one["caller"]
+    if caller is None:
+        return "nobody waits"
+    if caller == "":
+        return "itself"
+    return f"client {caller[1:]}" if caller.startswith("~") else str(caller)
+
+
+def format_wait(wait: Values) -> str:
+    kind, since = wait["kind"], _second(wait["since"])
+    if kind == "timer":
+        return f"until {_second(wait['due'])}, since {since}"
+    if kind == "effect":
+        tries = f", attempt {wait['attempt']}" if wait["attempt"] > 1 else ""
+        failed = f"; the attempt before failed: {wait['failure']}" if wait["failure"] else ""
+        return f"{wait['for']}{tries}, since {since}{failed}"
+    return f"{wait['for']}, since {since}"
+
+
+def place_in_words(frame: Values) -> str:
+    return f"{frame['file']}:{frame['line']}  {frame['text']}"
+
+
+def format_step(step: Values) -> str:
+    if not step["step"]:
+        return f"{step['time']}  cancelled"
+    return f"{step['time']}  {step['what']} {step_end(step)}"
+
+
+def step_end(step: Values) -> str:
+    """Return how a step has ended, such as "gave 5"."""
+    if not step["step"]:
+        return f"by an operator: {step['reason']}"
+    if step["raised"]:
+        return f"raised {step['value']}"
+    return "is over" if step["what"].startswith("timer for ") else f"gave {step['value']}"
+
+
+def describe_wait_end(name: str, number: int, wait: Values) -> str:
+    kind = wait["kind"]
+    if kind == "call":
+        to = wait["to"]
+        if not to:
+            return "ends with the answer of a handler of its own: it is in this list, called by itself"
+        return f"ends with the answer of {to}: 'immortal handlers {to}', 'immortal peers show {name}'"
+    if kind == "timer":
+        return f"ends at {wait['due']}"
+    if kind == "event":
+        command = f"'immortal handlers {name} signal {number} EVENT VALUE'"
+        return f"ends with immortal.signal({wait['event']!r}, ...), or {command}"
+    if kind == "effect":
+        if not wait["failure"]:
+            return "ends with its result, or when no attempt is left"
+        now = f"'immortal handlers {name} retry-effect {number}' makes the next attempt now"
+        return f"ends with its result, or when no attempt is left; {now}"
+    return "-"
+
+
+def _second(time: str) -> str:
+    return f"{time[:19]}Z"
+
+
+# Dead letters.
+
+
+def dead_letter_rows(reader: LogReader, count_max: int) -> list[Values]:
+    """The oldest, with why as text. Raises LogError."""
+    found = (letter_values(letter, reader) for letter in itertools.islice(reader.letters(), count_max))
+    return [{**values, "method": letter_method(values), "why": letter_why(values)} for values in found]
+
+
+def letter_values(letter: Letter, reader: LogReader) -> Values:
+    from immortal.presenters.records import rpc_of  # loads what decodes arguments
+
+    verdict = letter.verdict
+    rpc = rpc_of(verdict.message)
+    return {
+        "id": f"{verdict.sequence_id}:{verdict.message_index}",
+        "time": time_text(letter.time_ns),
+        "time_ns": letter.time_ns,
+        "method": verdict.method or None,
+        "method_id": rpc and rpc.method_id,
+        "from": _source(verdict, reader),
+        "kind": verdict.kind.name.lower(),
+        "cause": verdict.cause.name.lower() if verdict.cause else None,
+        "type": verdict.type_name or None,
+        "text": verdict.text,
+    }
+
+
+def _source(verdict: Verdict, reader: LogReader) -> str | None:
+    """Return the sender: an instance, "~" and a client's ID, or "an impulse"; None if its record is trimmed."""
+    sequence_id = verdict.sequence_id
+    try:
+        value = next(reader.values(sequence_id, sequence_id), None)
+        batches = [] if value is None else verify_value(value, sequence_id, reader.identity.committer_id)[1].batches
+    except LogError:
+        return None
+    index = verdict.message_index
+    for batch in batches:
+        if index < batch.count:
+            return "an impulse" if batch.kind == BatchKind.IMPULSES else batch.name or reader.identity.instance_name
+        index -= batch.count
+    return None
+
+
+def letter_method(values: Values) -> str:
+    return values["method"] or ("-" if values["method_id"] is None else f"method {values['method_id']}")
+
+
+def letter_why(values: Values) -> str:
+    raised = ": ".join(part for part in (values["type"], values["text"]) if part)
+    return f"{values['kind']}: {raised}" if raised else values["kind"]
+
+
+# Peers: what is known of each, and what a reset would lose.
+
+
+def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
+    """List in figures what a reset of ``peer`` may lose or execute twice."""
+    acknowledged, made, received = known["acknowledged"], known["made"], known["received"]
+    yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
+    if acknowledged is not None:
+        yield (
+            f"  {name} to {peer}: the first {acknowledged} calls, which {peer} acknowledged, are not sent again: what"
+            f" its log has not is lost to it"
+        )
+        waiting = "" if made is None else f" ({made - acknowledged} of {made})"
+        yield (
+            f"    what is not acknowledged{waiting} is sent to the log that {peer} has then; any of it that is there"
+            f" already is executed twice"
+        )
+    if received is not None:
+        yield (
+            f"  {peer} to {name}: {received} calls are here; a new log of {peer} begins with its call 1, and what"
+            f" it makes again is executed twice"
+        )
+    yield f"  if {peer} turns out to have the log that it had, whole, nothing is lost or doubled"
+
+
+def live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
+    """Ask the running coordinator for its peers; None if none runs."""
+    if control.running(settings.folder) is None:
+        return None
+    try:
+        found: dict[str, Peer] = control.query(settings.folder, "peers")["peers"]
+    except control.NotRunningError:
+        return None  # the coordinator has just stopped
+    return found
