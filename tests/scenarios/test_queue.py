@@ -131,7 +131,7 @@ def test_a_worker_that_is_stopped_while_the_queue_is_away(tmp_path: Path, monkey
         run.kill()
         client: Any = worker._connector._client
         deadline_s = time.monotonic() + 30
-        while len(client._shell.machine.connection._main._outstanding) < 2:  # a heartbeat waits as well
+        while len(client._shell.machine.connection._main.outstanding) < 2:  # a heartbeat waits as well
             assert time.monotonic() < deadline_s
         worker.stop()
         working.join(30)
