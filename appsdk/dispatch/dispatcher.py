@@ -163,7 +163,7 @@ class Dispatcher:
 
     @property
     def is_primary(self) -> bool:
-        """Tell whether the app is primary; its hooks may still have to wait."""
+        """True if the app is primary; its hooks may still have to wait."""
         return self._primary
 
     @property

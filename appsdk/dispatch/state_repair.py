@@ -55,7 +55,7 @@ class _Made(msgspec.Struct):
 
     @property
     def awaited(self) -> Counter[object]:
-        """Return the calls and effects whose results handlers wait for."""
+        """Calls and effects whose results handlers wait for."""
         calls = [(to, one) for to, messages in self.messages.items() for one in messages if is_awaited(one)]
         return Counter([*calls, *self.effects])
 

@@ -144,7 +144,7 @@ OfFences: TypeAlias = Fencing | Fenced
 Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced | Late
 
 
-# Whether the calls of a run are its sender's to make: the destination makes them to itself, and may make any.
+# Checks that a run's sender may make its calls: the destination makes them to itself, and may make any.
 
 
 _decode_items = decoding.Decoder(list[msgspec.Raw]).decode

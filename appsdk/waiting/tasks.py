@@ -41,7 +41,7 @@ class Tasks(Host):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._tasks: dict[int, Task] = {}
-        # Those whose caller waits, oldest first: it chooses the numbers, so two may have the same one.
+        # Tasks whose caller waits, oldest first. The caller chooses the numbers, so two may have the same one.
         self._by_call: dict[tuple[str, int], list[Task]] = {}
         self.limits = Limits()
         self.next_said: Task | SavedTask | None = None  # who is about to go on, see let_one_go_on

@@ -90,12 +90,12 @@ class OutputCheck:
 
     @property
     def waits(self) -> bool:
-        """The replay has not reached a mark of the log."""
+        """True if the replay has not reached a mark of the log."""
         return bool(self._expected)
 
     def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
         """Add a mark of the log, to be compared by :meth:`compare`, in the order of the log."""
-        if mark.position > self._confirmed.position:  # those below are of what the checkpoint holds already
+        if mark.position > self._confirmed.position:  # lower marks are of output that the checkpoint holds already
             self._expected.append((sequence_id, mark))
 
     def logged(self, batch: OutputBatch) -> None:
