@@ -97,7 +97,7 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
 
 
 class Fence(msgspec.Struct, array_like=True, frozen=True, tag=7, gc=False):
-    """``member`` is being expelled from ``group``: cancel your runs to it, of views up to ``view``, and send no more.
+    """Expulsion of ``member`` from ``group``: cancel your runs to it, of views up to ``view``, and send no more.
 
     ``asks``: by who expels it; say Fenced once all that stood in your queue then is final.
     """

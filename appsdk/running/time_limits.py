@@ -33,9 +33,9 @@ _COME_BACK = Handling(-1, for_s=1.0)
 
 
 class Watchdog:
-    """``now_handling``: what is being handled; None: nothing. ``say``: sends a message beside the handler; False where
-    that is not possible now. ``is_left``: the coordinator has ended the connection. ``end``: of the process.
-    ``is_debugged``: somebody looks at the handler in a debugger; by default at those of the thread that makes this."""
+    """Watches how long handlers run. ``now_handling``: what is being handled; None: nothing. ``say``: sends a message
+    beside the handler; False if that is not possible now. ``is_left``: the coordinator has ended the connection.
+    ``end``: ends the process. ``is_debugged``: somebody debugs the handler; by default in this thread."""
 
     def __init__(
         self,
