@@ -46,7 +46,7 @@ class Divergence:
 
 
 class OutputDivergenceError(DivergenceError):
-    """A replay makes other outputs than were made before; ``divergence`` says where."""
+    """Raised if a replay makes other outputs than were made before; ``divergence`` says where."""
 
     def __init__(self, divergence: Divergence) -> None:
         after, sequence_id = divergence.after_position, divergence.sequence_id
