@@ -93,7 +93,7 @@ class Retry:
         return nearest in self.on
 
     def wait_s(self, attempt: int) -> float:
-        """Return seconds between this attempt (from 1) and the next, at most."""
+        """Return the longest wait between this attempt (from 1) and the next, in seconds."""
         try:
             wait_s = self.first_wait.total_seconds() * self.factor ** (attempt - 1)
         except OverflowError:

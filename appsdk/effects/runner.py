@@ -267,7 +267,7 @@ W = TypeVar("W")
 
 
 class Threads(Generic[W]):
-    """Pool of at most ``count`` daemon threads, which call ``run`` with each piece of work; it raises nothing."""
+    """Pool of at most ``count`` daemon threads, which never end. They call ``run`` with each piece of work."""
 
     def __init__(self, count: int, run: Callable[[W], None]) -> None:
         self._count = count
