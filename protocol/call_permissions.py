@@ -59,6 +59,6 @@ def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
     """
     if not speaks:
         return CallRules(negative=destination != CLIENTS)
-    if destination in ("", CLIENTS):  # whom it answers it can say without calling itself first
+    if destination in ("", CLIENTS):  # it can name a caller to answer without a call to itself first
         return CallRules(negative=destination == "", negative_answers=True)
     return CallRules(negative_answers=True, callers=(name,))

@@ -22,7 +22,7 @@ _WIDTH_UNLIMITED = 1_000_000  # characters: what is read by a program is neither
 
 
 class FailedError(click.ClickException):
-    """Ends a command with one line and status 1."""
+    """Raised to end a command with one line and status 1."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class ImmortalError(Exception):
-    """The root: anything that this project raises on purpose.
+    """Root of all errors that this project raises on purpose.
 
     Each error can be copied and pickled, whatever its constructor takes: a handler may keep one in its state.
     """
@@ -34,7 +34,7 @@ def restore_error(cls: type[BaseException], arguments: tuple[Any, ...]) -> BaseE
 
 
 class ProtocolError(ImmortalError):
-    """The protocol was broken."""
+    """Raised if the protocol was broken."""
 
 
 class LocalProtocolError(ProtocolError):
@@ -42,7 +42,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The other side sent something that the protocol does not allow."""
+    """Raised if the other side sent something that the protocol does not allow."""
 
 
 class LimitExceededError(RemoteProtocolError):
@@ -55,4 +55,4 @@ class LimitExceededError(RemoteProtocolError):
 
 
 class DamagedRecordError(RemoteProtocolError):
-    """A record's bytes are not those that were written."""
+    """Raised if a record's bytes are not those that were written."""

@@ -59,11 +59,11 @@ _COLUMNS = (
 
 
 class ExecutionsError(ImmortalError):
-    """The list of executions can't be read, or what is asked of it is not there."""
+    """Raised if the list of executions can't be read, or what is asked of it is not there."""
 
 
 class UnknownNameError(ExecutionsError):
-    """A list has no such handler or label. ``what``: the text up to the known ones."""
+    """Raised if a list has no such handler or label. ``what``: the text up to the known ones."""
 
     def __init__(self, what: str, known: Iterable[str]) -> None:
         self.what, self.known = what, set(known)

@@ -23,7 +23,7 @@ CLIENT_ADVICE = "nothing was done; a client_id makes the same requests each time
 
 
 class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is wrong)
-    """A name, or a key, is that of something else. Nothing was done.
+    """Raised if a name, or a key, is that of something else. Nothing was done.
 
     ``what`` has the name, ``known`` describes what is known under it, ``given`` what came. ``advice``: what to do. In
     logs of earlier versions there is only a text, ``what``.

@@ -30,8 +30,8 @@ _ENTRY_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal sources are equal archives
 
 
 class CodeStart(msgspec.Struct, frozen=True):
-    """``digest``: of the code that handles the log from the record ``first`` on, until the next one. ``app``:
-    "module:Class". ``files``: the SHA-256 of each source, by its path where it ran.
+    """Start of kept code. ``digest``: of the code that handles the log from the record ``first`` on, up to the next.
+    ``app``: "module:Class". ``files``: the SHA-256 of each source, by its path where it ran.
     """
 
     first: int

@@ -72,7 +72,7 @@ INSERT INTO immortal.registry AS r (instance, part, machine, host, content) VALU
 
 
 class SharedHomeError(ImmortalError):
-    """The registry of a database can't be read or changed, or its copy can't be kept here."""
+    """Raised if the registry of a database can't be read or changed, or its copy can't be kept here."""
 
 
 def is_url(home: object) -> bool:

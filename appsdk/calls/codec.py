@@ -164,7 +164,7 @@ class ArgumentCodec:
 
     @cached_property
     def _forms(self) -> list[tuple[str, AnnotatedForm | None]]:
-        """Return (name, form) of each parameter; None as form if the annotation says everything."""
+        """(name, form) of each parameter; None as form if the annotation says everything."""
         pairs = zip(self.signature.parameters, self._types, strict=True)
         return [(name, form_of(annotation) if may_hold_untyped(annotation) else None) for name, annotation in pairs]
 
@@ -260,7 +260,7 @@ def bind_arguments(
     return tuple(bound.arguments.values())
 
 
-# What is read of annotations, whichever Python evaluates them when: at once, or from 3.14 on when they are asked for.
+# Reads annotations, whenever Python evaluates them: at once, or from 3.14 on when they are asked for.
 #
 # A name in an annotation may come later in the module, so none is evaluated before :func:`resolve_hints` is called.
 

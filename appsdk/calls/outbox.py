@@ -198,7 +198,7 @@ class Outbox:
         self._batches: dict[str, Batch] = {}
         self._open: list[Batch] = []  # those that hold something, by their first message
         self._attached: set[str] = set()
-        # What a rewind needs, all by destination: messages closed since the copy of the state, those closed since the
+        # Counts for a rewind, all by destination: messages closed since the copy of the state, those closed since the
         # mark, and those that are made once more and are not to be sent again.
         self._closed_counts: dict[str, int] = {}
         self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before

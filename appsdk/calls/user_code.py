@@ -215,7 +215,7 @@ def in_debugger(frame: FrameType | None) -> bool:
     return False
 
 
-# What is said when the app's own code fails: where, with which arguments, its traceback, and what to do.
+# Reports of failures of the app's own code: where, with which arguments, its traceback, and what to do.
 
 
 Result = TypeVar("Result")

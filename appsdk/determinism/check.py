@@ -205,7 +205,7 @@ class Search:
                     yield field.name, Known(field.default_factory)
 
 
-# What a handler returns and does not say so in its annotation, as far as that can be seen without running it.
+# Finds returned values that a handler's annotation does not allow, as far as that can be seen without running it.
 
 
 INSTEAD = "a caller that waits gets no answer that it can read: return what is annotated, or change the annotation"

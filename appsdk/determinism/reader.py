@@ -353,7 +353,7 @@ class Reader(ast.NodeVisitor):
             self.visit(node.func)
         elif rule.holds(node):
             self._report_rule(node, "calls", rule)
-        # What runs as an effect is not replayed: it may do what it likes.
+        # The function of an effect is not replayed: it may do what it likes.
         for part in (*node.args[_is_effect(function) :], *node.keywords):
             self.visit(part)
 

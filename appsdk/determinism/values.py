@@ -28,7 +28,7 @@ class Known(Struct, frozen=True):
 
 
 class Instance(Struct, frozen=True):
-    """Some object of an annotated type. ``of_state``: it is reached from the app's attributes.
+    """Object of an annotated type. ``of_state``: it is reached from the app's attributes.
 
     ``waits``: it is the ``self`` of an async handler, which has calls to wait for in place of attributes.
     """

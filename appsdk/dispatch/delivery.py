@@ -59,7 +59,7 @@ class Delivery:
         self._entries: dict[int, Entry] = {}
         self._by_front: dict[bytes, Entry] = {}
         self._answers: dict[RpcKind, Entry] = {
-            kind: _own(lambda data: data, partial(context.tasks.incoming.answered, kind), "the answer of a call")
+            kind: _entry(lambda data: data, partial(context.tasks.incoming.answered, kind), "the answer of a call")
             for kind in (RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED)
         }
         tasks, wakes = context.tasks, definition.has_tasks
@@ -73,10 +73,10 @@ class Delivery:
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
         begin = waking(tasks, begin) if wakes else begin
         nothing: Any = decoding.Decoder(tuple[()]).decode
-        initial = (nothing, self._only_first(begin), f"{self._definition.name}.{name or 'initial'}")
-        clock = _own(decoding.Decoder(ToldTime).decode, tasks.told_time, "the clock")
-        effects = _own(decoding.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
-        orders = _own(decoding.Decoder(Order).decode, tasks.ordered, "an operator's order")
+        initial = (nothing, self._only_in_first_record(begin), f"{self._definition.name}.{name or 'initial'}")
+        clock = _entry(decoding.Decoder(ToldTime).decode, tasks.told_time, "the clock")
+        effects = _entry(decoding.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
+        orders = _entry(decoding.Decoder(Order).decode, tasks.ordered, "an operator's order")
         cancels: Entry = (
             decoding.Decoder(tuple[str, int, int, str]).decode,
             lambda instance, caller, number, cancelled, reason: tasks.cancel_call(caller, number, cancelled, reason),
@@ -95,17 +95,17 @@ class Delivery:
             (ORDER_METHOD_ID, RpcType.IMPULSE, orders),
             (CANCEL_CALL_METHOD_ID, RpcType.ASYNC, cancels),
             (EFFECT_METHOD_ID, RpcType.FORK, effects),  # one that had to wait for multicasts
-            (ORDERED_METHOD_ID, RpcType.FORK, _own(decode_propose, multicasts.proposed, "an ordered multicast")),
+            (ORDERED_METHOD_ID, RpcType.FORK, _entry(decode_propose, multicasts.proposed, "an ordered multicast")),
             (
                 ORDERING_METHOD_ID,
                 RpcType.FORK,
-                _own(decode_ordering_message, multicasts.received, "an ordered multicast"),
+                _entry(decode_ordering_message, multicasts.received, "an ordered multicast"),
             ),
-            (FENCING_METHOD_ID, RpcType.FORK, _own(decode_fence_message, multicasts.fencing, "an ordered multicast")),
-            (EXECUTED_METHOD_ID, RpcType.FORK, _own(decode_executed, multicasts.executed, "an ordered multicast")),
-            (NODE_METHOD_ID, RpcType.FORK, _own(decode_node_call, inbox.called, "a handle")),
-            (NODE_METHOD_ID, RpcType.ASYNC, _own(decode_awaited_node_call, inbox.called, "a handle")),
-            (HANDLES_METHOD_ID, RpcType.FORK, _own(decode_word, inbox.told, "a handle")),
+            (FENCING_METHOD_ID, RpcType.FORK, _entry(decode_fence_message, multicasts.fencing, "an ordered multicast")),
+            (EXECUTED_METHOD_ID, RpcType.FORK, _entry(decode_executed, multicasts.executed, "an ordered multicast")),
+            (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.called, "a handle")),
+            (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.called, "a handle")),
+            (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_word, inbox.told, "a handle")),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
@@ -125,7 +125,7 @@ class Delivery:
     def _no_initial(instance: object) -> None:
         """Do nothing: the class has no @initial method."""
 
-    def _only_first(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+    def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the initial method: its message is in record 0; who sends one later does not speak for this instance."""
 
         def run(instance: object) -> None:
@@ -356,7 +356,7 @@ class Delivery:
         return self._refused(index, refusal(name, None, Cause.TRIPPED, text))
 
 
-def _own(decode: Callable[[Any], Any], function: Callable[[Any], None], name: str) -> Entry:
+def _entry(decode: Callable[[Any], Any], function: Callable[[Any], None], name: str) -> Entry:
     """Make the entry for messages of the SDK's own: ``function`` takes what ``decode`` makes of one."""
     return (lambda data: (decode(data),)), (lambda instance, message: function(message)), name
 

@@ -158,12 +158,12 @@ class Dispatcher:
         return forks and self._primary and self._extended
 
     def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
-        """Let ``bound`` call what encodes the state, from here on: it may give that up by a StateError."""
+        """Let ``bound`` call the function that encodes the state from here on; it may stop that by a StateError."""
         self._life.bound = bound
 
     @property
     def is_primary(self) -> bool:
-        """Tell whether the app is primary; its hooks may still have to wait."""
+        """True if the app is primary; its hooks may still have to wait."""
         return self._primary
 
     @property
@@ -412,7 +412,7 @@ class Dispatcher:
             yield OutputReady()
 
     def _list_executions(self) -> None:
-        """Have all executions so far in their list on disk: no replay from a checkpoint makes what is before it."""
+        """Write all executions so far into their list on disk: no replay from a checkpoint makes the earlier ones."""
         if self.tasks.executions is not None:
             self.tasks.executions.flush(is_primary=self._primary)
 

@@ -101,7 +101,7 @@ def listed(
 
 # Queries that are not logged: run between two records, on the state as it is then.
 #
-# What one returns or raises goes to who asked, as that of a call. Whatever else happens in one must leave no trace, as
+# The result of a query goes to its asker, as that of a call. Whatever else happens in one must leave no trace, as
 # no replay does it again; what does is found as far as :mod:`immortal.appsdk.handlers.queries` says.
 
 

@@ -396,7 +396,7 @@ def upgraded(definition: Definition, old: Any, context: Context) -> Any:
     record_index = context.message_index
     context.message_index = -definition.version  # the random streams of each upgrade are its own
     try:
-        with instances_use_context(lambda: _beside(context)):
+        with instances_use_context(lambda: _context_for_another(context)):
             new: Any = guarded(definition, what, partial(definition.cls.upgrade, old))  # type: ignore[attr-defined]
         kind: type = type(new)
         if kind is not definition.cls:  # a subclass has a definition of its own
@@ -427,7 +427,7 @@ def moved(definition: Definition, old_definition: Definition, old: Any, context:
     return new
 
 
-def _beside(context: Context) -> Context:
+def _context_for_another(context: Context) -> Context:
     """Make a context for one more instance in the same life: the same time, the same randomness, no calls."""
     made = Context(context.seed, context.outbox)
     made.sites = context.sites

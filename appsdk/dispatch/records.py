@@ -258,7 +258,7 @@ class Records:
         context.message_index = behind
 
     def _timed(self, content: bytes, offset: int, end: int) -> int:
-        """Handle one message, and note how long that took: where the next one starts. Raises as ``deliver`` does."""
+        """Handle one message and note its time; return where the next one starts. Raises as ``deliver`` does."""
         times, life = self.times, self._life
         begun_ns = times.clock_ns()
         behind = life.delivery.deliver(life.instance, content, offset, end, offset + 1)

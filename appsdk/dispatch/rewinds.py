@@ -93,9 +93,9 @@ class Rewinds:
     def guards(self) -> None:
         """Guard the state from here on: messages are handled for the first time, and it is looked at behind them."""
         self._records.guard.is_on = self._failures.may_refuse
-        self._look_anew()
+        self._restart_guard()
 
-    def _look_anew(self) -> None:
+    def _restart_guard(self) -> None:
         """Let the guard begin anew with the present state: nobody is to be blamed for what is wrong with it already."""
         guard, context = self._records.guard, self._context
         if guard.is_on:
@@ -117,7 +117,7 @@ class Rewinds:
             for _ in self._records.handle(handled):
                 pass
         guard.is_on = was_on
-        self._look_anew()
+        self._restart_guard()
 
     def settle(self) -> None:
         """End a rewind: the state is that behind the last record again."""
@@ -142,4 +142,4 @@ class Rewinds:
         self.copies.take(pieces, sequence_id)
         self._failures.forget_up_to(self.copies.sequence_id(sequence_id))
         tasks.copied()
-        self._look_anew()
+        self._restart_guard()

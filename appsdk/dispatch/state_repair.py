@@ -55,7 +55,7 @@ class _Made(msgspec.Struct):
 
     @property
     def awaited(self) -> Counter[object]:
-        """Return the calls and effects whose results handlers wait for."""
+        """Calls and effects whose results handlers wait for."""
         calls = [(to, one) for to, messages in self.messages.items() for one in messages if is_awaited(one)]
         return Counter([*calls, *self.effects])
 
@@ -265,7 +265,7 @@ class StateRepair:
             self._run(copy, without, records())
             return good
 
-        count = _narrowed(len(copy.tail), points_max, after_records)
+        count = _first_bad_point(len(copy.tail), points_max, after_records)
         record = copy.tail[count - 1]
 
         def after_messages(points: range) -> list[int]:
@@ -285,7 +285,7 @@ class StateRepair:
             self._run(copy, without, records())
             return good
 
-        index = _narrowed(sum(1 for _ in messages_of(record.content)), points_max, after_messages) - 1
+        index = _first_bad_point(sum(1 for _ in messages_of(record.content)), points_max, after_messages) - 1
         return record.header.sequence_id, index, 0, 0
 
     def _can_encode(self) -> bool:
@@ -314,7 +314,7 @@ class StateRepair:
         return Unsaved(text, sequence_id, index, method, caller), verdict
 
 
-def _narrowed(end: int, points_max: int, try_at: Callable[[range], list[int]]) -> int:
+def _first_bad_point(end: int, points_max: int, try_at: Callable[[range], list[int]]) -> int:
     """Find the first point behind the last good one: 0 is good, ``end`` is not. ``try_at``: says which points are."""
     begin = 0
     while end - begin > 1:

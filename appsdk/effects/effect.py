@@ -93,7 +93,7 @@ class Retry:
         return nearest in self.on
 
     def wait_s(self, attempt: int) -> float:
-        """Return seconds between this attempt (from 1) and the next, at most."""
+        """Return the longest wait between this attempt (from 1) and the next, in seconds."""
         try:
             wait_s = self.first_wait.total_seconds() * self.factor ** (attempt - 1)
         except OverflowError:
@@ -355,12 +355,12 @@ class EffectRequest:
 
     @property
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return new copies of the arguments by position and by name."""
+        """Copies of the arguments by position and by name."""
         return self._function.arguments(self._encoded)
 
     @property
     def is_async(self) -> bool:
-        """Tell whether the function is an ``async def``."""
+        """True if the function is an ``async def``."""
         return self._function.is_async if self.stand_in is None else inspect.iscoroutinefunction(self.stand_in)
 
     def call(self, attempt: int = 1) -> Any:

@@ -100,7 +100,7 @@ class EffectLoop:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=STOP_TIMEOUT_S)
-        # Of tasks that do not let go there is no more to say.
+        # No more reports of tasks that do not end.
         self._loop.set_exception_handler(lambda loop, problem: None)
         self._has_ended = True
         self._loop.stop()

@@ -267,7 +267,7 @@ W = TypeVar("W")
 
 
 class Threads(Generic[W]):
-    """Pool of at most ``count`` daemon threads, which call ``run`` with each piece of work; it raises nothing."""
+    """Pool of at most ``count`` daemon threads, which never end. They call ``run`` with each piece of work."""
 
     def __init__(self, count: int, run: Callable[[W], None]) -> None:
         self._count = count
@@ -349,8 +349,7 @@ class StubEffectRunner:
 
 
 def load_stand_ins(names: Mapping[str, str]) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """``names``: "module:function" by "module:function". Raises UsageError; what a module raises as it is imported
-    passes."""
+    """Load stand-ins: "module:function" by "module:function". Raises UsageError, and what an import raises."""
     return {_load(function): _load(stand_in) for function, stand_in in names.items()}
 
 

@@ -63,7 +63,7 @@ class EmbeddedApp:
 
     @property
     def is_handling(self) -> bool:
-        """Tell whether a handler runs. Signal handlers ask this, too."""
+        """True if a handler runs. Signal handlers ask this, too."""
         life = self._life
         return life is not None and life.dispatcher.records.now_handling is not None
 

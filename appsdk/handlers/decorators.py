@@ -88,7 +88,7 @@ if TYPE_CHECKING:
 
         def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
-        # Of a multicast: ``await immortal.multicast([...]).count(...)`` with a type.
+        # For a multicast: ``await immortal.multicast([...]).count(...)`` with a type.
         def all(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[tuple[R, ...]]: ...
 
         @overload

@@ -124,12 +124,12 @@ class Definition(Struct):
 
     @property
     def has_tasks(self) -> bool:
-        """Tell whether the class has ``async def`` handlers."""
+        """True if the class has ``async def`` handlers."""
         return any(handler.is_async for handler in self.handlers.values())
 
     @property
     def has_executions(self) -> bool:
-        """Tell whether calls of the class are listed as executions."""
+        """True if calls of the class are listed as executions."""
         return any(handler.is_async or handler.labels is not None for handler in self.handlers.values())
 
     def policy(self, handler: Any) -> OnError:
@@ -142,12 +142,12 @@ class Definition(Struct):
 
     @property
     def can_undo(self) -> bool:
-        """Tell whether the failure of some handler puts the state back."""
+        """True if the failure of some handler puts the state back."""
         return any(self.policy(handler) == "undo" for handler in self.handlers.values())
 
     @property
     def chain(self) -> list[Definition]:
-        """Return this class, the one that it upgrades, the one that that one upgrades, and so on."""
+        """This class, the class that it upgrades, the class that this one upgrades, and so on."""
         chain = [self]
         while (older := chain[-1].upgrades) is not None:
             chain.append(older)

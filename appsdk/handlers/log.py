@@ -113,7 +113,7 @@ def _record(context: Context) -> str:
 
 
 def _owner() -> tuple[Context | None, Any]:
-    """Return who runs: the Context and the Task of an async handler; None for what is not there."""
+    """Return what runs: the Context and the Task of an async handler; None for what is not there."""
     runs = running.get()
     task = None if runs is None or isinstance(runs, str | Context) else runs
     return (runs if isinstance(runs, Context) else None if task is None else task.tasks.context), task

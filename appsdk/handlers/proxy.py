@@ -358,7 +358,7 @@ def new_context() -> Context:
 
 @contextmanager
 def instances_use_context(make_context: Callable[[], Context]) -> Iterator[None]:
-    """Give instances that this thread makes meanwhile a context of ``make_context`` in place of a plain one."""
+    """Give new instances of this thread a context of ``make_context``, not a plain one, inside this context manager."""
     token = _context_factory.set(make_context)
     try:
         yield

@@ -183,7 +183,7 @@ class Inbox:
         return True
 
     def _act(self) -> None:
-        """Tell whom it concerns; the hooks that are to be called for it are added."""
+        """Send what the counting asks for, and add the hooks that are to be called."""
         accounts = self._accounts
         accounts.act()
         released, accounts.released = accounts.released, []

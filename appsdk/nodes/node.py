@@ -237,7 +237,7 @@ class NodeTable:
         return made
 
 
-# What handlers do with a handle: ``handle.fill.fork(3)``, ``await handle.fill(3)``, and in multicasts.
+# Calls through a handle: ``handle.fill.fork(3)``, ``await handle.fill(3)``, and in multicasts.
 
 
 class HandleMethod:

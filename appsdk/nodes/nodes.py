@@ -252,7 +252,7 @@ class Nodes:
         return self._require_handler(handler.function.__qualname__), keys, handler.method_id, arguments
 
     def encoding(self) -> None:
-        """Take note that a handle is encoded, perhaps into a message. Raises UsageError."""
+        """Note that a handle is encoded, perhaps into a message. Raises UsageError in another thread."""
         context = self.context
         if threading.get_ident() != context.thread_id:
             raise UsageError("a handle can't be part of an impulse: pass it on in a handler")

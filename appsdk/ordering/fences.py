@@ -275,7 +275,7 @@ class Sent(msgspec.Struct, array_like=True):
 
     @property
     def silent(self) -> list[str]:
-        """Return the destinations that have not answered."""
+        """Destinations that have not answered."""
         return [one for one in self.destinations if one not in self.proposed] or self.unsettled
 
 

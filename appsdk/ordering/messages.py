@@ -97,7 +97,7 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
 
 
 class Fence(msgspec.Struct, array_like=True, frozen=True, tag=7, gc=False):
-    """``member`` is being expelled from ``group``: cancel your runs to it, of views up to ``view``, and send no more.
+    """Expulsion of ``member`` from ``group``: cancel your runs to it, of views up to ``view``, and send no more.
 
     ``asks``: by who expels it; say Fenced once all that stood in your queue then is final.
     """
@@ -144,7 +144,7 @@ OfFences: TypeAlias = Fencing | Fenced
 Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced | Late
 
 
-# Whether the calls of a run are its sender's to make: the destination makes them to itself, and may make any.
+# Checks that a run's sender may make its calls: the destination makes them to itself, and may make any.
 
 
 _decode_items = decoding.Decoder(list[msgspec.Raw]).decode

@@ -329,7 +329,7 @@ class Multicasts:
         sending, ordering, context = self._sending, self._ordering, self._context
         if sending is None or ordering is None or not sending.waiting:
             return
-        # What made it is that message, also where the next one is begun already: a what-if names it.
+        # The run was made by that message, also if the next one has begun already: a what-if names it.
         here = context.sequence_id, context.message_index
         context.sequence_id, context.message_index = sending.place or here
         sending.advance()

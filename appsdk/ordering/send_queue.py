@@ -69,7 +69,7 @@ class Sending:
 
     @property
     def holds(self) -> bool:
-        """Tell whether what is sent now must wait."""
+        """True if what is sent now must wait."""
         state = self._ordering.state
         return bool(self.waiting) or state.standing < state.sent_count
 

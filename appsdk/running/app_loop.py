@@ -134,7 +134,7 @@ class AppLoop:
 
     @property
     def snapshot_has_room(self) -> bool:
-        """Tell whether the child's next chunk can be taken."""
+        """True if the child's next chunk can be taken."""
         ends = self._snapshot_ends
         while ends and ends[0] <= self.sent_size_bytes:
             ends.popleft()

@@ -30,7 +30,7 @@ class OptionError(AppError):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a run. ``strict``: findings of :mod:`appsdk.determinism.check` stop it. ``trace``: note calls' makers.
+    """Options of a run. ``strict``: findings of :mod:`appsdk.determinism.check` stop it. ``trace``: tell call origins.
     ``checks_queries``: with ``trace``, the state is compared around each query. ``stop``: where to start the debugger.
     ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
     large it is. ``effects``: in place of which functions others run, both as "module:function". ``timings``: where to

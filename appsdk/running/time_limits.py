@@ -33,9 +33,9 @@ _COME_BACK = Handling(-1, for_s=1.0)
 
 
 class Watchdog:
-    """``now_handling``: what is being handled; None: nothing. ``say``: sends a message beside the handler; False where
-    that is not possible now. ``is_left``: the coordinator has ended the connection. ``end``: of the process.
-    ``is_debugged``: somebody looks at the handler in a debugger; by default at those of the thread that makes this."""
+    """Watches how long handlers run. ``now_handling``: what is being handled; None: nothing. ``say``: sends a message
+    beside the handler; False if that is not possible now. ``is_left``: the coordinator has ended the connection.
+    ``end``: ends the process. ``is_debugged``: somebody debugs the handler; by default in this thread."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class QueryLimit:
         with self._lock:
             self._since_s = None
         if self._told:
-            # What it has not heard yet it hears here. Taken back (with None) it would leave CPython 3.11 a flag that
+            # A pending exception is raised here. If it were taken back (with None), CPython 3.11 would keep a flag that
             # nothing clears, and whoever debugs or traces that thread then hangs at the next function's beginning.
             with contextlib.suppress(QueryTooLong):
                 _raise_in(ctypes.c_ulong(self._thread_id), ctypes.py_object(QueryTooLong))
@@ -199,7 +199,7 @@ class QueryLimit:
 
 # To encode the state has its time: hooks of the user's own may wait for what never comes.
 #
-# What takes longer is ended by a signal, which also reaches code that sleeps or waits for a lock. Only the main thread
+# A longer encoding is ended by a signal, which also reaches code that sleeps or waits for a lock. Only the main thread
 # has signals, and what the user's code does with SIGALRM stays: elsewhere there is no limit.
 
 

@@ -78,7 +78,7 @@ class Guard:
         self._count = 0  # of attributes
 
     def begin(self, schema: StateSchema, instance: Any, size_bytes: int) -> None:
-        """Look at the state as it is: what is wrong with it already is nobody's fault. ``size_bytes``: some of late."""
+        """Begin with the state as it is: its present problems are nobody's fault. ``size_bytes``: its recent size."""
         self._schema = None if schema.serializer == "own" else schema  # which runs code of the user's
         self._instance = instance
         self._seen.clear()

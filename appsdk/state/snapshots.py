@@ -101,7 +101,7 @@ class Snapshot:
             with contextlib.suppress(OSError):  # more than this user may have: then it takes longer
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE_BYTES)
         parent, prctl = os.getpid(), _load_prctl()  # the child is to load nothing
-        # What the user has frozen is not ours to thaw.
+        # If the user has frozen objects, they must stay frozen.
         self._thaw = gc.get_freeze_count() == 0
         if self._thaw:
             gc.freeze()  # a collection in the parent would touch, and so copy, every page with objects

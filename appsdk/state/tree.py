@@ -179,7 +179,7 @@ def canonical(part: Tree) -> str:
     return json.dumps(to_json(part), sort_keys=True)
 
 
-# What differs between two trees of :mod:`immortal.appsdk.state.tree`, part by part.
+# Differences between two trees, part by part.
 
 
 class _Absent:

@@ -106,7 +106,7 @@ class AnnotatedForm(Form):
 
     @functools.cached_property
     def is_sure(self) -> bool:
-        """Tell whether all that :meth:`is_odd` accepts comes back: no bounds, codecs, constructors or validators could
+        """True if all that :meth:`is_odd` accepts comes back: no bounds, codecs, constructors or validators could
         change it.
         """
         pending, seen = [self], {id(self)}

@@ -28,7 +28,7 @@ def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[st
     for name, (field, is_own) in _fields(type(error)).items():
         with contextlib.suppress(AttributeError):  # a slot that has no value
             value = field.__get__(error)
-            # What Python says of whose attribute is missing is for its own hints: it is the instance, mostly.
+            # The object that Python notes in an AttributeError is for its own hints: mostly it is the instance.
             if is_own or (value is not None and (name != "obj" or isinstance(value, _PLAIN))):
                 found[name] = value
     cause = error.__cause__

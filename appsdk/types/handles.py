@@ -29,7 +29,7 @@ class HandlesLife(Protocol):
     """Interface to the instance that a handle is used in: an :class:`immortal.appsdk.nodes.nodes.Nodes`."""
 
     def encoding(self) -> None:
-        """Take note that a handle is encoded, perhaps into a message. Raises UsageError."""
+        """Note that a handle is encoded, perhaps into a message. Raises UsageError."""
 
     def method(self, handle: Any, name: str) -> Any:
         """Return what ``handle.<name>`` is. Raises AttributeError, UsageError."""

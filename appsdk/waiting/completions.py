@@ -107,7 +107,7 @@ class Endings:
             executions.ended(number, state, result, entries, self._context.record_time_ns, place)
 
 
-# What comes for calls that wait: their answers, or the word that whoever was called has been expelled.
+# Input for calls that wait: their answers, or the word that whoever was called has been expelled.
 
 
 WHAT = "an answer"
@@ -202,7 +202,7 @@ class Incoming:
         return None if call is None else call.target.destination
 
 
-# What an operator orders: a handler that waits to be cancelled or to have an event, a member of a group to go.
+# Orders of an operator: to cancel a waiting handler, to signal an event to it, to expel a member of a group.
 #
 # An order comes in by the log, so each replay obeys it at the same place. What it has come to is kept for whoever asks.
 

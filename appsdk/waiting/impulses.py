@@ -201,7 +201,7 @@ class TimeImpulses:
 
     @property
     def next_due_ns(self) -> int | None:
-        """Return when to call :meth:`tell`; None: not yet, or never."""
+        """Time at which to call :meth:`tell`, ns since the Unix epoch; None: not yet, or never."""
         if not self._is_primary or self._told_ns is not None:
             return None
         return earlier(self._clock.next_due_ns(), self._context.multicasts.due_ns)
@@ -355,7 +355,7 @@ class WaitingEffects:
 
     @property
     def retried(self) -> list[EffectRequest]:
-        """Return the requests that have failed and are tried again."""
+        """Requests that have failed and are tried again."""
         return [request for request in self._requests.values() if request.failure]
 
     def try_now(self, number: int) -> bool:

@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 Ts = TypeVarTuple("Ts")
 
 
-# What a loop has none of most of the time. A dict that was used takes 300 bytes, in each handler that waits.
+# Shared empty values: most of the time a loop has none of these. A used dict takes 300 bytes in each waiting handler.
 _NO_FUTURES: dict[int, LazyFuture[Any]] = {}
 _NO_SUBTASKS: dict[asyncio.Task[Any], contextvars.Context] = {}
 _NO_GENERATORS: Sequence[weakref.ref[AsyncGenerator[Any, Any]]] = ()

@@ -53,7 +53,7 @@ class Owner(HandlerLoop):
 
     @property
     def is_silent(self) -> bool:
-        """Tell whether operations are not to be carried out: this run repeats what was done."""
+        """True if operations are not to be carried out: this run repeats what was done."""
         raise NotImplementedError
 
     @property
@@ -62,7 +62,7 @@ class Owner(HandlerLoop):
 
     @property
     def described_call(self) -> str:
-        """Return its name and arguments as text, without secrets, and without making the arguments anew."""
+        """Handler's name and arguments as text, without secrets; the arguments are not made anew."""
         raise NotImplementedError
 
     def begin(self, operation: Operation) -> None:

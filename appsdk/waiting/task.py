@@ -194,12 +194,12 @@ class Task(Owner):
 
     @property
     def cancelled(self) -> list[Entry]:
-        """Return the cancellations after which the handler went on: each has the reason, and who ordered it."""
+        """Cancellations after which the handler went on: each has the reason, and who ordered it."""
         return [entry for entry in self.entries if entry.step == CANCEL_STEP]
 
     @property
     def is_silent(self) -> bool:
-        """Tell whether operations are not to be carried out: they were done before, or Python clears the coroutine
+        """True if operations are not to be carried out: they were done before, or Python clears the coroutine
         away.
         """
         return self._rebuild is not None or not self._is_running
@@ -212,7 +212,7 @@ class Task(Owner):
         return self.tasks.codec(self.handler).decode(self.arguments)
 
     def described_arguments(self) -> str:
-        """Return its arguments as text, without secrets."""
+        """Return the handler's arguments as text, without secrets."""
         return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters)
 
     @property

@@ -41,7 +41,7 @@ class Tasks(Host):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._tasks: dict[int, Task] = {}
-        # Those whose caller waits, oldest first: it chooses the numbers, so two may have the same one.
+        # Tasks whose caller waits, oldest first. The caller chooses the numbers, so two may have the same one.
         self._by_call: dict[tuple[str, int], list[Task]] = {}
         self.limits = Limits()
         self.next_said: Task | SavedTask | None = None  # who is about to go on, see let_one_go_on
@@ -229,7 +229,7 @@ class Tasks(Host):
     def _begin_next(self, call: SavedTask | None = None) -> None:
         """Start the handlers whose turn it is, beginning with ``call``. Raises HandlerError."""
         while (call := call or self.limits.take_next()) is not None:
-            if self.one_by_one and self._is_to_be_said(call, partial(self._begin_next, call)):
+            if self.one_by_one and self._must_announce(call, partial(self._begin_next, call)):
                 return
             self._begin(call, self._handler_of(call))
             call = None
@@ -253,7 +253,7 @@ class Tasks(Host):
         """Raises HandlerError."""
         if self.clock.has(deadline):
             task = self._tasks[deadline.number]
-            if self.one_by_one and self._is_to_be_said(task, partial(self._expire, deadline)):
+            if self.one_by_one and self._must_announce(task, partial(self._expire, deadline)):
                 return
             if self._is_buried(task):
                 return
@@ -289,7 +289,7 @@ class Tasks(Host):
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if not operation.done():
             task = operation.task
-            if self.one_by_one and self._is_to_be_said(task, partial(self.resolve, operation, raised, value)):
+            if self.one_by_one and self._must_announce(task, partial(self.resolve, operation, raised, value)):
                 return
             if self.handler_runs.verdicts and self._is_buried(task):
                 return
@@ -319,7 +319,7 @@ class Tasks(Host):
         self._queue.popleft()()
         return True
 
-    def _is_to_be_said(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
+    def _must_announce(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
         """Tell whether ``action``, by which a handler goes on (``one_by_one``), has to wait until it was said that it
         does."""
         if self._may_go_on:
@@ -333,10 +333,10 @@ class Tasks(Host):
         """Tell whether a begun handler has a verdict, as :meth:`_has_ended_the_process`."""
         if not self._has_ended_the_process(task.number, task.handler, task.caller, task.call_number):
             return False
-        self._bury(task)
+        self._discard(task)
         return True
 
-    def _bury(self, task: Task) -> None:
+    def _discard(self, task: Task) -> None:
         """End a handler so that none of its code runs any more, not even a 'finally'."""
         task.drop_pending()
         task.clear_away(closes=False)
@@ -388,7 +388,7 @@ class Tasks(Host):
         """End a handler whatever it would do about that. Raises HandlerError."""
         text = f"terminated: {reason}" if reason else "terminated"
         task.entries.append(task.cancellation_entry(text, who, self.context.record_time_ns or 0))
-        self._bury(task)
+        self._discard(task)
         self._endings.note(task.number, "terminated", reason, task)
         self._endings.tell_cancelled(task.handler, task.caller, task.call_number, text)
 

@@ -18,7 +18,7 @@ _RANDOM_SIZE_BYTES = 32
 
 
 class AppSecretError(ImmortalError):
-    """The secret can't be written to its file."""
+    """Raised if the secret can't be written to its file."""
 
 
 def path(folder: Path) -> Path:

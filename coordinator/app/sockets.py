@@ -222,7 +222,7 @@ BACKLOG_MAX = 128  # connections that the kernel queues: strangers must not fill
 
 
 class AppListenError(ImmortalError):
-    """The coordinator can't listen at the app's address."""
+    """Raised if the coordinator can't listen at the app's address."""
 
 
 class SocketRole(enum.Enum):

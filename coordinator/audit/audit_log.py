@@ -33,7 +33,7 @@ TALLY_NS = 600_000_000_000  # between two lines of one of them
 
 
 class AuditError(ImmortalError):
-    """The audit log cannot be read."""
+    """Raised if the audit log cannot be read."""
 
 
 def path(folder: Path) -> Path:

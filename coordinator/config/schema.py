@@ -89,7 +89,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def of_each(self) -> Setting:
-        """Return the setting that describes each value of a table of names."""
+        """Setting that describes each value of a table of names."""
         return setting_of(get_args(self.type)[1])
 
     @property
@@ -413,7 +413,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def leaves_keeping_open(self) -> bool:
-        """Tell whether nothing is said of how much of the log is kept."""
+        """True if no setting says how much of the log is kept."""
         return (self.keep_checkpoints, self.keep_log_days, self.keep_log_mb) == (KEEP_CHECKPOINTS_DEFAULT, None, None)
 
     @property

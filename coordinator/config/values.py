@@ -49,11 +49,11 @@ _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9][A-Za-z0-9._%-
 
 
 class ConfigError(ImmortalError):
-    """A setting has a wrong value, or is missing."""
+    """Raised if a setting has a wrong value, or is missing."""
 
 
 class WrongValueError(ValueError):
-    """A value is wrong. Its ``str`` says what was expected; if empty, the kind's ``expected`` does."""
+    """Raised for a wrong value. Its ``str`` says what was expected; if empty, the kind's ``expected`` does."""
 
 
 def check_instance_name(name: str) -> str:

@@ -8,23 +8,23 @@ from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 
 
 class LogError(ImmortalError):
-    """A problem with the log; the coordinator stops rather than guess."""
+    """Raised for a problem with the log; the coordinator stops rather than guess."""
 
 
 class LogLockedError(LogError):
-    """The log is in use by another process."""
+    """Raised if the log is in use by another process."""
 
 
 class LogFormatError(LogError):
-    """The log was written in a format that this version does not read, or the folder holds no log."""
+    """Raised if the log was written in a format that this version does not read, or the folder holds no log."""
 
 
 class LogIdentityError(LogError):
-    """The log belongs to another instance or committer."""
+    """Raised if the log belongs to another instance or committer."""
 
 
 class FencedError(LogError):
-    """The log has another writer now and takes nothing more from this one. ``holder`` says who."""
+    """Raised if the log has another writer now and takes nothing more from this one. ``holder`` says who."""
 
     def __init__(self, holder: str, message: str = "") -> None:
         super().__init__(holder, message)
@@ -35,23 +35,23 @@ class FencedError(LogError):
 
 
 class LogUnavailableError(LogError):
-    """The log can't be reached for now. Of a write nobody knows whether it was done."""
+    """Raised if the log can't be reached for now. Nobody knows whether a write was done."""
 
 
 class LogLostError(LogError):
-    """The log lacks what was acknowledged: where it is kept, an older copy has taken its place."""
+    """Raised if the log lacks what was acknowledged: where it is kept, an older copy has taken its place."""
 
 
 class LogFullError(LogError):
-    """The disk, or the log's limit, is full: the transaction was not written."""
+    """Raised if the disk, or the log's limit, is full: the transaction was not written."""
 
 
 class LogSyncError(LogError):
-    """A write or sync failed: what is on disk is unknown until the log is opened again."""
+    """Raised if a write or sync failed: what is on disk is unknown until the log is opened again."""
 
 
 class DamagedLogError(LogError):
-    """A record or its trailer is not what was written."""
+    """Raised if a record or its trailer is not what was written."""
 
     def __init__(self, message: str, sequence_id: int) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class DamagedLogError(LogError):
 
 
 class DamagedCheckpointError(LogError):
-    """A checkpoint's blob or header is not what was written."""
+    """Raised if a checkpoint's blob or header is not what was written."""
 
     def __init__(self, message: str, checkpoint_id: int) -> None:
         super().__init__(message)
@@ -67,19 +67,19 @@ class DamagedCheckpointError(LogError):
 
 
 class AppProtocolError(RemoteProtocolError):
-    """The app broke the local protocol."""
+    """Raised if the app broke the local protocol."""
 
 
 class DivergenceError(ImmortalError):
-    """Replay did not do what was done before."""
+    """Raised if a replay did not do what was done before."""
 
 
 class FollowerError(ImmortalError):
-    """The log goes on in a way that this follower can't go with."""
+    """Raised if the log goes on in a way that this follower can't follow."""
 
 
 class InvariantError(ImmortalError):
-    """The core itself is wrong: a bug. It stops before anything false becomes durable or visible."""
+    """Raised for a bug of the core. It stops before anything false becomes durable or visible."""
 
 
 def require(condition: bool, message: str) -> None:

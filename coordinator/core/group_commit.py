@@ -81,7 +81,7 @@ class GroupCommit:
 
     @property
     def commits_next(self) -> bool:
-        """A group is ready: :meth:`next_commit` would return it now."""
+        """True if a group is ready: :meth:`next_commit` would return it now."""
         waiting = self._waiting
         if self.held:
             return False
@@ -97,7 +97,7 @@ class GroupCommit:
 
     @property
     def seals_next(self) -> bool:
-        """The group that is ready holds input, so it becomes a record."""
+        """True if the group that is ready holds input, so it becomes a record."""
         return bool(self._waiting[0].chunks)
 
     @property

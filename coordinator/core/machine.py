@@ -132,7 +132,7 @@ class Machine:
         if self.components.failover.has_work:
             self.components.failover.advance()
             self.components.record_feeder.feed()
-            self.components.failover.advance()  # that may have brought the app to where it follows
+            self.components.failover.advance()  # this may have brought the app to the point where it follows
         else:
             self.components.record_feeder.feed()
         if self.components.snapshot_sender.has_work:
@@ -179,7 +179,7 @@ class Machine:
     def _log_loaded(self, event: ev.LogLoaded) -> None:
         was_loaded = self._session.is_loaded
         self.components.failover.log_loaded(event)
-        if not was_loaded:  # what an app has said by now is judged now
+        if not was_loaded:  # messages that came from an app before are judged now
             try:
                 self.components.inbox.received(ev.AppData(b""))
             except RemoteProtocolError as error:
@@ -187,14 +187,14 @@ class Machine:
 
     @property
     def waits_for_room(self) -> bool:
-        """The log has too little room, so it must be measured again although nothing happens."""
+        """True if the log has too little room, so it must be measured again although nothing happens."""
         return bool(self.state.log_capacity.full)
 
     # --- the app's connection ----------------------------------------------------------------------------------------
 
     @property
     def waits_for_app(self) -> bool:
-        """An AppSent would change something now; otherwise it may come with the next event."""
+        """True if an AppSent would change something now; otherwise it may come with the next event."""
         return self._session.unsent_bytes >= self.state.limits.app_window_bytes or self.state.shutdown.said_goodbye
 
     def _app_sent(self, event: ev.AppSent) -> None:
@@ -239,7 +239,7 @@ class Machine:
 
     @property
     def waits_for_peers(self) -> bool:
-        """A PeerReplied would change something now; otherwise it may come with the next event."""
+        """True if a PeerReplied would change something now; otherwise it may come with the next event."""
         return (
             self.state.wants_replies
             or self.components.back_pressure.paused

@@ -69,7 +69,7 @@ class _Bucket:
 
     @property
     def is_low(self) -> bool:
-        """Less than what comes in a quarter of a second: not worth another try."""
+        """True if less is left than what comes in a quarter of a second: not worth another try."""
         return self.left < max(1.0, self.rate / 4)
 
 
@@ -129,7 +129,7 @@ class Permissions:
         """Note an app's first message. ``describes``: it is about to name its methods."""
         self.takes_verdicts = takes_verdicts
         self._roles_known = not describes or not takes_verdicts
-        if self._roles_known:  # that there are none
+        if self._roles_known:  # there are none
             self._for_roles = self._for_roles_of_instances = frozenset()
 
     def describe(self, description: AppDescription) -> None:
@@ -275,7 +275,7 @@ class Permissions:
             is_ordered = method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL
             if is_ordered:
                 method_id = ordered_method(calls, start, end)
-            if allowed is None:  # of a multicast that does not say what it calls nobody knows that it may
+            if allowed is None:  # a multicast that does not say what it calls may do nothing
                 is_denied = method_id in denied or (is_ordered and method_id < 0)
             else:
                 is_denied = method_id not in allowed

@@ -53,7 +53,7 @@ class StatusView:
 
     @property
     def can_hand_over(self) -> bool:
-        """The app works, so everything is in the log or can be made again from it."""
+        """True if the app works, so everything is in the log or can be made again from it."""
         return (
             self._components.state.write_lease.writes
             and self._components.state.session.phase in WORKS

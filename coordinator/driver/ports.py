@@ -62,17 +62,17 @@ class PeerPort(Protocol):
 
     @property
     def has_new(self) -> bool:
-        """Frames wait for :meth:`flush`."""
+        """True if frames wait for :meth:`flush`."""
 
     def flush(self, *, patient: bool) -> None:
         """Send all there is. ``patient``: answers may stay where they are until something else is to be done."""
 
     @property
     def replies_wait(self) -> bool:
-        """Answers may have come that nobody was in a hurry for."""
+        """True if answers may have come that nobody was in a hurry for."""
 
     def receive(self) -> None:
-        """Put them into the inbox."""
+        """Put replies that have come into the inbox."""
 
 
 class LogPort(Protocol):
@@ -99,7 +99,7 @@ class LogPort(Protocol):
 
     @property
     def has_inline(self) -> bool:
-        """Work waits for :meth:`run_inline`."""
+        """True if work waits for :meth:`run_inline`."""
 
     def run_inline(self) -> None:
         """Do now what is too small for a thread."""

@@ -25,7 +25,7 @@ PLACES_MAX = 16  # more followers of one log on one machine are of no use
 
 
 class FollowerPlaceError(ImmortalError):
-    """Folders for followers are used up, or can't be used."""
+    """Raised if folders for followers are used up, or can't be used."""
 
 
 class FollowerPlace(Struct):

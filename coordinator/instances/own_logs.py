@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PickleRefusedError(LogError):
-    """A state written by pickle is in a log that this home did not make."""
+    """Raised if a state written by pickle is in a log that this home did not make."""
 
 
 def refuse_pickle(source: RecordSource, checkpoint_ids: Iterable[int]) -> None:

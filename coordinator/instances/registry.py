@@ -66,11 +66,11 @@ _RANDOM = random.SystemRandom()
 
 
 class RegistryError(ImmortalError):
-    """The registry can't do what it was asked to."""
+    """Raised if the registry can't do what it was asked to."""
 
 
 class UnknownInstanceError(RegistryError):
-    """An instance is not registered under the given name."""
+    """Raised if an instance is not registered under the given name."""
 
 
 class Registry:

@@ -19,7 +19,7 @@ _FILE_NAME = "upgrade.json"
 
 
 class UpgradeMarkError(ImmortalError):
-    """The mark's file can't be read or written."""
+    """Raised if the mark's file can't be read or written."""
 
 
 class UpgradeMark(msgspec.Struct, frozen=True):

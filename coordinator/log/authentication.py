@@ -55,7 +55,7 @@ class ForgedLogError(DamagedLogError):
 
 
 class LogKeyError(LogError):
-    """The key of an authenticated log is not at hand, or the log has none and should have."""
+    """Raised if the key of an authenticated log is not at hand, or the log has none and should have."""
 
 
 @dataclass(frozen=True, slots=True)

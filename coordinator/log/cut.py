@@ -129,7 +129,7 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
 
 
 class CutRefusedError(LogError):
-    """Cutting there would not help, or is not needed."""
+    """Raised if a cut there would not help, or is not needed."""
 
 
 class LostMessages(Struct, frozen=True):

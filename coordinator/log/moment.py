@@ -21,7 +21,7 @@ class Time(Struct, frozen=True):
 
 
 class MomentError(LogError):
-    """A text names no moment, or a moment that the log does not have."""
+    """Raised if a text names no moment, or a moment that the log does not have."""
 
 
 def parse_moment(text: str) -> int | Time:

@@ -36,7 +36,7 @@ _NO_INPUT = (MessageType.RECORD_TIME, MessageType.INSTANCE_NAME)  # in front of 
 
 
 class NoSuchMessageError(ImmortalError):
-    """A record has fewer messages."""
+    """Raised if a record has fewer messages than were asked for."""
 
 
 class Batch(Struct, frozen=True):

@@ -34,7 +34,7 @@ _TOKEN = re.compile(rb"[A-Za-z0-9\-._~+/=]{%d,512}" % TOKEN_SIZE_BYTES_MIN)
 
 
 class MetricsError(ImmortalError):
-    """The metrics can't be served."""
+    """Raised if the metrics can't be served."""
 
 
 class Access(Struct, frozen=True):

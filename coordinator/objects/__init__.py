@@ -20,4 +20,4 @@ class DamagedObjectError(ObjectError):
 
 
 class StoreError(ImmortalError):
-    """The store is away, refuses, or is full: it may take the same later."""
+    """Raised if the store is away, refuses, or is full: it may take the same later."""

@@ -45,11 +45,11 @@ _RETRY_S = 0.02  # between two attempts where more want to ask than the kernel l
 
 
 class ControlError(ImmortalError):
-    """A coordinator cannot be asked."""
+    """Raised if a coordinator cannot be asked."""
 
 
 class NotRunningError(ControlError):
-    """A coordinator does not run here. ``is_elsewhere``: it may run on the machine that the message names."""
+    """Raised if a coordinator does not run here. ``is_elsewhere``: it may run on the machine that the message names."""
 
     def __init__(self, message: str, *, is_elsewhere: bool = False) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class NotRunningError(ControlError):
 
 
 class RefusedError(ControlError):
-    """A coordinator refused a request; ``reason`` says why."""
+    """Raised if a coordinator refused a request; ``reason`` says why."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"the coordinator of {name!r} does not do that: {reason}")
@@ -65,7 +65,7 @@ class RefusedError(ControlError):
 
 
 class RunningError(ControlError):
-    """An operation needs an instance that does not run, but it runs."""
+    """Raised if an operation needs an instance that does not run, but it runs."""
 
 
 class ControlFile(ProcessFile, frozen=True, kw_only=True):

@@ -123,7 +123,7 @@ class OperatorEndpoint:
         }
         if self._log.problem:
             status["problems"] = [*status.get("problems", ()), self._log.problem]
-        status["unsent_bytes"] -= self._app.sent_bytes  # of which the machine has not heard
+        status["unsent_bytes"] -= self._app.sent_bytes  # the machine has not heard of these yet
         behind = bool(status["backlog_records"] or status["unsent_bytes"]) and not status["paused"]
         silent_s = (time.monotonic_ns() - self._app.last_traffic_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0

@@ -31,7 +31,7 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
             settings = registry.load(name)
         except ConfigError:
             if delete_log:
-                raise  # where the log is stands in the file that cannot be read
+                raise  # the file that can't be read says where the log is
             settings = None
         folder = registry.home / name
         control.refuse_running(folder)

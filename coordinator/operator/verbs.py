@@ -41,7 +41,7 @@ TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class VerbError(ImmortalError):
-    """The argument of a verb can't be used."""
+    """Raised if the argument of a verb can't be used."""
 
 
 class _Letters(msgspec.Struct, forbid_unknown_fields=True):
@@ -186,7 +186,7 @@ def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | N
 
 
 class HandOverError(ImmortalError):
-    """An instance can't be handed over: no standby is ready, or none has the name."""
+    """Raised if an instance can't be handed over: no standby is ready, or none has the name."""
 
 
 def choose_successor(standbys: Sequence[Standby], to: str) -> Standby:

@@ -41,7 +41,7 @@ _ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file may give
 
 
 class KeysError(ImmortalError):
-    """Keys are missing, unreadable, or not as they must be."""
+    """Raised if keys are missing, unreadable, or not as they must be."""
 
 
 class PublicKey(Struct, frozen=True):

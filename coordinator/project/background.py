@@ -71,7 +71,7 @@ class ProjectDaemon:
         for name, running in self._members.items():
             gap = gaps.get(name)
             if gap is not None and not gap.can_upgrade and running.runs:
-                planned[name] = running.service  # what runs is better than what can't
+                planned[name] = running.service  # keep the one that runs: the planned one can't
             elif planned.get(name) != running.service or (gap is not None and gap.is_requested):
                 changed.append(running)
         await stop_all(changed)

@@ -60,7 +60,7 @@ class ChangeReport(Struct, frozen=True):
 
 
 class ChangeError(ImmortalError):
-    """The new code can't take over, so the old code goes on."""
+    """Raised if the new code can't take over, so the old code goes on."""
 
 
 class VersionGap(Struct, frozen=True):

@@ -213,7 +213,7 @@ class ServiceProcess:
 
     def _start_again(self) -> None:
         try:
-            control.refuse_running(self._project.home / self.name)  # what it had started may still be dying
+            control.refuse_running(self._project.home / self.name)  # processes that it had started may still be dying
             self._restart = None
             self.start(with_class=False)  # an upgrade may have changed it
         except (OSError, control.RunningError):
@@ -255,7 +255,7 @@ class ServiceProcess:
         elif said.startswith(("the app died", "the app left", "the coordinator died", "restarting")):
             self._set_state(State.RESTARTING)
             if self._interactive:
-                self._sink.ended(self.name, self.state_text)  # what a dead app has asked nobody answers
+                self._sink.ended(self.name, self.state_text)  # nobody answers what a dead app has asked
 
 
 class _LineReader:

@@ -18,7 +18,7 @@ TEMPLATES = ("shop", "agent", "worker")
 
 
 class NewProjectError(ImmortalError):
-    """A project can't be made: the name is wrong, or a file exists already."""
+    """Raised if a project can't be made: the name is wrong, or a file exists already."""
 
 
 def make_project(folder: Path, name: str, template: str) -> list[Path]:

@@ -48,7 +48,7 @@ from immortal.protocol.errors import ImmortalError
 
 
 class ProjectError(ConfigError):
-    """A project does not exist, or does not say what is to run."""
+    """Raised if a project does not exist, or does not say what is to run."""
 
 
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,7 +390,7 @@ def _is_path(key: str, value: str) -> bool:
 
 
 class ModuleImportError(ImmortalError):
-    """A module can't be imported; the text holds the traceback of the user's code."""
+    """Raised if a module can't be imported; the text holds the traceback of the user's code."""
 
 
 class DiscoveredService(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ _LOCK_TIMEOUT_S = 0.0
 
 
 class ProjectRunningError(ImmortalError):
-    """A project can't be run, since another process runs it."""
+    """Raised if a project can't be run, since another process runs it."""
 
 
 class RunLockHolder(ProcessFile, frozen=True, kw_only=True):

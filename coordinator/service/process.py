@@ -95,7 +95,7 @@ def start_turn(home: Path) -> Callable[[], None]:
                 break
             except BlockingIOError:
                 os.close(taken.pop())
-    except OSError:  # who can't write there starts without a turn
+    except OSError:  # a process that can't write there starts without a turn
         return lambda: None
 
     def done() -> None:

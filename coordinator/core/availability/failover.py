@@ -74,12 +74,12 @@ class Failover:
 
     @property
     def has_work(self) -> bool:
-        """:meth:`advance` may have something to do."""
+        """True if :meth:`advance` may have something to do."""
         return self._granted is not None or self._epoch_ticket > 0
 
     @property
     def _may_take_over(self) -> bool:
-        """The app can be taken over now. While it is still being restored it can't: it would have to start over."""
+        """True if the app can be taken over now; not while it is being restored, as it would have to start over."""
         state = self.state
         if state.write_lease.role is LeaseRole.STARTING:
             return True

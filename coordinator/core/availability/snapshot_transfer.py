@@ -99,7 +99,7 @@ class SnapshotSender:
 
     @property
     def _may_ask_app(self) -> bool:
-        """The app can give a checkpoint that the writer may adopt. An app that has repeated an upgrade and got no
+        """True if the app can give a checkpoint that the writer may adopt. One that has repeated an upgrade and got no
         record since can't: it would take itself for primary. Nor can one whose outputs are not compared with the
         log's marks."""
         session = self.state.session
@@ -156,7 +156,7 @@ class SnapshotSender:
 
     @property
     def _is_confirmed(self) -> bool:
-        """The whole blob is in the log, and the marks show that the app made the same outputs as the writer's app."""
+        """True if the whole blob is in the log, and by the marks the app made the same outputs as the writer's."""
         if self._chunks_waiting or self._cut.waits_for or not self.call_failures.agrees_up_to(self._sequence_id):
             return False
         outputs = self.peers.outbound.streams
@@ -222,7 +222,7 @@ class SnapshotReceiver:
 
     @property
     def is_under_way(self) -> bool:
-        """:meth:`advance` may have something to do."""
+        """True if :meth:`advance` may have something to do."""
         return self.stage is not AdoptionStage.NOTHING
 
     def advance(self) -> None:
@@ -242,12 +242,12 @@ class SnapshotReceiver:
                 self.stage, self._reading_id = AdoptionStage.READING, self._checkpoint_id
                 state.effects.append(CheckCheckpoint(self._offer.header))
         elif self.stage is AdoptionStage.ASKED and state.log.is_idle and self.peers.outbound.any_unmarked:
-            # Who follows waits for marks of the last calls, and no record with input comes that would have them.
+            # The follower waits for marks of the last calls, and no record with input comes that would have them.
             state.log.append_no_message()
 
     @property
     def is_awaited(self) -> bool:
-        """A follower's checkpoint is on its way, so the own app is not asked. Gives up when its time is over."""
+        """True if a follower's checkpoint is on its way: the own app is not asked. Gives up when its time is over."""
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return False
         if self.state.now_ns >= self._due_ns:

@@ -46,7 +46,7 @@ class WriteLease:
 
     @property
     def may_read(self) -> bool:
-        """The app may be given what the log holds: this coordinator writes the log, or follows one that is loaded."""
+        """True if the app may be given records: this coordinator writes the log, or follows a loaded one."""
         return self.writes or (self.follows and self.is_loaded)
 
     def become(self, role: LeaseRole) -> None:

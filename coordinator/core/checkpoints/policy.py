@@ -183,7 +183,7 @@ class Recovery:
 
     @property
     def is_choosing(self) -> bool:
-        """A checkpoint is being checked."""
+        """True while a checkpoint is being checked."""
         return self._summary is not None
 
     def forget(self) -> None:

@@ -84,7 +84,7 @@ class Queries:
 
     @property
     def has_work(self) -> bool:
-        """Queries wait for the app, or answers wait for a commit: :meth:`advance` may do something."""
+        """True if queries wait for the app, or answers wait for a commit: :meth:`advance` may do something."""
         return bool(self._waiting or self._held)
 
     # --- what clients ask --------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ class Clients:
             )
             self.answers.refuse(token, frame, ClientCode.FORGOTTEN, reason)
             return
-        if frame.number > first_new:  # what is between was lost on the way; or this is not the log that it was
+        if frame.number > first_new:  # frames between were lost on the way; or this is not the log that it was
             self.answers.pong(token, frame, known)
             return
         repeated = min(frame.count, first_new - frame.number)

@@ -107,7 +107,7 @@ class ClientTable:
         self._log = log
         self._running = running
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
-        # Those that have replies: (used, then; ID; client), a heap. Who has none any more is left out when it is met.
+        # Heap of clients with replies: (use number at that time, ID, client). One without any more is dropped when met.
         self._holders: list[tuple[int, str, Client]] = []
         self._uses = 0
 
@@ -215,7 +215,7 @@ class ClientTable:
         if not client.holds:
             client.holds = True
             heappush(self._holders, (client.used, client_id, client))
-            if len(self._holders) > 2 * len(self._clients):  # of those that were forgotten, most
+            if len(self._holders) > 2 * len(self._clients):  # most are of forgotten clients
                 self._remove_empty_holders()
         self._count(client, 1, _size_of(row))
 

@@ -130,7 +130,7 @@ class CallFailures:
 
     @property
     def agrees_with_writer(self) -> bool:
-        """The following app has reached each verdict of the log on what it was given, and no other. Otherwise its
+        """True if the following app reached each verdict of the log on what it was given, and no other. Otherwise its
         state may differ from the writer's."""
         return not self._awaited and not self._unlogged
 
@@ -160,7 +160,7 @@ class CallFailures:
 
     @property
     def _is_leaving(self) -> bool:
-        """The app ends on purpose: it has said so, or was asked to stop."""
+        """True if the app ends on purpose: it has said so, or was asked to stop."""
         return self._leaving or self.state.shutdown.is_requested
 
     def died_at_query(self) -> bool:

@@ -43,7 +43,7 @@ _VERSION_CAUSES = (Cause.METHOD, Cause.ARGUMENTS)  # of a refusal that another v
 
 
 class _RefusedError(ImmortalError):
-    """An operator's request that can't be carried out; the text says why."""
+    """Raised for an operator's request that can't be carried out; the text says why."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -35,7 +35,7 @@ class PoisonGuard:
         self._kills_max = kills_max
         self._noted: Handling | None = None
         self._noted_ns = 0
-        self._told: tuple[int, int] | None = None  # of which message the operator heard that it takes long
+        self._told: tuple[int, int] | None = None  # the message of which the operator heard that it takes long
         self._careful = False  # the app was asked to be, and is not through
         self.died_of: tuple[str, int] = "", 0
         """Who sent the message that the app was at when it ended last ("": itself, or nobody knows), and for how many
@@ -73,7 +73,7 @@ class PoisonGuard:
 
     @property
     def is_between(self) -> bool:
-        """The app has reported no message, and was not asked to be careful."""
+        """True if the app has reported no message, and was not asked to be careful."""
         return self._noted is None and not self._careful
 
     def current_message_text(self) -> str:
@@ -228,7 +228,7 @@ class CallerPenalties:
 
     @property
     def has_held(self) -> bool:
-        """A caller is held off, or was."""
+        """True if a caller is held off, or was."""
         return self._held_until_ns > 0
 
     def held_ns(self, caller: str, now_ns: int) -> int:

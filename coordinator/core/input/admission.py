@@ -76,7 +76,7 @@ class Admission:
 
     @property
     def holds_back(self) -> bool:
-        """A rate or a hold-off may make somebody wait."""
+        """True if a rate or a hold-off may make somebody wait."""
         return self.permissions.has_rates or self.call_failures.penalties.has_held
 
     def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None = None) -> tuple[int, int]:

@@ -256,7 +256,7 @@ class AppInbox:
 
     @property
     def _impulses_wait(self) -> bool:
-        """Impulses must wait for room in the log, or for the upgrade to be durable."""
+        """True if impulses must wait for room in the log, or for the upgrade to be durable."""
         return bool(self._state.log_capacity.full) or self._state.session.phase not in SENDS_IMPULSES
 
     def _attach(self, message: Message) -> None:

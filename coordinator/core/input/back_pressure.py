@@ -107,7 +107,7 @@ class Load(IntEnum):
     IN_MEMORY = 0
     WAITED_FOR = 1  # memory is full, and the receiver takes what it can: the app waits for it
     SPILLED = 2  # memory is full: what comes goes to the log
-    HELD_UP = 3  # that is full too: the app is not read
+    HELD_UP = 3  # the spill space is full too: the app is not read
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -149,7 +149,7 @@ class BackPressure:
 
     @property
     def _app_has_nothing_to_do(self) -> bool:
-        """The app has handled all records and owes no checkpoint, so nothing it could send is waited for."""
+        """True if the app has handled all records and owes no checkpoint, so nothing it could send is waited for."""
         state, session = self.state, self.state.session
         has_all = session.fed_sequence_id == state.log.durable_sequence_id or state.pause.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0

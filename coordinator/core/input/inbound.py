@@ -75,7 +75,7 @@ class Inbound:
 
     @property
     def holds_back(self) -> bool:
-        """A Hello waits for its sender's rate, or for the end of a hold-off."""
+        """True if a Hello waits for its sender's rate, or for the end of a hold-off."""
         return bool(self._parked) and self._state.ready and self._admission.holds_back
 
     def _park(self, hello: PeerFrameReceived) -> None:

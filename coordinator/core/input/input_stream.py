@@ -103,19 +103,19 @@ class InputStream:
 
     @property
     def was_reset(self) -> bool:
-        """An operator has reset the stream and nothing was taken since, so a sender that had more acknowledged is
+        """True if an operator has reset the stream and nothing was taken since. A sender that had more acknowledged is
         let in."""
         return self._logged_epoch < 0
 
     @property
     def settled(self) -> bool:
-        """The log on disk has the stream's last position and epoch."""
+        """True if the log on disk has the stream's last position and epoch."""
         return self.received <= self.durable and self.durable_epoch >= self._logged_epoch
 
     def _start_over(self, committer_id: int) -> None:
         self.committer_id = committer_id
         self.epoch = self.epoch_began_ns = self.received = self.durable = 0
-        self.durable_epoch = self._logged_epoch  # nobody waits for what is on its way of the log before
+        self.durable_epoch = self._logged_epoch  # nobody waits for commits in flight to the log before
         self._waiting.clear()
         self._taken.clear()
         self.pending_bytes = 0
@@ -139,7 +139,7 @@ class InputStream:
 
     @property
     def is_empty(self) -> bool:
-        """The stream never took anything and nobody waits for it, so it can be forgotten."""
+        """True if the stream never took anything and nobody waits for it, so it can be forgotten."""
         return not (self.committer_id or self._waiting or self.reset_pending)
 
     @property
@@ -232,7 +232,7 @@ class WindowGrants:
         if known is None:
             return max(self._limits.peer_window_bytes, self._limits.unsaid_window_bytes)
         if self.now_ns - self._began_ns < self._limits.active_ns:
-            # What a life before this one has said may have reached the peer after what this one did.
+            # A window that an earlier life granted may have reached the peer after one that this life granted.
             return max(self._limits.peer_window_bytes, known.peak_bytes)
         return known.peak_bytes if self._is_over(known) else max(known.peak_bytes, known.before_bytes)
 
@@ -308,7 +308,7 @@ class Senders:
             if len(self.refused) > self._state.limits.refused_senders_max:
                 self.refused.popitem(last=False)
         if code is RefusedCode.LOG_FULL or told:
-            return  # that the log is full is told once, for all peers
+            return  # a full log is told once, for all peers
         if code is not RefusedCode.STALE_EPOCH:
             effects.append(Report(PeerRefused(sender, reason)))
         elif frame.frame_type is FrameType.HELLO:  # one that was late is no error: its sender knows

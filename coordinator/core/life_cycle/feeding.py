@@ -87,7 +87,7 @@ class RecordFeeder:
 
     @property
     def _takes_none(self) -> bool:
-        """The app has enough to read, its last checkpoint to take, or is paused."""
+        """True if the app has enough to read, has its last checkpoint to take, or is paused."""
         state = self.state
         return (
             state.session.unsent_bytes >= state.limits.app_window_bytes
@@ -99,7 +99,7 @@ class RecordFeeder:
         """Return the last record that the app may be given now."""
         state, session = self.state, self.state.session
         if self.lifecycle.proof is BEHIND:
-            return session.replay_target  # of a later one's calls nobody could tell those that are still missing
+            return session.replay_target  # after a later record nobody could tell which calls are still missing
         if session.phase in WORKS:
             return state.log.durable_sequence_id
         if session.phase in REPLAYS:
@@ -124,7 +124,7 @@ class RecordFeeder:
         self.lifecycle.recovery.chunk_read(event.data)
         self.state.outbox.send(event.data)
         if self.lifecycle.recovery.next_read() is None:
-            session.advance(Step.BLOB_SENT)  # what the app says from here on, it may say as one that is restored
+            session.advance(Step.BLOB_SENT)  # from here on the app may say what a restored app may
 
     # --- records -----------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class Lifecycle:
     _wait_reported: bool = False  # the operator knows that receivers are waited for
     _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
     _load_due: bool = False  # the log is to be loaded for a new session
-    _loading: bool = False  # that was asked for, and is not answered
+    _loading: bool = False  # a load was asked for, and is not answered
     _reload_due_ns: int = 0  # when a follower may look again at what the log says
     _rechecked_id: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
 
@@ -136,7 +136,7 @@ class Lifecycle:
 
     @property
     def may_restart_recovery(self) -> bool:
-        """The log has answered everything that this session asked of it."""
+        """True if the log has answered everything that this session asked of it."""
         return not self._loading and not self.recovery.is_choosing
 
     def send_introduction(self) -> None:
@@ -291,7 +291,7 @@ class Lifecycle:
 
     @property
     def _was_promoted(self) -> bool:
-        """The app followed another writer's log, and may go on without a checkpoint. A client of the base protocol
+        """True if the app followed another writer's log, and may go on without a checkpoint. An app without extensions
         expects TakeBecomingPrimaryCheckpoint there."""
         return self.took_over and self.state.session.hello is not None
 
@@ -335,7 +335,7 @@ class Lifecycle:
             self._healing = self.peers.replay.heal_cut()
             self.clients.mark_open_lost()
             return
-        # What was held back at one checkpoint comes behind it, so before the next.
+        # Output that was held back at one checkpoint comes behind it, so before the next.
         all_sent = self.state.session.flushes or self.proof is Proof.BEHIND
         self.peers.replay.finish(all_sent=all_sent)
         behind = not all_sent and self.peers.policy.compares and self.peers.replay.is_behind()

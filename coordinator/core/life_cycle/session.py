@@ -176,7 +176,7 @@ class AppSession:
 
     @property
     def is_loaded(self) -> bool:
-        """The log is loaded, so its committer ID and kind of app are known."""
+        """True if the log is loaded, so its committer ID and kind of app are known."""
         return self._committer_id != 0
 
     def advance(self, step: Step) -> None:
@@ -195,7 +195,7 @@ class AppSession:
 
     @property
     def knows_extensions(self) -> bool:
-        """The app knows more than the base protocol: its calls that wait for an answer say who waits."""
+        """True if the app knows more than the base protocol: its calls that wait for an answer say who waits."""
         return not INTRODUCED.isdisjoint(self.extensions)
 
     @property
@@ -205,18 +205,18 @@ class AppSession:
 
     @property
     def flushes(self) -> bool:
-        """The app sends everything it has made before a checkpoint; an app of the base protocol may send some behind
+        """True if the app sends all it has made before a checkpoint; one of the base protocol may send some behind
         it."""
         return MessageType.STREAM_BATCH in self.extensions
 
     @property
     def hello_is_due(self) -> bool:
-        """The app has not sent anything yet, and the app that began the log said Hello."""
+        """True if the app has not sent anything yet, and the app that began the log said Hello."""
         return bool(self.logged_extensions) and not self.has_spoken
 
     @property
     def waits_for_hello(self) -> bool:
-        """The app's Hello must come before its first record, since it says what to tell the app first."""
+        """True if the app's Hello must come before its first record, since it says what to tell the app first."""
         return not self.has_spoken and not INTRODUCED.isdisjoint(self.logged_extensions or ())
 
     def note_first_message(self, message: Message | None) -> None:

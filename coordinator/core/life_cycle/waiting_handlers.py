@@ -50,7 +50,7 @@ class WaitingHandlers:
 
     @property
     def has_work(self) -> bool:
-        """An order's result is still to be asked for: :meth:`advance` may do something."""
+        """True if an order's result is still to be asked for: :meth:`advance` may do something."""
         return bool(self._ordered)
 
     def ask(self, event: ev.HandlersAsked) -> None:

@@ -153,7 +153,7 @@ class Outbound:
 
     @property
     def any_unmarked(self) -> bool:
-        """The app has made something that no mark covers."""
+        """True if the app has made something that no mark covers."""
         return any(self.streams[destination].is_unmarked for destination in self._moved)
 
     # --- to the receivers --------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Barriers:
 
     @property
     def is_open(self) -> bool:
-        """A barrier is not passed yet, so new messages may have to wait."""
+        """True if a barrier is not passed yet, so new messages may have to wait."""
         return bool(self._open)
 
     @property

@@ -46,7 +46,7 @@ class Divergence:
 
 
 class OutputDivergenceError(DivergenceError):
-    """A replay makes other outputs than were made before; ``divergence`` says where."""
+    """Raised if a replay makes other outputs than were made before; ``divergence`` says where."""
 
     def __init__(self, divergence: Divergence) -> None:
         after, sequence_id = divergence.after_position, divergence.sequence_id
@@ -90,12 +90,12 @@ class OutputCheck:
 
     @property
     def waits(self) -> bool:
-        """The replay has not reached a mark of the log."""
+        """True if the replay has not reached a mark of the log."""
         return bool(self._expected)
 
     def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
         """Add a mark of the log, to be compared by :meth:`compare`, in the order of the log."""
-        if mark.position > self._confirmed.position:  # those below are of what the checkpoint holds already
+        if mark.position > self._confirmed.position:  # lower marks are of output that the checkpoint holds already
             self._expected.append((sequence_id, mark))
 
     def logged(self, batch: OutputBatch) -> None:

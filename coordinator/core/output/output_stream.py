@@ -165,7 +165,7 @@ class OutputStream:
 
     @property
     def has_kept_impulses(self) -> bool:
-        """Impulses wait for places that the replay has not reached. Those that follow directly take theirs now."""
+        """True if impulses wait for places that the replay has not reached. Those that follow at once take theirs."""
         self._add_impulses_that_follow()
         return len(self._kept_impulses) > 0
 
@@ -247,7 +247,7 @@ class OutputStream:
 
     @property
     def memory_is_full(self) -> bool:
-        """The stream holds more in memory than it may; a single message may be larger than that."""
+        """True if the stream holds more in memory than it may; a single message may be larger than that."""
         return self.memory_bytes > self._limits.output_memory_bytes and (
             len(self.buffer) > 1 or self.spill.gathered_bytes > 0
         )
@@ -342,7 +342,7 @@ class OutputStream:
 
     @property
     def is_idle(self) -> bool:
-        """The stream has nothing to do or wait for until the app or the receiver sends something."""
+        """True if the stream has nothing to do or wait for until the app or the receiver sends something."""
         return (
             self.state is StreamState.OPEN
             and self.buffer.is_empty
@@ -375,7 +375,7 @@ class OutputStream:
 
     @property
     def is_unmarked(self) -> bool:
-        """The stream has moved since its last mark."""
+        """True if the stream has moved since its last mark."""
         return self.position != self._marked_position
 
     def has_confirmed(self, mark: OutputMark) -> bool:

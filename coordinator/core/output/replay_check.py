@@ -39,7 +39,7 @@ class ReplayPolicy:
 
     @property
     def counts(self) -> bool:
-        """Calls are only counted; other arguments are let pass."""
+        """True if calls are only counted; other arguments are let pass."""
         if self._state.limits.replay_check is None:
             return self._state.session.hello is None
         return self._state.limits.replay_check is ReplayCheck.COUNTS
@@ -148,7 +148,7 @@ class ExpectedOutputs:
 
     @property
     def has_more(self) -> bool:
-        """The replay has not yet made everything that the marks cover."""
+        """True if the replay has not yet made everything that the marks cover."""
         return any(check.waits for check in self._checks.values())
 
 

@@ -290,7 +290,7 @@ class Spill:
 
     @property
     def active(self) -> bool:
-        """Segments wait here, so new messages must come behind them."""
+        """True if segments wait here, so new messages must come behind them."""
         return bool(self._segments)
 
     @property
@@ -359,7 +359,7 @@ class Spill:
         return size_bytes
 
     def store(self, ticket: int) -> list[OutputBatch]:
-        """Let all that has gathered become stored; the rows that the commit ``ticket`` is to write."""
+        """Move all gathered messages to the stored ones; return the rows that the commit ``ticket`` is to write."""
         rows: list[OutputBatch] = []
         joined: list[OutputBatch] = []
         joined_bytes = 0

@@ -100,7 +100,7 @@ class LmdbBackend(Backend):
         with self.environment.begin(buffers=True) as transaction:
             nonce = journal_nonce(LmdbView(transaction, self.tables))
         self._needs_journal = nonce is not None  # as the tables say
-        # What is durable, and in no table yet, behind that transaction: the next write to LMDB takes it in.
+        # Durable entries behind that transaction are in no table yet: the next write to LMDB takes them in.
         rows = journal.rows(transaction_id, nonce=lambda: nonce)
         try:
             if rows:

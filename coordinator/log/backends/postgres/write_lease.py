@@ -193,7 +193,7 @@ class Lease:
     def _run(self) -> None:
         connection: psycopg.Connection[tuple[Any, ...]] | None = None
         while not self._ended.wait(self._length_s / RENEWALS):
-            # What fails is done the next time, or the lease runs out: no append stands on it.
+            # A failed renewal is tried again the next time, or the lease runs out: no append depends on it.
             with contextlib.suppress(LogError), reaching(self._address):
                 if connection is None or is_broken(connection):
                     connection = connect(self._address)
