@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from immortal.appsdk.client.discovery import KEY, KeyPair, is_local, pair_of
 from immortal.appsdk.client.errors import NotConnectable
+from immortal.protocol.safe_output import RateLimit
+from immortal.protocol.unfinished_messages import UnfinishedMessages
+
+logger = logging.getLogger("immortal.patterns")
+
+_NOBLOCK = int(zmq.NOBLOCK)
 
 
 class ListenError(Exception):
@@ -39,6 +49,7 @@ class Listener:
         insecure: bool = False,
     ) -> None:
         self.callers: Callers | None = None  # None: everybody
+        self._watch: _Watch | None = None
         self._guard: CurveGuard | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -50,7 +61,8 @@ class Listener:
                     f"{endpoint} is not on this machine only: it needs keys, with identity=NAME ('immortal keys NAME "
                     f"--make' makes some), or insecure=True, which lets everybody in"
                 )
-            self.endpoint = self._bind(endpoint, options)
+            self._watch = _Watch(self._context, self.socket, options[zmq.MAXMSGSIZE])
+            self.endpoint = self._watch.endpoint = self._bind(endpoint, options)
         except BaseException:
             self.close(0)
             raise
@@ -100,11 +112,83 @@ class Listener:
             raise PermissionError(f"a message with the key {key}, which may not call here any more")
         return name
 
+    def receive(self, count: int) -> Iterator[list[zmq.Frame]]:
+        """Receive up to ``count`` messages, of each its first three parts at most; ``has_all``: nothing is left."""
+        unfinished = self._watch.unfinished  # type: ignore[union-attr]
+        self.has_all = False
+        unfinished.reading()
+        for _ in range(count):
+            try:
+                part = self.socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:
+                unfinished.drained()
+                self.has_all = True
+                return
+            if unfinished.suspects:
+                unfinished.note(part)
+            parts = [part]
+            while part.more:
+                part = self.socket.recv(_NOBLOCK, copy=False)
+                if len(parts) < 3:
+                    parts.append(part)
+            yield parts
+
     def close(self, linger_ms: int) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self.socket.close(linger=linger_ms)
         if self._guard is not None:
             self._guard.close()
         self._context.term()
+
+
+class _Watch:
+    """Thread that ends connections with messages that do not end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], size_bytes_max: int) -> None:
+        self.endpoint = ""
+        self.unfinished = UnfinishedMessages(socket, size_bytes_max, self._warn)
+        self._socket = socket
+        self._warnings = RateLimit(burst=1)
+        address = f"inproc://unfinished-{id(self)}"
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # an event lost would be a connection missed
+        self._monitor.connect(address)
+        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="unfinished messages", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for waited in (self._closing, self._monitor, self.unfinished.descriptor):
+            poller.register(waited, zmq.POLLIN)
+        while self._closing not in (ready := dict(poller.poll(self.unfinished.wait_ms()))):
+            while self._monitor in ready and self._monitor.poll(0):
+                event = parse_monitor_message(self._monitor.recv_multipart())
+                if event["event"] is zmq.Event.ACCEPTED:
+                    self.unfinished.add(event["value"])
+                else:
+                    self.unfinished.remove(event["value"])
+            self.unfinished.check()
+
+    def _warn(self, what: str) -> None:
+        left_out = self._warnings.admit(None, time.monotonic_ns())
+        if left_out is not None:
+            logger.warning(
+                "at %s: %s; ended (%d more since the last warning). Remove its key, if it has one",
+                self.endpoint,
+                what,
+                left_out,
+            )
+
+    def close(self) -> None:
+        os.eventfd_write(self._closing, 1)
+        self._thread.join()
+        os.close(self._closing)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self.unfinished.close()
 
 
 def _is_local(endpoint: str) -> bool:

@@ -67,13 +67,9 @@ class Publisher:
 
     def receive(self, now_ns: int) -> bool:
         """Process clients' messages. False: there may be more."""
-        for _ in range(_TURN_FRAMES_MAX):
-            try:
-                parts = self._socket.recv_multipart(_NOBLOCK, copy=False)
-            except zmq.Again:
-                return True
+        for parts in self._listener.receive(_TURN_FRAMES_MAX):
             self._received(parts, now_ns)
-        return False
+        return self._listener.has_all
 
     def _received(self, parts: list[zmq.Frame], now_ns: int) -> None:
         try:
@@ -82,7 +78,7 @@ class Publisher:
             self._drop(str(error))
             return
         if len(parts) != 2:
-            self._drop(f"a message of {len(parts) - 1} parts, 1 was expected")
+            self._drop(f"a message of {len(parts) - 1} parts or more, 1 was expected")
             return
         route = parts[0].bytes
         try:

@@ -265,18 +265,7 @@ class Server:
 
     def _receive(self) -> None:
         """Receive requests, at most so many that replies are not held up for long."""
-        for _ in range(TURN_REQUESTS_MAX):
-            try:
-                first = self._socket.recv(_NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            parts = [first]
-            more = first.more
-            while more:
-                part = self._socket.recv(_NOBLOCK, copy=False)
-                more = part.more
-                if len(parts) < 3:
-                    parts.append(part)
+        for parts in self._listener.receive(TURN_REQUESTS_MAX):
             self._received(parts)
 
     def _received(self, parts: list[zmq.Frame]) -> None:
