@@ -81,6 +81,7 @@ class UnfinishedMessages:
         warn: Callable[[str], None],
         most_bytes: Callable[[], int] | None = None,
     ) -> None:
+        self.endpoint = ""  # of the reader, once it is known
         self.suspects: dict[int, _Connection] = {}  # by ZeroMQ's descriptor, the oldest suspicion first
         self._usual_bytes = usual_bytes
         self._most_bytes = most_bytes
@@ -123,9 +124,19 @@ class UnfinishedMessages:
     def add(self, descriptor: int) -> None:
         """Watch an accepted connection; not a Unix socket, of which the kernel counts nothing."""
         self.remove(descriptor)
-        with suppress(OSError):  # it has ended by now
-            own = socket.socket(fileno=os.dup(descriptor))
-            if own.family == socket.AF_UNIX:
+        number = -1
+        try:
+            number = os.dup(descriptor)
+            own = socket.socket(fileno=number)
+        except OSError:  # it has ended by now
+            if number >= 0:
+                os.close(number)
+            return
+        with suppress(OSError):
+            port = 0 if own.family == socket.AF_UNIX else own.getsockname()[1]
+            if not port or (
+                self.endpoint and not self.endpoint.endswith(f":{port}")
+            ):  # or it has ended, and is another
                 own.close()
                 return
             self._connections[descriptor] = self._own[own.fileno()] = one = _Connection(descriptor, own)

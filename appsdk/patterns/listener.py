@@ -62,7 +62,7 @@ class Listener:
                     f"--make' makes some), or insecure=True, which lets everybody in"
                 )
             self._watch = _Watch(self._context, self.socket, options[zmq.MAXMSGSIZE])
-            self.endpoint = self._watch.endpoint = self._bind(endpoint, options)
+            self.endpoint = self._watch.unfinished.endpoint = self._bind(endpoint, options)
         except BaseException:
             self.close(0)
             raise
@@ -146,7 +146,6 @@ class _Watch:
     """Thread that ends connections with messages that do not end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], size_bytes_max: int) -> None:
-        self.endpoint = ""
         self.unfinished = UnfinishedMessages(socket, size_bytes_max, self._warn)
         self._socket = socket
         self._warnings = RateLimit(burst=1)
@@ -177,7 +176,7 @@ class _Watch:
         if left_out is not None:
             logger.warning(
                 "at %s: %s; ended (%d more since the last warning). Remove its key, if it has one",
-                self.endpoint,
+                self.unfinished.endpoint,
                 what,
                 left_out,
             )

@@ -124,6 +124,7 @@ class HandshakeGuard:
         connection = self._duplicate(descriptor)
         if connection is not None:
             if self._unfinished is not None:
+                self._unfinished.endpoint = self.endpoint
                 self._unfinished.add(descriptor)
             self._unauthenticated[descriptor] = connection
             self._accepted_s[descriptor] = time.monotonic()
