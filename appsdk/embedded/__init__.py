@@ -217,7 +217,7 @@ def _settings(registry: Registry, name: str, given: dict[str, Any]) -> InstanceS
                 f"{registry.path(name)} has its settings"
             )
         return registry.load(name)
-    return registry.register(name, given.pop("peer", PEER_DEFAULT), **given)
+    return registry.register(name, given.pop("peer", PEER_DEFAULT), keyed=True, **given)
 
 
 def _name_of(cls: type) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
@@ -13,11 +15,13 @@ from typing import Generic, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from immortal.appsdk.client.discovery import KEY, is_local, pair_of
 from immortal.appsdk.client.errors import NotConnectable
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.safe_output import RateLimit
+from immortal.protocol.unfinished_messages import UnfinishedMessages
 
 _NOBLOCK = int(zmq.NOBLOCK)
 M = TypeVar("M")
@@ -54,6 +58,7 @@ class Listener(Generic[M]):
         self._warnings = RateLimit(burst=1)
         self.callers: Callers | None = None  # None: everybody
         self._authenticator: ThreadAuthenticator | None = None
+        self._watch: _Watch | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
@@ -64,7 +69,9 @@ class Listener(Generic[M]):
                     f"{endpoint} is not on this machine only: it needs keys, with identity=NAME ('immortal keys NAME "
                     f"--make' makes some), or insecure=True, which lets everybody in"
                 )
-            self.endpoint = self._bind(endpoint, options)
+            self._watch = _Watch(self._context, self.socket, options[zmq.MAXMSGSIZE], self._ended)
+            self._unfinished = self._watch.unfinished
+            self.endpoint = self._unfinished.endpoint = self._bind(endpoint, options)
         except BaseException:
             self.close(0)
             raise
@@ -122,11 +129,15 @@ class Listener(Generic[M]):
         """Give ``take`` the messages that have come, at most so many: the route of its answer, the name of the caller
         ("" without keys), the message. False: there may be more.
         """
+        self._unfinished.reading()
         for _ in range(count_max):
             try:
                 parts = [self.socket.recv(_NOBLOCK, copy=False)]
             except zmq.Again:
+                self._unfinished.drained()
                 return True
+            if self._unfinished.suspects:
+                self._unfinished.note(parts[0])
             more = parts[0].more
             while more:
                 part = self.socket.recv(_NOBLOCK, copy=False)
@@ -163,6 +174,16 @@ class Listener(Generic[M]):
         if left_out is not None:
             self._log.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
 
+    def _ended(self, what: str) -> None:
+        left_out = self._warnings.admit("unfinished", time.monotonic_ns())
+        if left_out is not None:
+            self._log.warning(
+                "at %s: %s; ended (%d more since the last warning). Remove its key, if it has one",
+                self._unfinished.endpoint,
+                what,
+                left_out,
+            )
+
     def send(self, route: bytes, data: bytes) -> bool:
         """Send a message; False: the connection is gone, or has no room."""
         try:
@@ -172,10 +193,55 @@ class Listener(Generic[M]):
         return True
 
     def close(self, linger_ms: int) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self.socket.close(linger=linger_ms)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+
+
+class _Watch:
+    """Thread that ends connections with messages that do not end."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        size_bytes_max: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.unfinished = UnfinishedMessages(socket, size_bytes_max, warn)
+        self._socket = socket
+        address = f"inproc://unfinished-{id(self)}"
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # an event lost would be a connection missed
+        self._monitor.connect(address)
+        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="unfinished messages", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for waited in (self._closing, self._monitor, self.unfinished.descriptor):
+            poller.register(waited, zmq.POLLIN)
+        while self._closing not in (ready := dict(poller.poll(self.unfinished.wait_ms()))):
+            while self._monitor in ready and self._monitor.poll(0):
+                event = parse_monitor_message(self._monitor.recv_multipart())
+                if event["event"] is zmq.Event.ACCEPTED:
+                    self.unfinished.add(event["value"])
+                else:
+                    self.unfinished.remove(event["value"])
+            self.unfinished.check()
+
+    def close(self) -> None:
+        os.eventfd_write(self._closing, 1)
+        self._thread.join()
+        os.close(self._closing)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self.unfinished.close()
 
 
 def _somebody_listens(endpoint: str) -> bool:

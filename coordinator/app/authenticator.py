@@ -36,7 +36,7 @@ from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.readers import Message, MessageReader
 from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 
-HELLO_TIMEOUT_S = 5.0  # from the connection to a whole Hello: an app sends its messages at once
+HELLO_TIMEOUT_S = 20.0  # from the connection to a whole Hello: on a machine where 200 start at once, 5 s are too few
 REFUSAL_TIMEOUT_S = 1.0  # for a refused app to read the reason
 HELLO_SIZE_BYTES_MAX = 4096  # the largest has about 1500; also the size of one read from an unproven app
 REFUSAL_SIZE_BYTES_MAX = 1 << 20  # read from a refused app: closing with bytes unread would destroy the reason

@@ -316,6 +316,7 @@ class Listeners:
         secured: bool,
         client_loop: ClientLoop | None,
         parts_max: int,
+        most_bytes: Callable[[], int] | None = None,
     ) -> Listener:
         """See Messenger.listen(). Raises EndpointInUseError, EndpointError."""
         listener = Listener(
@@ -328,6 +329,7 @@ class Listeners:
             client_loop,
             ordered=ordered,
             parts_max=parts_max,
+            most_bytes=most_bytes,
             new_callback_id=self._new_callback_id,
         )
         self.all.append(listener)

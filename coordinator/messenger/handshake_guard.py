@@ -36,6 +36,7 @@ from immortal.coordinator.messenger.sockets import (
     monitored_events,
     open_monitor,
 )
+from immortal.protocol.unfinished_messages import UnfinishedMessages
 
 _ACCEPTED = int(zmq.EVENT_ACCEPTED)
 _SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -51,10 +52,19 @@ _BEFORE_READY_BYTES = 64 + 2 + 168  # what a CURVE server sends before its Ready
 class HandshakeGuard:
     """Watches the connections that come in at ``socket``, which is not bound yet.
 
-    ``refused``: how many were ended; with ``secured``, also how many failed by themselves.
+    ``refused``: how many were ended; with ``secured``, also how many failed by themselves. ``unfinished`` is told of
+    all connections, and has its time here.
     """
 
-    def __init__(self, context: Context, socket: Socket, address: str, secured: bool, warnings: Warnings) -> None:
+    def __init__(
+        self,
+        context: Context,
+        socket: Socket,
+        address: str,
+        secured: bool,
+        warnings: Warnings,
+        unfinished: UnfinishedMessages | None = None,
+    ) -> None:
         self.refused = 0
         self.endpoint = ""
         self._secured = secured
@@ -67,6 +77,7 @@ class HandshakeGuard:
         self._succeeded_count = 0  # of these; without CURVE
         self._handshake_failed = False  # the connection that ends next had not succeeded
         self._ending: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
+        self._unfinished = unfinished
         self._wake = WakeupEvent()
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()
@@ -75,13 +86,22 @@ class HandshakeGuard:
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake.descriptor, zmq.POLLIN)
+        unfinished = self._unfinished
+        if unfinished is not None:
+            poller.register(unfinished.descriptor, zmq.POLLIN)
         check_due_s = 0.0
-        while self._wake.descriptor not in dict(poller.poll(HANDSHAKE_POLL_MS if self._unauthenticated else None)):
+        while self._wake.descriptor not in dict(poller.poll(self._wait_ms())):
             self._read_monitor()
+            if unfinished is not None:
+                unfinished.check()
             now_s = time.monotonic()
             if self._unauthenticated and now_s >= check_due_s:
                 check_due_s = now_s + HANDSHAKE_POLL_MS / 1000
                 self._check_sizes()
+
+    def _wait_ms(self) -> int | None:
+        wait_ms = None if self._unfinished is None else self._unfinished.wait_ms()
+        return min(wait_ms or HANDSHAKE_POLL_MS, HANDSHAKE_POLL_MS) if self._unauthenticated else wait_ms
 
     def _read_monitor(self) -> None:
         for event, value in monitored_events(self._monitor):
@@ -89,6 +109,8 @@ class HandshakeGuard:
                 self._accepted(value)
             elif event == _DISCONNECTED:
                 self._forget(value, succeeded=not self._handshake_failed)
+                if self._unfinished is not None:
+                    self._unfinished.remove(value)
                 self._handshake_failed = False
             elif event == _SUCCEEDED:
                 self._succeeded_count += 1
@@ -101,6 +123,9 @@ class HandshakeGuard:
         self._forget(descriptor)
         connection = self._duplicate(descriptor)
         if connection is not None:
+            if self._unfinished is not None:
+                self._unfinished.endpoint = self.endpoint
+                self._unfinished.add(descriptor)
             self._unauthenticated[descriptor] = connection
             self._accepted_s[descriptor] = time.monotonic()
         if len(self._unauthenticated) > HANDSHAKES_MAX:
@@ -181,6 +206,8 @@ class HandshakeGuard:
         self._monitor.close()
         for descriptor in (*self._unauthenticated, *self._ending):
             self._forget(descriptor)
+        if self._unfinished is not None:
+            self._unfinished.close()
 
 
 def _tcp_byte_counts(connection: tcp_socket.socket) -> tuple[int, int]:

@@ -67,6 +67,9 @@ CLIENT_SHARE_SIZE_BYTES = 64 * 2**10
 # Size of a part of a message: a call may be as large as a record, and a stranger can make us reserve no more memory.
 PART_SIZE_BYTES_MAX = 2**30
 PARTS_MAX = 1024
+
+# Size of a message as honest peers send them where none may say more; beyond it the owner is asked.
+USUAL_SIZE_BYTES = 64 * 2**20
 RECEIVED_PARTS_MAX = PARTS_MAX + 2  # with the routing ID in front, and one too many
 
 # Size of all parts of a reply together, which is sent as one part.

@@ -46,6 +46,7 @@ from immortal.coordinator.messenger.limits import (
     REPLIES_QUEUED_MAX,
     REPLY_SIZE_BYTES_MAX,
     SPAN_MAX,
+    USUAL_SIZE_BYTES,
 )
 from immortal.coordinator.messenger.security import Role, Security, serve_with
 from immortal.coordinator.messenger.sockets import (
@@ -67,6 +68,7 @@ from immortal.coordinator.messenger.sockets import (
     receive_parts,
 )
 from immortal.protocol.client_frames import is_client_frame
+from immortal.protocol.unfinished_messages import UnfinishedMessages
 
 FIRST, REFUSED, EARLY = Arrival.FIRST, Arrival.REFUSED, Arrival.EARLY
 _NEW = (FIRST, EARLY)
@@ -195,6 +197,7 @@ class Listener:
         *,
         ordered: bool = False,
         parts_max: int = PARTS_MAX - 1,
+        most_bytes: Callable[[], int] | None = None,
         new_callback_id: Callable[[], int],
     ) -> None:
         self.closed = False
@@ -213,6 +216,7 @@ class Listener:
         self._warnings = shared.warnings
         self._stranger_warnings = shared.stranger_warnings
         self._new_callback_id = new_callback_id
+        self._most_bytes = most_bytes
         self._frames_max = parts_max + 3  # with routing ID, envelope, and one too many
         self._inbox = Inbox(ordered=ordered)
         self._in_order: deque[Received] = deque()  # came early, and may be given now
@@ -236,11 +240,25 @@ class Listener:
         self._plain_send = plain_send(self._socket)
         self._plain_get = plain_get(self._socket)
         self.descriptor = descriptor_of(self._socket)
+        self._watch: UnfinishedMessages | None = None
         if not self._is_inproc:
+            if self._most_bytes is not None:
+                self._watch = UnfinishedMessages(
+                    self._socket, USUAL_SIZE_BYTES, self._warn_unfinished, self._most_bytes
+                )
             address = f"listener-{self._incarnation:x}-{next(_monitor_numbers)}"
             secured = self._security is not None
-            self._handshakes = HandshakeGuard(self._context, self._socket, address, secured, self._stranger_warnings)
+            self._handshakes = HandshakeGuard(
+                self._context, self._socket, address, secured, self._stranger_warnings, self._watch
+            )
             self._handshakes.endpoint = self.endpoint
+
+    def _warn_unfinished(self, what: str) -> None:
+        self._stranger_warnings.warn(
+            f"at {self.endpoint}: {what} (if that is an honest call, give this instance the rpc_limit_mb "
+            f"of its sender; if not, remove the sender's key)",
+            "ended",
+        )
 
     def secure(self, security: Security, now_ns: int) -> None:
         """Use ``security`` from now on. The descriptors change if its own keys have."""
@@ -278,6 +296,15 @@ class Listener:
     def receive(self) -> bool:
         """Take messages and run callbacks and the server loop for new ones; return False if some are left for another
         turn."""
+        watch = self._watch
+        if watch is None:
+            return self._receive(None)
+        watch.reading()
+        if is_drained := self._receive(watch):
+            watch.drained()
+        return is_drained
+
+    def _receive(self, watch: UnfinishedMessages | None) -> bool:
         for _ in range(RECEIVED_PER_TURN_MAX):
             while self._in_order and not self.closed:
                 self._give(self._in_order.popleft())
@@ -285,12 +312,12 @@ class Listener:
                 return True
             received = None
             if self._security is None:
-                parts = receive_parts(self._socket, self._frames_max)
+                parts = receive_parts(self._socket, self._frames_max, watch)
                 if parts is None:
                     return True
                 received = self._accept(parts, None)
             else:
-                identified = receive_identified(self._socket, self._frames_max)
+                identified = receive_identified(self._socket, self._frames_max, watch)
                 if identified is None:
                     return True
                 key, parts = identified

@@ -149,6 +149,7 @@ class Messenger:
         secured: bool = True,
         client_loop: ClientLoop | None = None,
         parts_max: int = PARTS_MAX - 1,
+        most_bytes: Callable[[], int] | None = None,
     ) -> str:
         """Give what comes in at ``endpoint`` to ``server_loop``; return the real endpoint, with its port.
 
@@ -159,11 +160,14 @@ class Messenger:
 
         ``parts_max``: of a message with more parts, one more is given, and the rest is dropped before it is copied.
 
+        ``most_bytes``: returns the size of the largest message that an honest sender may send; a connection that brings
+        more of one is ended. From another thread, where more than the usual 64 MiB have come. None: no limit.
+
         Not ``secured``: without keys, open to anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
         """
         listener = self._call(
-            lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop, parts_max)
+            lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop, parts_max, most_bytes)
         )
         self._wake.signal()
         return listener.endpoint

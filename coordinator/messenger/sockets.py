@@ -27,6 +27,7 @@ from immortal.coordinator.messenger.limits import (
     WARNING_INTERVAL_NS,
 )
 from immortal.protocol.safe_output import RateLimit
+from immortal.protocol.unfinished_messages import UnfinishedMessages
 
 logger = logging.getLogger("immortal.coordinator.messenger")
 
@@ -135,7 +136,9 @@ def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
             continue  # the remaining parts must be given too, so that all are dropped
 
 
-def receive_parts(socket: Socket, parts_max: int = RECEIVED_PARTS_MAX) -> list[bytes] | None:
+def receive_parts(
+    socket: Socket, parts_max: int = RECEIVED_PARTS_MAX, watch: UnfinishedMessages | None = None
+) -> list[bytes] | None:
     """Receive one whole message; None if there is none. After None, ZeroMQ's descriptor reports the next one.
 
     From a DEALER a message is surely whole only if it has one part: see envelope.py. Parts beyond ``parts_max`` are
@@ -143,6 +146,8 @@ def receive_parts(socket: Socket, parts_max: int = RECEIVED_PARTS_MAX) -> list[b
     """
     try:
         frame = socket.recv(NOBLOCK, copy=False)
+        if watch is not None and watch.suspects:
+            watch.note(frame)
         return _all_parts(socket, frame, parts_max)
     except zmq.Again:
         return None
@@ -157,12 +162,16 @@ def _all_parts(socket: Socket, frame: zmq.Frame, parts_max: int) -> list[bytes]:
     return parts
 
 
-def receive_identified(socket: Socket, parts_max: int) -> tuple[str, list[bytes]] | None:
+def receive_identified(
+    socket: Socket, parts_max: int, watch: UnfinishedMessages | None = None
+) -> tuple[str, list[bytes]] | None:
     """Receive one whole message with the public key that the ZAP authenticator admitted; None if there is none."""
     try:
         frame = socket.recv(NOBLOCK, copy=False)
     except zmq.Again:
         return None
+    if watch is not None and watch.suspects:
+        watch.note(frame)
     key = frame.get("User-Id")
     assert isinstance(key, str)
     return key, _all_parts(socket, frame, parts_max)

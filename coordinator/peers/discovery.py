@@ -24,6 +24,7 @@ POLL_NS = 2_000_000_000  # between two polls while all is well: a few stats for 
 LEASE_POLL_NS = 100_000_000  # while leases are watched, which report a peer's move at once
 FAST_POLL_NS = 200_000_000  # while a peer is unknown or not connected: far below what a return may take
 UNCONNECTED_WARNING_NS = 10_000_000_000  # a peer that restarts is not worth a line
+LATE_NS = 1_000_000_000  # by which a poll may be late, as everything is on a busy machine
 WARNING_REPEAT_NS = 60_000_000_000
 
 
@@ -173,6 +174,7 @@ class Routes:
         """Look up all routes again if it is due; return the names that have moved, each with the endpoint before."""
         if not self._destinations or now_ns < self._next_poll_ns:
             return []
+        late_ns = max(0, now_ns - self._next_poll_ns - LATE_NS)  # in which this process did something else
         self._discovery.read_settings()
         self._warn_of_settings()
         moved: list[tuple[str, str | None]] = []
@@ -188,6 +190,8 @@ class Routes:
                 destination.unconnected_since_ns = destination.warned_ns = None
             else:
                 all_well = False
+                if destination.unconnected_since_ns is not None:
+                    destination.unconnected_since_ns += late_ns  # a connection may have been made, and not heard of
                 self._warn_if_unreachable(name, destination, now_ns)
         pause_ns = POLL_NS if all_well else FAST_POLL_NS
         self._next_poll_ns = now_ns + (LEASE_POLL_NS if self._discovery.is_notified else pause_ns)

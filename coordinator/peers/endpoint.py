@@ -98,6 +98,7 @@ class PeerEndpoint:
             ordered=True,
             client_loop=self._client_frame_received,
             parts_max=FRAME_PARTS_MAX,
+            most_bytes=lambda: self.security.call_size_mib_max() << 20,
         )
 
     # --- the loop's port ---------------------------------------------------------------------------------------------

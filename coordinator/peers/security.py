@@ -21,6 +21,7 @@ from immortal.coordinator.messenger import KeyPair, Role, Security
 from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.keys import KeysError, PublicFile
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_MAX
 
 POLL_NS = 1_000_000_000  # between two polls
 KEY_FILES_PER_POLL = 32  # public files checked by each poll, so that its cost does not grow with the registry
@@ -146,6 +147,20 @@ class PeerSecurity:
     def permissions(self) -> Mapping[str, Permission]:
         """Permissions by name, of callers that may not do everything, as of the last poll."""
         return self._settings.permissions
+
+    def call_size_mib_max(self) -> int:
+        """Return which ``rpc_limit_mb`` is the largest of this instance and those that may call it. For any thread.
+
+        Who is not registered here may have any; without keys, anybody may call.
+        """
+        security = self.security
+        if security is None:
+            return ARGUMENTS_SIZE_MIB_MAX
+        names = {name for key, name in security.callers.items() if security.roles.get(key) is Role.INSTANCE}
+        try:
+            return max([self._settings.rpc_limit_mb, *(self._registry.load(name).rpc_limit_mb for name in names)])
+        except ImmortalError:
+            return ARGUMENTS_SIZE_MIB_MAX
 
     def next_deadline_ns(self) -> int:
         """Return when :meth:`poll` must be called next."""

@@ -134,6 +134,7 @@ def call(folder: Path, *arguments: str) -> str:
 
 def test_a_log_moves_between_one_process_and_two(folder: Path) -> None:
     program = Program(folder, "shop.py").line("checkpoint taken")
+    assert Registry(folder / HOME).load("shop").log_key == "file"
     assert call(folder, "shop", "sell", "3") == "3"
     program.kill()
     program = Program(folder, "shop.py").line("recovered")

@@ -168,6 +168,16 @@ def test_the_settings_are_some(objects: list[Object]) -> None:
         assert (settings.keep_checkpoints, list(settings.permissions)) == (None, ["till"])
 
 
+def test_a_log_on_a_volume_has_a_key_unless_the_settings_say_otherwise() -> None:
+    def log_key(**values: object) -> object:
+        text = of_kind(render(APP | values), "ConfigMap")["data"]["settings.toml"]
+        return tomllib.loads(text).get("log_key")
+
+    assert log_key() == "file"
+    assert log_key(settings='log_key = "none"') == "none"
+    assert log_key(log=POSTGRESQL, keysSecret="keys") is None
+
+
 def test_other_settings_start_the_pod_anew() -> None:
     def annotations(**values: object) -> Any:
         return of_kind(render(APP | values), "StatefulSet")["spec"]["template"]["metadata"]["annotations"]

@@ -223,3 +223,13 @@ def test_a_peer_that_stays_unconnected_is_warned_of(place: Place) -> None:
     assert len(place.warnings) == 1
     place.look()
     assert len(place.warnings) == 2
+
+
+def test_a_poll_that_is_late_says_nothing_about_the_peer(place: Place) -> None:
+    """While a call of 200 MiB is copied, nobody hears that its receiver has connected."""
+    place.put("bob", "tcp://127.0.0.1:7101")
+    place.routes.add("bob", 0)
+    place.look(UNCONNECTED_WARNING_NS + POLL_NS)
+    place.connected.add("tcp://127.0.0.1:7101")
+    place.look()
+    assert place.warnings == []

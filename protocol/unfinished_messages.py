@@ -1,0 +1,245 @@
+"""Limit on the bytes of a ZeroMQ message that has not come to its end.
+
+ZeroMQ gathers the parts of a message until the last has come, however many they are, and tells nobody. The kernel
+counts what each TCP connection has brought. What came since the last message that was read is one unfinished message,
+once it is certain that no whole one waits: the socket was read to its end since, or all connections had their turn
+(ZeroMQ gives one message of each). So a reader that is late or stopped ends no connection.
+
+Messages cost nothing while no connection has brought more than SUSPICIOUS_SIZE_BYTES since the last look.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import struct
+import sys
+import termios
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+
+SUSPICIOUS_SIZE_BYTES = 2 << 20
+MARGIN_SIZE_BYTES = 4 << 20  # above the largest message, for what is put around it
+TOGETHER = 3  # of the largest messages: all unfinished ones
+LOOK_MS = 5  # between two looks at a suspicious connection
+PAUSE_MS = 20  # between two looks at another one, to which something comes
+STALLED_S = 1.0  # without a byte
+ASK_S = 1.0  # between two questions how large a message may be
+
+_TCP_INFO = struct.Struct("=128xQ")  # bytes received: since Linux 4.1
+_MORE = select.EPOLLIN | select.EPOLLONESHOT
+
+
+class _Connection:
+    __slots__ = ("came_s", "descriptor", "is_paused", "is_quiet", "mark", "over", "size_bytes", "socket")
+
+    def __init__(self, descriptor: int, own: socket.socket) -> None:
+        self.descriptor = descriptor  # ZeroMQ's
+        self.socket = own
+        self.size_bytes = 0  # that have come
+        self.came_s = 0.0  # when the last of them was seen
+        self.mark = 0  # bytes that had come when a message was read last, or suspicion began
+        self.is_paused = False  # the kernel tells when more has come
+        self.over: tuple[int, int] | None = None  # drains and reads when too much was seen first
+        self.is_quiet = False  # and at the last look nothing waited for the reader
+
+    def look(self, now_s: float) -> None:
+        """Count the bytes that ZeroMQ has taken from the kernel."""
+        with suppress(OSError):
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            waiting = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
+            size_bytes = _TCP_INFO.unpack(info)[0] - int.from_bytes(waiting, sys.byteorder)
+            if size_bytes > self.size_bytes:
+                self.size_bytes, self.came_s = size_bytes, now_s
+
+    @property
+    def unfinished_bytes(self) -> int:
+        return self.size_bytes - self.mark
+
+
+class UnfinishedMessages:
+    """Ends connections of the ROUTER ``reader`` that bring too much of one message.
+
+    ``usual_bytes``: size of the largest message of an honest sender; ``most_bytes`` returns it where it may be more,
+    and is asked only if it matters. ``warn``: told what was ended, and why.
+
+    The owner of the socket calls :meth:`reading` before it receives, :meth:`note` for each first part while there are
+    ``suspects``, and :meth:`drained` when nothing is left. All else is for one other thread, which waits for
+    ``descriptor``, at most :meth:`wait_ms`, and calls :meth:`check`.
+    """
+
+    def __init__(
+        self,
+        reader: zmq.Socket[bytes],
+        usual_bytes: int,
+        warn: Callable[[str], None],
+        most_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        self.endpoint = ""  # of the reader, once it is known
+        self.suspects: dict[int, _Connection] = {}  # by ZeroMQ's descriptor, the oldest suspicion first
+        self._usual_bytes = usual_bytes
+        self._most_bytes = most_bytes
+        self._most = 0  # as it was last told
+        self._asked_s = float("-inf")
+        self._warn = warn
+        self._is_reading = False
+        self._drains = self._reads = 0
+        self._noted: deque[int] = deque()  # ZeroMQ's descriptor for each message read
+        self._reader = select.poll()
+        self._reader.register(reader.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
+        self._connections: dict[int, _Connection] = {}  # by ZeroMQ's descriptor
+        self._own: dict[int, _Connection] = {}  # by our own
+        self._calm: list[_Connection] = []  # to be paused
+        self._due_s = 0.0  # when
+        self._epoll = select.epoll()
+        self.descriptor = self._epoll.fileno()
+
+    # --- the reader's ------------------------------------------------------------------------------------------------
+
+    def reading(self) -> None:
+        """Note that messages are about to be read."""
+        self._is_reading = True
+
+    def note(self, frame: zmq.Frame) -> None:
+        """Note that a message was read, with ``frame`` as its first part."""
+        self._reads += 1
+        with suppress(zmq.ZMQError):  # it came by no connection
+            source = frame.get(zmq.SRCFD)
+            assert isinstance(source, int)
+            self._noted.append(source)
+
+    def drained(self) -> None:
+        """Note that no message is left to be read."""
+        self._is_reading = False
+        self._drains += 1
+
+    # --- the watching thread's ---------------------------------------------------------------------------------------
+
+    def add(self, descriptor: int) -> None:
+        """Watch an accepted connection; not a Unix socket, of which the kernel counts nothing."""
+        self.remove(descriptor)
+        number = -1
+        try:
+            number = os.dup(descriptor)
+            own = socket.socket(fileno=number)
+        except OSError:  # it has ended by now
+            if number >= 0:
+                os.close(number)
+            return
+        with suppress(OSError):
+            port = 0 if own.family == socket.AF_UNIX else own.getsockname()[1]
+            if not port or (
+                self.endpoint and not self.endpoint.endswith(f":{port}")
+            ):  # or it has ended, and is another
+                own.close()
+                return
+            self._connections[descriptor] = self._own[own.fileno()] = one = _Connection(descriptor, own)
+            self._epoll.register(own, 0)
+            self._pause(one)
+
+    def remove(self, descriptor: int) -> None:
+        """Forget a connection, if it is watched."""
+        one = self._connections.pop(descriptor, None)
+        if one is not None:
+            self.suspects.pop(descriptor, None)
+            del self._own[one.socket.fileno()]
+            self._epoll.unregister(one.socket)
+            one.socket.close()
+
+    def _pause(self, one: _Connection) -> None:
+        if one.socket.fileno() >= 0:
+            one.is_paused = True
+            self._epoll.modify(one.socket, _MORE)
+
+    def wait_ms(self) -> int | None:
+        """Return after which time to check, also if nothing has come; None: never."""
+        if not all(one.is_paused for one in self.suspects.values()):
+            return LOOK_MS
+        return PAUSE_MS if self._calm else None
+
+    def check(self) -> None:
+        """Look at what has come, and end connections that have brought too much."""
+        drains, reads = self._drains, self._reads  # before the notes: what is counted here has its note there
+        is_quiet = not self._is_reading and not self._reader.poll(0)
+        now_s = time.monotonic()
+        for _ in range(len(self._noted)):
+            if (one := self.suspects.pop(self._noted.popleft(), None)) is not None:
+                one.look(now_s)
+                one.mark, one.over = one.size_bytes, None
+                self._calm.append(one)
+        if now_s >= self._due_s:
+            self._due_s = now_s + PAUSE_MS / 1000
+            calm, self._calm = self._calm, []
+            for one in calm:
+                self._pause(one)
+        woken = self._epoll.poll(0)
+        for descriptor, _ in woken:
+            one = self._own[descriptor]
+            one.is_paused = False
+            one.look(now_s)
+            if one.descriptor in self.suspects:
+                continue
+            if one.unfinished_bytes > SUSPICIOUS_SIZE_BYTES:
+                self.suspects[one.descriptor] = one
+                one.look(now_s)
+                one.mark = one.size_bytes  # which messages were read before nobody has noted
+            else:
+                self._calm.append(one)
+        for one in self.suspects.values():
+            if not one.is_paused:
+                one.look(now_s)
+                if now_s > one.came_s + STALLED_S:
+                    self._pause(one)
+        for one in self._too_large(now_s) if self.suspects else ():
+            if one.over is None:
+                one.over, one.is_quiet = (self._drains, self._reads), False
+            elif (
+                drains >= one.over[0] + 2  # the second began after the bytes were counted
+                or reads > one.over[1] + 2 * len(self._connections)
+                or (is_quiet and one.is_quiet)
+            ):
+                self._end(one)
+            else:
+                one.is_quiet = is_quiet
+        if woken:
+            time.sleep(LOOK_MS / 1000)  # what comes meanwhile on others is looked at together
+
+    def _too_large(self, now_s: float) -> list[_Connection]:
+        """Return the suspects that have brought too much, alone, or as the last ones of all together."""
+        suspects = list(reversed(self.suspects.values()))
+        limit_bytes = self._usual_bytes + MARGIN_SIZE_BYTES
+        left_bytes = sum(one.unfinished_bytes for one in suspects)
+        if self._most_bytes is not None and left_bytes > limit_bytes:
+            if now_s >= self._asked_s + ASK_S:
+                self._asked_s, self._most = now_s, self._most_bytes()
+            limit_bytes = max(self._usual_bytes, self._most) + MARGIN_SIZE_BYTES
+        found = []
+        for one in sorted(suspects, key=lambda one: not one.is_paused):  # stalled ones, then the newest
+            if one.unfinished_bytes > limit_bytes or left_bytes > TOGETHER * limit_bytes:
+                found.append(one)
+                left_bytes -= one.unfinished_bytes
+            else:
+                one.over = None
+        return found
+
+    def _end(self, one: _Connection) -> None:
+        del self.suspects[one.descriptor]
+        origin = "a connection"
+        with suppress(OSError):
+            origin = f"{one.socket.getpeername()[0]}:{one.socket.getpeername()[1]}"
+            one.socket.shutdown(socket.SHUT_RDWR)
+        self._warn(
+            f"{origin} has brought {one.unfinished_bytes >> 20} MiB of a message without an end, more than one may have"
+        )
+
+    def close(self) -> None:
+        """Stop watching."""
+        for descriptor in list(self._connections):
+            self.remove(descriptor)
+        self._epoll.close()
