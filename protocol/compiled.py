@@ -187,7 +187,7 @@ def describe() -> str:
 
 def stamp_name() -> str:
     """Return the name of a set's stamp. It names the Python: several may have compiled files in one folder."""
-    return f"sources{EXTENSION_SUFFIXES[0]}.txt"
+    return f"sources{EXTENSION_SUFFIXES[0]}.stamp"
 
 
 def _stamped(path: Path) -> dict[str, str] | None:

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from immortal.cli import main
-from immortal.cli.what_if_fleet import fleet
+from immortal.cli.what_if import _fleet
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 PAGES = (
@@ -67,7 +67,7 @@ def parsed(line: str) -> Iterator[str]:
         yield name
     if "--fleet" in arguments:
         arguments.remove("--fleet")
-        command = fleet
+        command = _fleet
     command.make_parser(click.Context(command)).parse_args(arguments)
 
 

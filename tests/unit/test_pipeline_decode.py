@@ -63,7 +63,7 @@ NONSENSE = {
     "bytes behind": (value_of(SOUND + b"\x0a", 1), "past the end|bytes are left|runs past"),
     "more than the trailer": (value_of(SOUND + SOUND, 1), "it has more"),
     "fewer than the trailer": (value_of(SOUND, 1, 1), "it has fewer"),
-    "another count in the trailer": (value_of(SOUND, 2), "a batch of 1 messages"),
+    "another count in the trailer": (value_of(SOUND, 2), "count as 1"),
     "batch: count of the trailer": (value_of(bytes.fromhex("1c0504") + SOUND + SOUND, 3), "count as 2"),
     "batch: too few": (value_of(bytes.fromhex("100504") + SOUND, 2), "a batch of 1 messages"),
     "batch: too many": (value_of(bytes.fromhex("1c0502") + SOUND + SOUND, 1), "a batch of 2 messages"),
