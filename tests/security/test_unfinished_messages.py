@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import multiprocessing
 import select
 import socket
@@ -153,7 +154,8 @@ def test_a_stranger_cannot_fill_a_plain_server_with_a_message_without_an_end(
 def test_a_reader_that_is_late_ends_nobody(tmp_path: Path) -> None:
     """250 whole messages wait, some of them for a second, before any is read."""
     with zmq.Context() as context:
-        listener = Listener("tcp://127.0.0.1:*", {zmq.MAXMSGSIZE: MIB, zmq.RCVHWM: 0}, home=tmp_path)
+        log, options = logging.getLogger("test"), {zmq.MAXMSGSIZE: MIB, zmq.RCVHWM: 0}
+        listener = Listener("tcp://127.0.0.1:*", options, len, log, OSError, home=tmp_path)
         dealer = context.socket(zmq.DEALER)
         dealer.connect(listener.endpoint)
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -162,10 +164,11 @@ def test_a_reader_that_is_late_ends_nobody(tmp_path: Path) -> None:
                 for _ in range(count):
                     dealer.send(bytes(MIB), copy=False)
                 assert not monitor.poll(1000 if count > 1 else 0)
-                received = 0
-                while received < count:
-                    assert listener.socket.poll(DEADLINE_S * 1000), f"{received} of {count} have come"
-                    received += len(list(listener.receive(10)))
+                sizes: list[int] = []
+                while len(sizes) < count:
+                    assert listener.socket.poll(DEADLINE_S * 1000), f"{len(sizes)} of {count} have come"
+                    listener.receive(10, lambda route, caller, size: sizes.append(size))  # noqa: B023
+                assert sizes == [MIB] * count
             assert not monitor.poll(0), "the connection was ended"
         finally:
             dealer.disable_monitor()
