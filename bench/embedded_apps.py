@@ -1,4 +1,4 @@
-"""Apps, client and process of `immortal bench --embedded`. Each reads runs from standard input, a line of JSON each.
+"""Apps and client of `immortal bench --embedded`. Each process reads from stdin what to run, one JSON line per run.
 
 `python -m immortal.bench.embedded_apps`: both services in one process. `... client`: an outside client of the callee.
 """
@@ -41,7 +41,7 @@ class Caller(Immortal):
 
     @rpc(id=2)
     async def calls(self, case: str, first: int, end: int, size_bytes: int) -> None:
-        """Awaits the calls from number ``first`` up to ``end``, one after the other."""
+        """Make the calls from number ``first`` up to ``end``, and await each before the next."""
         clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
         is_step, echo, effect = case == Case.STEP, self.callee.echo, immortal.effect
         pause = min(first + CALLS_PER_JOURNAL, end)
@@ -58,7 +58,7 @@ class Caller(Immortal):
 
     @rpc(id=3)
     async def batches(self, first: int, end: int, size_bytes: int) -> None:
-        """Forks batches from number ``first`` up to ``end``, each behind the answer that the one before was taken."""
+        """Fork the batches from number ``first`` up to ``end``, each after the callee has taken the one before."""
         clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
         pause = min(first + CALLS_PER_JOURNAL, end)
         data = bytes(size_bytes)
@@ -102,7 +102,7 @@ def _same(data: bytes) -> bytes:
 
 
 def serve() -> None:
-    """Both services in this process, until it is killed."""
+    """Run both services in this process, until it is killed."""
     from immortal.embedded import start  # here: a service with a sidecar does not load it
 
     with start(Callee, "callee"), start(Caller, "caller"):
@@ -110,7 +110,7 @@ def serve() -> None:
 
 
 def call() -> None:
-    """Call as an outside client."""
+    """Call the callee as an outside client."""
     with connect(Callee, "callee") as callee:
         for task in read_tasks(sys.stdin):
             stopwatch.latencies_ns.clear()

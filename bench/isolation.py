@@ -1,8 +1,8 @@
-"""Do a dead and a stalled peer slow the traffic to the others? Ten receivers, with and without, in turns.
+"""Measures whether a dead and a stalled receiver slow calls to eight others, in windows with and without faults.
 
-In each window the hub first makes as many calls as it can, which fills whatever waits for the two that take nothing.
-Then it makes few, at fixed moments, whose latencies are measured: from when a call was due to when it was on the
-receiver's disk.
+In each window the hub first makes as many calls as it can, which fills the buffers for the two that take nothing. Then
+it makes a few at fixed moments, and measures their latencies: from when a call was due to when it was on the receiver's
+disk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class IsolationResult:
 
     @property
     def throughput_ratio(self) -> float:
-        """With the two, over that without: medians of the windows."""
+        """Calls/s with the two faults, divided by those without: medians of the windows."""
         return self._median(True, lambda window: window.calls_per_s) / self._median(
             False, lambda window: window.calls_per_s
         )
@@ -72,7 +72,7 @@ def measure_isolation(
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> IsolationResult:
-    """``folder``: where the logs go, the system's temporary folder by default. Raises BenchError."""
+    """Measure ``rounds`` of two windows. ``folder`` (default: a temporary one) holds the logs. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home:
         apps = {HUB: "immortal.bench.fleet_apps:Hub"}
         apps |= dict.fromkeys(RECEIVERS, "immortal.bench.fleet_apps:Receiver")
@@ -121,7 +121,7 @@ class _Isolation:
 
     @contextmanager
     def _faults(self, faulty: bool) -> Iterator[None]:
-        """One receiver is killed, another is stopped, and both come back."""
+        """Kill one receiver and stop another, if ``faulty``, and bring both back at the end."""
         if not faulty:
             yield
             return
@@ -140,7 +140,7 @@ class _Isolation:
     # --- the two halves of a window ----------------------------------------------------------------------------------
 
     def _throughput(self, what: str) -> float:
-        """Calls a second that got onto the disks of the others."""
+        """Return how many calls a second got onto the disks of the others."""
         self._progress(f"{what}: throughput")
         self._command("fill")
         self._listen(SETTLE_S)
@@ -181,7 +181,7 @@ class _Isolation:
         self._commands += 1
 
     def _listen(self, timeout_s: float) -> None:
-        """Wait until the hub has done its order, or ``timeout_s`` is over: a held-up hub does it later."""
+        """Wait until the hub has obeyed its commands, for ``timeout_s`` at most: a busy hub obeys later."""
         _, app = self._hub.processes()
         assert app.stdout is not None
         deadline_s = time.monotonic() + timeout_s

@@ -51,7 +51,7 @@ def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -
 
 
 def append_latencies(folder: Path, block_size_bytes: int, samples: int = LATENCY_SAMPLES) -> list[float]:
-    """Time in s of appending one block to a new file in ``folder`` with an fdatasync, ``samples`` times, ascending."""
+    """Append ``samples`` blocks to a new file in ``folder``, an fdatasync after each; return the sorted times in s."""
     path = folder / "disk-latency"
     block = os.urandom(block_size_bytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -76,8 +76,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes. ``resident`` counts a page that several processes share in each of them, ``proportional`` gives each
-    its share, ``own`` leaves such pages out: it is what the process's end would give back."""
+    """Memory of a process in bytes. Of pages that it shares with others, ``resident`` counts all, ``proportional`` its
+    part, and ``own`` none: so much its end would give back."""
 
     resident: int
     proportional: int
@@ -94,7 +94,7 @@ def memory_of(pid: int) -> Memory:
 
 
 def processor_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used, with all its threads. Raises OSError."""
+    """Return the CPU seconds of a process, including ended threads, in steps of a clock tick. Raises OSError."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -107,7 +107,7 @@ POLL_INTERVAL_S = 0.002
 
 
 class BenchError(ImmortalError):
-    """The benchmark could not be run, or its result is wrong."""
+    """Raised if the benchmark could not be run, or its result is wrong."""
 
 
 class Service:
@@ -161,7 +161,7 @@ class Service:
             return None
 
     def wait_for_phase(self, phase: str, *, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Seconds until the coordinator is in ``phase``."""
+        """Wait until the coordinator is in ``phase`` and has no backlog; return the seconds that this took."""
         return self.wait_for(
             lambda status: status["phase"] == phase and not status["backlog_records"],
             f"is not in phase {phase!r}",
@@ -169,7 +169,7 @@ class Service:
         )
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], otherwise: str, timeout_s: float) -> float:
-        """Seconds until the coordinator's status fulfils ``condition``. Raises BenchError with ``otherwise``."""
+        """Wait until ``condition`` holds for the status; return the seconds. Raises BenchError with ``otherwise``."""
         begun = time.perf_counter()
         while True:
             status = self.status()
@@ -180,17 +180,17 @@ class Service:
             time.sleep(POLL_INTERVAL_S)
 
     def processes(self) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-        """Coordinator and app. Raises BenchError where they were not started."""
+        """Return coordinator and app. Raises BenchError if they were not started."""
         if self.coordinator is None or self.app is None:
             raise BenchError(f"{self.settings.name!r} was not started")
         return self.coordinator, self.app
 
     def ask_to_stop(self) -> None:
-        """For a last checkpoint and an end of both."""
+        """Ask both to end, with a last checkpoint."""
         self.processes()[0].terminate()
 
     def wait_until_stopped(self, timeout_s: float) -> None:
-        """Raises BenchError where one ends with another status than 0, or not at all."""
+        """Wait until both have ended. Raises BenchError if one ends with another status than 0, or not in time."""
         for what, process in zip(("coordinator", "app"), self.processes(), strict=True):
             try:
                 status = process.wait(timeout_s)
@@ -200,14 +200,14 @@ class Service:
                 self.check_alive()
 
     def peak_memory_mib(self) -> tuple[float, float]:
-        """Peak resident memory of (coordinator, app)."""
+        """Return the peak resident memory of (coordinator, app)."""
         return (
             _peak_memory_mib(self.coordinator.pid if self.coordinator else 0),
             _peak_memory_mib(self.app.pid if self.app else 0),
         )
 
     def kill(self) -> None:
-        """kill -9 for both, and wait until they are gone."""
+        """Kill both with SIGKILL, and wait until they are gone."""
         for process in (self.app, self.coordinator):
             if process is not None:
                 _kill(process)
@@ -225,7 +225,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def start_module(module: str, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """``python -m module``, with pipes for its standard input and output; killed at the end. ``options``: Popen's."""
+    """Run ``python -m module`` with pipes to its stdin and stdout; kill it at the end. ``options``: Popen's."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, **options},
@@ -266,7 +266,7 @@ def hear(
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time of a process's threads so far, in seconds."""
+    """Return the CPU seconds of the threads that a process has now; more exact than :func:`processor_s`."""
     spent_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended just now
@@ -304,7 +304,7 @@ def register(
 
 
 def final_state(service: Service, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """``attributes``, by name with their types, as the clean stop of ``service`` left them. Raises BenchError."""
+    """Return ``attributes`` (name to type) as they were when ``service`` stopped cleanly. Raises BenchError."""
     name = service.settings.name
     with open_reader(service.settings.log, name) as log:
         summary = log.summary()

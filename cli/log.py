@@ -1,4 +1,4 @@
-"""log show, log verify, log export, log backup, log diff: all only read it, also beside a running coordinator."""
+"""`immortal log`: all but copy --switch, key and migrate only read, also beside a running coordinator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from immortal.replay.sources import RecordedLog
 
 @click.group(cls=Commands)
 def log() -> None:
-    """Look into an instance's log."""
+    """Show, check, copy or compare logs; change their keys."""
 
 
 @log.command()
@@ -118,7 +118,7 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
 @json_option
 @pass_registry
 def verify(registry: Registry, name: str, as_json: bool) -> None:
-    """Recompute every check; say what is damaged, where, and what it means for recovery.
+    """Recompute every checksum; say what is damaged, where, and what it means for recovery.
 
     The exit status is 0 for a sound log, 1 for a damaged one.
     """
@@ -160,9 +160,9 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @pass_registry
 def export(registry: Registry, name: str, file: Path) -> None:
-    """Write all that a replay needs of the log into one new FILE, to be replayed by tests (assert_replays).
+    """Write what a replay needs of the log to one new FILE, which tests can replay (assert_replays).
 
-    An instance that runs goes on; with 'immortal checkpoint NAME' before, the file ends with a state to compare with.
+    The instance may run. Run 'immortal checkpoint NAME' before: then the file ends with a state to compare with.
     """
     settings = settings_with_log(registry, name)
     with own_logs.open_reader(settings) as reader:
@@ -215,8 +215,8 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
 def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool) -> None:
     """Copy the log of NAME to another place: from a folder into a database, or back.
 
-    Log and copy are verified. Its coordinator may run meanwhile: then the copy is as of now. With --switch, of a
-    stopped instance, the copy is what it goes on from.
+    Log and copy are verified. Its coordinator may run meanwhile: then the copy is as of now. With --switch, NAME is
+    stopped, and goes on from the copy at its next start.
     """
     settings = settings_with_log(registry, name)
     log = log_of_instance(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
@@ -259,7 +259,7 @@ def _kept(made: Backup) -> str:
 @json_option
 @pass_registry
 def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool) -> None:
-    """Compare two logs record by record: A and B are instances or log folders.
+    """Compare two logs record by record: A and B are instances, log folders or URLs.
 
     The exit status is 0 if they hold the same, 3 if not.
     """
@@ -277,7 +277,7 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
 
 
 def _log_place(registry: Registry, name_or_log: str) -> Place:
-    """The log of an instance, or the one that a folder or URL names. A registered name comes first."""
+    """Return the log of an instance, or the one that a folder or URL names. A registered name comes first."""
     if name_or_log not in registry.names():
         place = place_of(name_or_log)
         if place.exists():
@@ -298,9 +298,9 @@ def _log_place(registry: Registry, name_or_log: str) -> Place:
 @json_option
 @pass_registry
 def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, yes: bool, as_json: bool) -> None:
-    """Show with which key the log of NAME is authenticated, and change that.
+    """Show which key authenticates the log of NAME, or change it.
 
-    log_key = "file" in the settings gives it one at the next start. --accept and --off want a stopped coordinator.
+    log_key = "file" in the settings gives it one at the next start. Stop the coordinator before --accept and --off.
     """
     if rotate + accept + off > 1:
         raise click.UsageError("--rotate, --accept and --off go one at a time")
@@ -364,8 +364,8 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
 @name_argument
 @pass_registry
 def migrate(registry: Registry, name: str) -> None:
-    """Bring the database of NAME's log to this program's version, as the owner of its schema.
+    """Upgrade the database of NAME's log for this program; connect as the owner of its schema.
 
-    Programs of before refuse it from then on: all instances with a log there are to be stopped first.
+    Older programs refuse it from then on: stop all instances with a log there first.
     """
     echo(place_of(registry.load(name).log).migrate())

@@ -42,7 +42,7 @@ def project_option(function: Function) -> Function:
 
 
 def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry]:
-    """The project that is meant, and its registry: that of --home where it is given. Raises ProjectError."""
+    """Find the project of ``path`` or this folder, and its registry: that of --home if given. Raises ProjectError."""
     from immortal.coordinator.project.project import find_project
 
     main = ctx.find_root()
@@ -57,7 +57,7 @@ def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry
 
 
 def project_with(registry: Registry, name: str) -> Project | None:
-    """Return the project whose immortal.toml says what the instance ``name`` of ``registry`` runs; None without one.
+    """Return the project whose immortal.toml defines the instance ``name`` of ``registry``; None if there is none.
 
     Raises ConfigError for a file with mistakes.
     """
@@ -87,7 +87,7 @@ def project_with(registry: Registry, name: str) -> Project | None:
 def init(name: str | None, template: str) -> None:
     """Make a project that runs, with a test, in the folder NAME, or in this one.
 
-    What is there is never written over.
+    Files that exist are never overwritten.
     """
     folder = Path(name).absolute() if name else Path.cwd()
     files = make_project(folder, folder.name, template)
@@ -111,12 +111,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 )
 @click.pass_context
 def dev(ctx: click.Context, path: Path | None, no_watch: bool, debugpy: int | None) -> None:
-    """Run all services of a project here, with one log, and with their code as it is saved.
+    """Run all services of a project here, with their output together, and reload their code when it is saved.
 
     PATH is an immortal.toml, its folder, or one file of Python: then all services in it run, each as the instance that
     is called as its class, in small letters. Without PATH it is the immortal.toml of this folder or of one above.
 
-    What is not registered is registered, in .immortal beside the project, and its log is kept whole. When a file is
+    New services are registered, in .immortal beside the project, and their logs are kept whole. When a file is
     saved, the services that use it start again. Before that, the new code replays what was logged since the last
     checkpoint: where it makes other calls than were made, you are asked, and without a terminal the old code goes on.
     Ctrl-C stops all, with checkpoints.
@@ -162,12 +162,12 @@ RUNS_ALREADY = "runs already"
 def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, keep: bool) -> None:
     """Run all services of a project in the background, and wait until they are ready.
 
-    PATH is as for 'immortal dev'. What runs already goes on; what was stopped or has failed is started again, and what
-    immortal.toml says differently is started with that. 'immortal ps' shows them, 'immortal logs' what they say,
-    'immortal down' stops them. The exit status is 1 where one is not ready in time, or has failed.
+    PATH is as for 'immortal dev'. What runs already goes on; what was stopped or has failed is started again, as is
+    what immortal.toml now describes differently. 'immortal ps' shows them, 'immortal logs' what they print,
+    'immortal down' stops them. The exit status is 1 if one is not ready in time, or has failed.
 
-    Where a service's class is of another version than its log, that is said first. If the class upgrades that version
-    (@upgrades), it goes on until --upgrade, or 'immortal upgrade'; if not, the service is not started.
+    If a service's class is of another version than its log, that is printed first. If the class can upgrade that
+    version (@upgrades), the service goes on as before until --upgrade or 'immortal upgrade'; if not, it is not started.
     """
     from immortal.coordinator.project.code_change import version_gap
 
@@ -211,13 +211,13 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
 
 
 def _supervisors(registry: Registry, names: Iterable[str]) -> dict[str, int | None]:
-    """Return the process ID of each one's `immortal run`; None: it does not run."""
+    """Return, for each instance, the process ID of its `immortal run`; None if it does not run."""
     found = {name: control.supervisor(registry.home / name) for name in names}
     return {name: None if one is None else one.pid for name, one in found.items()}
 
 
 def _version_gaps(registry: Registry, services: Iterable[ServiceSpec], *, upgrade: bool) -> dict[str, VersionGap]:
-    """Return the services whose class is of another version than their log, and say what becomes of them."""
+    """Find services whose class and log differ in version, request upgrades if asked to, and print what happens."""
     from immortal.coordinator.project.code_change import request_upgrade, version_gap
 
     gaps = {}
@@ -251,7 +251,7 @@ def _background(project: Project) -> RunLockHolder | None:
 
 
 def _start_daemon(project: Project, timeout_s: float) -> int:
-    """Start the process in the background, or let it look again; how often it had looked before."""
+    """Start the background process, or make it read the project again; return how often it had read it before."""
     from immortal.coordinator.project.background import RELOAD_SIGNAL
     from immortal.coordinator.service.children import PYTHON
 
@@ -274,7 +274,7 @@ def _start_daemon(project: Project, timeout_s: float) -> int:
 
 
 def _holder_of(project: Project) -> RunLockHolder:
-    """Raises FailedError where it is gone."""
+    """Return the process that runs the project, after a short wait if need be. Raises FailedError if it is gone."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while (found := holder(project.home)) is None:
         if time.monotonic() > deadline_s:
@@ -284,7 +284,7 @@ def _holder_of(project: Project) -> RunLockHolder:
 
 
 def _elsewhere(registry: Registry, name: str) -> str:
-    """Say who runs an instance that the project did not start; "" if nobody does."""
+    """Say who runs an instance that the project did not start, or that nobody does."""
     with contextlib.suppress(RegistryError):
         found = control.supervisor(registry.load(name).folder) or control.running(registry.load(name).folder)
         if found is not None:
@@ -299,8 +299,8 @@ def _elsewhere(registry: Registry, name: str) -> str:
 def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
     """Stop all services of a project cleanly, each with a checkpoint, and wait until they have ended.
 
-    Whoever runs them is asked: the process of 'immortal up', an 'immortal dev', an 'immortal run' of one of them. Where
-    nothing runs, that is well: status 0.
+    Asks whoever runs them to stop: the process of 'immortal up', an 'immortal dev', an 'immortal run' of one of them.
+    If nothing runs, the exit status is 0.
     """
     from immortal.cli.lifecycle import checkpoint_at_stop, stop
 
@@ -322,7 +322,7 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
 
 
 def _end(found: RunLockHolder, timeout_s: float) -> None:
-    """Raises FailedError where it does not end in time."""
+    """Ask the process ``found`` to stop, and wait until it has ended. Raises FailedError if it does not in time."""
     try:
         os.kill(found.pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -349,7 +349,7 @@ def _end(found: RunLockHolder, timeout_s: float) -> None:
 def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user: bool) -> None:
     """Print systemd's unit files of a project: a service for each instance, and a target for all.
 
-    What is not registered is registered. Files that are there are written over.
+    Services that are not registered yet are registered. Files that exist are overwritten.
     """
     from immortal.coordinator.project.code_change import version_gap
     from immortal.coordinator.project.fleet import register

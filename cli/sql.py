@@ -1,4 +1,4 @@
-"""sql: a query over logs and states, as of now or of a moment, by DuckDB."""
+"""`immortal sql`: DuckDB runs a query over logs and states, as of now or of an earlier moment."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def sql(
     unsealed: bool,
     trust_pickle: bool,
 ) -> None:
-    """Run a QUERY over logs and states; the instances may run, and notice nothing.
+    """Run a QUERY over logs and states; instances that run are not disturbed.
 
     Tables are messages, records, outputs, instances, clients, executions; waiting, timers, effects; and of each
     instance its state (NAME), and what is in an attribute that is a container (NAME.ATTRIBUTE). All is of one moment:
-    no effect is shown without its cause. States are had by replay. A query reaches these tables alone, and no file,
+    no effect is shown without its cause. States come from a replay. A query reaches these tables alone, and no file,
     unless --unsealed.
     """
     if as_csv + as_json + (parquet is not None) > 1:

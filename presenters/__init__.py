@@ -1,1 +1,1 @@
-"""Plain values and texts for records, status, handlers and comparisons: the commands and the page show the same."""
+"""Plain values and texts for records, status, handlers and comparisons, which both commands and web pages show."""

@@ -41,7 +41,7 @@ ARGUMENTS_SHOWN_BYTES_MAX = 48
 def describe_record(logged: LoggedValue, committer_id: int, methods: Methods | None = None) -> dict[str, Any]:
     """Return the record as plain values; of a damaged one, only the "problem".
 
-    ``methods``: what the instance's class names; then the messages have names, and their arguments as values.
+    ``methods``: the methods of the instance's class; with them, messages have names, and their arguments as values.
     """
     described: dict[str, Any] = {"sequence_id": logged.sequence_id, "size_bytes": len(logged.value)}
     if logged.problem is not None:
@@ -105,7 +105,7 @@ def _message(content: bytes, message_type: int, start: int, end: int, methods: M
 
 
 def _inner_rpc(content: bytes, methods: Methods) -> dict[str, Any] | None:
-    """The RPC inside an initial message, of the SDK an incoming one, else an outgoing one; it may be any bytes."""
+    """Describe the RPC in an initial message: the SDK's is incoming, others are outgoing. None if it is no RPC."""
     try:
         message_type, start, end = decode_message(content, 0)
         if message_type != MessageType.RPC or end != len(content):
@@ -170,7 +170,7 @@ def _shown(data: bytes) -> str:
 
 
 def record_lines(described: dict[str, Any]) -> Iterator[str]:
-    """Yield the record as lines of text, which a terminal can show: the record's own, then one for each message."""
+    """Yield the record as lines of text that are safe to print: its own line, then one for each message."""
     yield from map(printable, _record_lines(described))
 
 
@@ -191,7 +191,7 @@ def _record_lines(described: dict[str, Any]) -> Iterator[str]:
 
 
 def grouped_lines(described: Iterable[dict[str, Any]], index: ExecutionIndex) -> Iterator[str]:
-    """Yield messages of records as lines of text, those of one execution together, the first one's first."""
+    """Yield messages as lines of text, grouped by execution, in the order of the groups' first messages."""
     groups: dict[int | None, list[str]] = {}
     for record in described:
         if "problem" in record:

@@ -50,8 +50,8 @@ _WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 
 class Report:
-    """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown.
-    ``at_least``: so many messages must have been compared for "no difference".
+    """Report on a what-if. ``blob_paths``: the states at the end. ``reader``: the log, for inputs that are shown.
+    ``at_least``: how many messages must have been compared before it says "no difference".
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Report:
         )
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
-        """Return what the new code waits for and the old code never did; such waits exist only if the states differ."""
+        """Return the handlers of the new code that wait for answers the log lacks: none unless the states differ."""
         if not self.state or self._outcome.results[Side.NEW].description is None:
             return []
         return unanswered(self._class(Side.NEW), blob_path, self._apps[Side.NEW].code)
@@ -156,7 +156,7 @@ class Report:
 
     @cached_property
     def _methods(self) -> Methods:
-        """Return the names of methods that either side gives; if both name one, that of the new side."""
+        """Return the method names of both sides; for a method that both name, the new side's name."""
         methods: dict[tuple[str, int], str] = {("", INITIAL_METHOD_ID): "the initial message"}
         for side in Side:
             result = self._outcome.results.get(side)
@@ -170,7 +170,7 @@ class Report:
         return call.with_method(method_name(call.method_id, call.kind, destination, self._methods))
 
     def _message(self, key: Key) -> bytes | None:
-        """Read the logged message with that key; None if the apps do not tell it, it is no call, or it was trimmed."""
+        """Read the logged message of a key; None if keys are places of calls, or the log holds it no longer."""
         if self._outcome.by_position:
             return None
         try:
@@ -185,8 +185,8 @@ class Report:
 
     @cached_property
     def _groups(self) -> list[tuple[Key | None, list[Finding]]]:
-        """The first findings, those of one execution together. The key is of the input that began it; None: of one
-        finding that is alone with its input.
+        """Return the first findings, grouped by execution, each with the key of the input that began it; None if all of
+        its findings are of that input itself.
         """
         groups: dict[Key, list[Finding]] = {}
         for finding in self._outcome.findings.first:
@@ -484,7 +484,7 @@ def _value_text(difference: Values, side: Side) -> str:
 
 
 def call_text(task: Values) -> str:
-    """Return a handler that waits as ``ride(17)``."""
+    """Return a waiting handler as a call: ``ride(17)``."""
     arguments = ", ".join(json.dumps(each, ensure_ascii=False) for each in task["arguments"])
     return f"{task['handler']}({_clipped(arguments)})"
 

@@ -30,7 +30,7 @@ _ENTRY_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal sources are equal archives
 
 
 class CodeStart(msgspec.Struct, frozen=True):
-    """Start of kept code. ``digest``: of the code that handles the log from the record ``first`` on, up to the next.
+    """Entry of the index: the code with ``digest`` handles records from ``first`` on, up to the next entry's.
     ``app``: "module:Class". ``files``: the SHA-256 of each source, by its path where it ran.
     """
 
@@ -43,7 +43,7 @@ class CodeStart(msgspec.Struct, frozen=True):
         return folder / f"{self.digest}.zip"
 
     def is_on_disk(self) -> bool:
-        """Tell whether all files of the code are still what they were."""
+        """Tell whether all sources of the code are still on disk where it ran, unchanged."""
         with contextlib.suppress(OSError):
             return all(hashlib.sha256(Path(file).read_bytes()).hexdigest() == sha for file, sha in self.files.items())
         return False
@@ -64,10 +64,10 @@ def code_at(folder: Path, sequence_id: int) -> CodeStart | None:
 
 
 def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first: int) -> bool:
-    """Keep the code that handles the log from the record ``first`` on: name in the archive to (path, source).
+    """Keep the code that handles records from ``first`` on. ``sources``: name in the archive to (path, content).
 
-    What was noted of records behind that is forgotten: the log was cut, or is another one. Returns False for what is
-    too large. Raises OSError.
+    Entries of later records are removed from the index: the log was cut, or is another one. Returns False if the code
+    is too large. Raises OSError.
     """
     if sum(len(source) for _, source in sources.values()) > SOURCES_SIZE_BYTES_MAX:
         return False
@@ -94,7 +94,7 @@ def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first
 
 
 def forget(folder: Path, first_sequence_id: int) -> None:
-    """Remove the code that handled no record from ``first_sequence_id`` on. Raises OSError."""
+    """Remove code that handled only records before ``first_sequence_id``. Raises OSError."""
     known = starts(folder)
     behind = [start for start in known if start.first <= first_sequence_id]
     if len(behind) > 1:

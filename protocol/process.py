@@ -1,8 +1,8 @@
-"""Handles forks and freed memory: objects with threads and connections stay their parent's in a child of ``os.fork()``.
+"""Forks and freed memory: in a child of ``os.fork()``, objects with threads and connections stay the parent's.
 
-The child has none of its parent's threads, a lock that one of them held stays held in it, and what it sent through one
-of its parent's sockets would disturb the parent. So such an object lets go of all of them in the child, at the fork,
-and makes its own when it is used there; or it says that it can't be used there.
+The child has none of its parent's threads. A lock that one of them held stays held, and what the child sent through a
+socket of the parent would disturb the parent. So such an object lets go of all of them in the child, at the fork, and
+makes its own when it is used there; or it says that it can't be used there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _parents: list[object] = []  # in a child: kept referenced, so that nothing clos
 
 
 def register(owner: Owner) -> None:
-    """Tell ``owner`` of each fork, in the child."""
+    """Call ``owner.forked_in_child()`` in the child, after each fork from now on."""
     _owners[id(owner)] = owner
 
 
@@ -48,7 +48,7 @@ def _in_child() -> None:
 
 
 def at_fork(forked: Callable[[], None]) -> None:
-    """Call ``forked`` in each child."""
+    """Call ``forked`` in each child, after the fork."""
     os.register_at_fork(after_in_child=forked)
 
 
@@ -72,7 +72,7 @@ GROWTH_SIZE_BYTES = 4 << 20
 
 
 def retain_freed_memory() -> None:
-    """Set this process's malloc up, once, when its modules are loaded. Does nothing where malloc is not glibc's."""
+    """Trim the heap, then let glibc's malloc keep freed memory. Call it once, when modules are loaded."""
     trim_heap()
     import ctypes  # imported here: few commands need it
 
@@ -87,7 +87,7 @@ def retain_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed heap memory to the kernel, which takes a millisecond. Does nothing where malloc is not glibc's."""
+    """Return freed heap memory to the kernel. This takes a millisecond. Does nothing if malloc is not glibc's."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):

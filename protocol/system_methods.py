@@ -54,7 +54,7 @@ class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
-    """Order to the handler ``task``.
+    """Operator's order to the handler ``task``.
 
     ``text``: the reason of a "cancel" or "terminate", the name of the event of a "signal", whose ``value`` is
     MessagePack. An "expel" is to no handler, 0: ``text`` is the member, and ``value`` the name of its group. A
@@ -77,27 +77,27 @@ _ANSWER = decoding.Decoder(HandlersAnswer)
 
 
 def encode_handlers_question(question: HandlersQuestion) -> bytes:
-    """Encode a HandlersAsked message."""
+    """Encode a question as a HandlersAsked message."""
     return encode_message(MessageType.HANDLERS_ASKED, msgspec.msgpack.encode(question))
 
 
 def decode_handlers_question(data: bytes) -> HandlersQuestion:
-    """Decode a HandlersAsked. Raises RemoteProtocolError."""
+    """Decode a question from a HandlersAsked message. Raises RemoteProtocolError."""
     return _QUESTION.decode_message(data, "a HandlersAsked")
 
 
 def encode_handlers_answer(answer: HandlersAnswer) -> bytes:
-    """Encode a Handlers message."""
+    """Encode an answer as a Handlers message."""
     return encode_message(MessageType.HANDLERS, msgspec.msgpack.encode(answer))
 
 
 def decode_handlers_answer(data: bytes) -> HandlersAnswer:
-    """Decode a Handlers message. Raises RemoteProtocolError."""
+    """Decode an answer from a Handlers message. Raises RemoteProtocolError."""
     return _ANSWER.decode_message(data, "a Handlers")
 
 
 def encode_order(order: Order) -> bytes:
-    """Encode an order as a logged call, from its size on."""
+    """Encode an order as a call, with its size in front, as the log holds it."""
     return encode_incoming_rpc(ORDER_METHOD_ID, RpcType.IMPULSE, msgspec.msgpack.encode(order))
 
 
@@ -119,7 +119,7 @@ _number_of = decoding.Decoder(int).decode
 
 
 def ordered_method(data: bytes, start: int, end: int) -> int:
-    """Return the final method ID of the RPC ``data[start:end]``, a call of ORDERED_METHOD_ID; -1 if malformed."""
+    """Return the ID of the method that ``data[start:end]``, a call of ORDERED_METHOD_ID, is for; -1 if malformed."""
     rpc = decode_incoming_rpc(data, start, end)
     try:
         return _number_of(_first_of(rpc.arguments)[0])

@@ -1,4 +1,4 @@
-"""Results of a replay: to a sink as it goes on, and as a whole at its end."""
+"""Results of a replay: a sink gets them one by one as it goes on, a ReplayResult has them at its end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sink:
             self.verdict(event.verdict)
 
     def code(self, code: Code | None) -> None:
-        """The app has come in, and runs this code; None: started by hand."""
+        """The app has connected, and runs this code; None: it was started by hand."""
 
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         """A record goes to the app. ``value``: record and trailer as the log holds them."""
@@ -62,17 +62,17 @@ class Sink:
         """
 
     def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        """Impulses that were sent there at these positions; no replay makes them. ``payload`` b"": not kept."""
+        """Impulses of the past take these positions; no replay makes them. ``payload`` b"": they were not kept."""
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
-        """The app tells what it draws: see :class:`immortal.replay.session.NumbersDrawn`."""
+        """The app has reported random numbers: see :class:`immortal.replay.session.NumbersDrawn`."""
 
     def verdict(self, verdict: Verdict) -> None:
-        """A message has failed alone. Also what was made before it may still come."""
+        """A message has failed, and the app goes on. Outputs made before it may still come."""
 
 
 class ReplayResult(Struct):
-    """``records`` and ``messages`` are those that the app was given.
+    """What a replay came to. ``records`` and ``messages``: how many the app was given.
 
     ``blob_size_bytes``, ``blob_check`` (CRC-64/XZ): the state at the end, also in the file ``blob_path`` if one was
     asked for; None with a ``failure``: a message that could not be handled; then nothing behind it was replayed. None
@@ -107,13 +107,13 @@ class ReplayResult(Struct):
     _traces_size: int = 0
 
     def add(self, verdict: Verdict) -> None:
-        """The app has given it."""
+        """Add a verdict that the app has given."""
         self._traces_size += len(verdict.trace)
         trace = verdict.trace if self._traces_size <= TRACES_CHARACTERS_MAX else ""
         self.verdicts.append(msgspec.structs.replace(verdict, message=b"", trace=trace))
 
     def find_new_failures(self, source: RecordSource) -> None:
-        """The replay has ended: the log of a running instance may have got the same verdicts meanwhile."""
+        """Set ``news``, after the replay: the log of a running instance may have got the same verdicts meanwhile."""
         known = {verdict.key for verdict in source.summary().verdicts} if self.verdicts else ()
         self.news = [verdict for verdict in self.verdicts if verdict.key not in known]
 
@@ -158,7 +158,7 @@ class CountingSink(Sink):
             counts[payload[kind : method_end + 1]] += 1
 
     def by_method(self, methods: Methods) -> Iterator[tuple[str, str, int]]:
-        """(destination, method's name, count)"""
+        """Yield (destination, method's name, count), sorted by destination."""
         for destination, counts in sorted(self._counts.items()):
             decoded = {(decode_zigzag_int(front, 1)[0], front[0]): count for front, count in counts.items()}
             for (method_id, kind), count in sorted(decoded.items()):
@@ -166,7 +166,7 @@ class CountingSink(Sink):
 
 
 def summary_json(name: str, result: ReplayResult, counted: CountingSink) -> dict[str, Any]:
-    """Plain values; "failure" is null unless a message could not be handled."""
+    """Return the result as plain values; "failure" is null unless a message could not be handled."""
     methods = result.description.methods if result.description else {}
     failure = result.failure
     return {
@@ -199,7 +199,7 @@ def failure_json(result: ReplayResult) -> Mapping[str, Any] | None:
 
 
 def summary_lines(name: str, result: ReplayResult, counted: CountingSink) -> Iterator[str]:
-    """The same for people."""
+    """Yield the result as lines for people."""
     for note in result.notes:
         yield f"note: {note}"
     start = result.checkpoint
@@ -221,7 +221,7 @@ def summary_lines(name: str, result: ReplayResult, counted: CountingSink) -> Ite
 
 
 def reached(result: ReplayResult) -> str:
-    """Up to where the replay got, in words."""
+    """Say in words how far the replay got."""
     if result.failure is not None:
         return f"up to record {result.failure.sequence_id}, message {result.failure.message_index}, which failed"
     return f"to record {result.last_sequence_id}" if result.records else "with no record behind it"
@@ -239,7 +239,7 @@ class MessageOutcome(Enum):
 
 
 class OutcomeChanges(Struct):
-    """``count`` messages of ``method`` with that fate, from ``then`` and ``now`` of the first of them on."""
+    """``count`` messages of ``method`` with one fate. ``then``, ``now``: the verdicts on the first of them."""
 
     method: str
     fate: MessageOutcome
@@ -249,7 +249,7 @@ class OutcomeChanges(Struct):
 
     @property
     def first(self) -> Verdict:
-        """Return a verdict of the change: the one of now, or else of then."""
+        """Return a verdict on the first message: that of now, or else that of then."""
         found = self.now or self.then
         assert found is not None
         return found
@@ -258,7 +258,7 @@ class OutcomeChanges(Struct):
 def changed_outcomes(
     then: Iterable[Verdict], now: Iterable[Verdict], after: int, before: tuple[int, int]
 ) -> list[OutcomeChanges]:
-    """Grouped by method, in the order of the log.
+    """Return the messages whose outcome has changed, grouped by method and fate, in the order of the log.
 
     ``then``: the log's verdicts; ``now``: those of an app that was told none of them, but those on what was
     refused whatever its code. It was given the messages behind the record ``after``, those before (record, message)
@@ -311,7 +311,7 @@ def format_failure(verdict: Verdict) -> str:
 
 
 def new_failure_lines(verdicts: Iterable[Verdict]) -> Iterator[list[str]]:
-    """Messages that had not failed and do so in a replay: for each method the first, and how many more there are."""
+    """Yield, for each method, lines about the first message that fails only in a replay, and how many do."""
     for group in changed_outcomes((), verdicts, -1, (0, 0)):
         verdict = group.first
         what = f"{group.method or 'a message'} at {place_in_words(verdict)}"
@@ -323,7 +323,7 @@ def new_failure_lines(verdicts: Iterable[Verdict]) -> Iterator[list[str]]:
 
 
 def verdict_values(verdict: Verdict | None) -> dict[str, Any] | None:
-    """Plain values."""
+    """Return a verdict as plain values."""
     if verdict is None:
         return None
     return {
@@ -335,7 +335,7 @@ def verdict_values(verdict: Verdict | None) -> dict[str, Any] | None:
 
 
 def new_failure_values(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
-    """The messages of :func:`new_failure_lines`, each."""
+    """Return plain values for each message that fails only in a replay."""
     return [
         {
             "record": verdict.sequence_id,

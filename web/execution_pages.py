@@ -1,4 +1,4 @@
-"""The executions of an instance, by their labels and more; one with its timeline; and what is done to one or many."""
+"""Pages of an instance's executions: a search, one execution with its timeline, and actions on one or many."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def routes() -> list[Route]:
 
 
 def executions(request: Request) -> Response:
-    """The newest that are like the form says; ``before`` goes on behind one."""
+    """Show the newest executions that match the form; with ``began`` and ``before``, those older than that one."""
     settings = settings_of(request)
     filters = {key: text_of(request, key) for key in FILTERS}
     found: list[Execution] = []
@@ -78,7 +78,7 @@ def executions(request: Request) -> Response:
 
 
 def _query(filters: Mapping[str, str]) -> Query:
-    """Raises ExecutionsError, MomentError."""
+    """Make the query that the form describes. Raises ExecutionsError, MomentError."""
     since = parse_moment(filters["since"]) if filters["since"] else None
     if isinstance(since, int):
         raise ExecutionsError(f"{since}: a time was expected, such as 2026-11-28T16:30, or 2h for two hours ago")
@@ -109,7 +109,7 @@ def execution(request: Request) -> Response:
 
 
 def states(request: Request) -> Response:
-    """The state before an execution and after it."""
+    """Show the state before an execution and after it."""
     site, settings = site_of(request), settings_of(request)
     with open_index(settings.folder, settings.name) as index:
         found = index.get(key_of_id(request.path_params["id"]))
@@ -176,7 +176,7 @@ ORDERS = {
 
 
 def confirm(request: Request) -> Response:
-    """Show what is meant: what a search found, or ``ids``."""
+    """Ask for confirmation, with the executions that are meant: those of ``ids``, or of a search."""
     action, settings = require_actions(request, ORDERS, "verb"), settings_of(request)
     query = _query({key: text_of(request, key) for key in FILTERS})
     found = chosen(settings, action.verb, query, text_of(request, "ids").split())
@@ -201,7 +201,7 @@ async def act(request: Request) -> Response:
 
 
 def _do(settings: InstanceSettings, action: Action, form: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return what was done, and what was not, in words."""
+    """Carry out the action on each execution; return, in words, what was done and what was not."""
     said, problems = list[str](), list[str]()
     given = action.request(form)
     for one in chosen(settings, action.verb, Query(), form.get("ids", "").split()):

@@ -1,7 +1,7 @@
 """Search of logs for the timeline: a lane per instance, with single messages if they are few, else with counts.
 
-So the answer has one size, whatever the size of the logs: a count is found by searching for the edges of its range, of
-which each costs some 20 reads of a record, and messages are read only where there are at most MESSAGES_MAX.
+So the size of the answer does not depend on the size of the logs: a count is found by searching for the edges of its
+range, each of which costs some 20 reads of a record, and messages are read only if there are at most MESSAGES_MAX.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Lane:
         return [after - before for before, after in itertools.pairwise(edges)]
 
     def _edge(self, time_ns: int, low: int) -> int:
-        """Find the first record at a time, as Times.first_from: most edges are near the one before."""
+        """Find the first record from a time on, as Times.first_from, but near ``low`` first: most edges are there."""
         step = 1
         while low + step < self._end and self._times.of(low + step) < time_ns:
             step *= 4
         return self._times.first_from(time_ns, low, min(self._end, low + step))
 
     def messages(self, methods: Methods, wanted: Filter, limit: int) -> list[Message] | None:
-        """Read the wanted messages; None if they are more than ``limit``, or more must be read than may be."""
+        """Read the wanted messages; None if there are more than ``limit``, or more than RECORDS_MAX records to read."""
         if self.records > RECORDS_MAX:
             return None
         found = []
@@ -103,7 +103,7 @@ def ends(reader: LogReader) -> tuple[int, int] | None:
 
 
 def packed(messages: Sequence[Message], origin_ns: int, lanes: dict[str, int]) -> list[list[Any]]:
-    """[record, index, time in µs, sent in µs (null: unknown), lane of the sender or null, method, words, bytes]"""
+    """Pack as [record, index, time in µs, sent in µs (null: unknown), sender's lane or null, method, words, bytes]."""
     return [
         [
             one.sequence_id,

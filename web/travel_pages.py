@@ -1,7 +1,7 @@
-"""Any moment of a log: the state there, what a message did, what was before, what came of it.
+"""Pages about any moment of a log: the state there, what a message did, what caused it, what came of it.
 
-A path (``balances[3]``) only reads; an expression is code. So expressions come in forms alone, which bring a token of a
-page of ours along, and no address holds one: a link that somebody sends runs nothing but the app.
+A path (``balances[3]``) only reads; an expression is code. So expressions come only from forms, with a token of one of
+our pages, and never from a URL: a link that somebody sends runs nothing but the app.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def routes() -> list[Route]:
 
 
 def travel(request: Request) -> Response:
-    """The moment that ``at`` names, else the newest one."""
+    """Show the moment that ``at`` names, else the newest one."""
     return _travel(request, place_of(request))
 
 
@@ -90,7 +90,7 @@ def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "",
 
 
 async def find(request: Request) -> Response:
-    """The next moment, or the one before, where a condition holds."""
+    """Go to the next moment, or the one before, where a condition holds."""
     site, settings = site_of(request), settings_of(request)
     form, record, index = await _form_at(request)
     back = form.get("way") == "back"
@@ -146,7 +146,7 @@ def changed(request: Request) -> Response:
 
 
 def watch(request: Request) -> Response:
-    """A value over records, up to this one."""
+    """Show how a value changed over records, up to this one."""
     site, settings = site_of(request), settings_of(request)
     record, _ = _at(request)
     path = text_of(request, "path")
@@ -183,7 +183,7 @@ async def note(request: Request) -> Response:
 
 
 async def again(request: Request) -> Response:
-    """With the code as it is now."""
+    """Show the moment again, replayed with the code as it is now."""
     site, settings = site_of(request), settings_of(request)
     _, record, index = await _form_at(request)
     await to_thread.run_sync(lambda: site.travel.end(settings.name))
@@ -210,7 +210,7 @@ def replayed(request: Request) -> Response:
 
 
 def followed(request: Request) -> Response:
-    """Only what came of a message: so a page goes along from service to service, as far as somebody looks."""
+    """Show only what came of a message, so that a page can follow it from service to service, a step at a time."""
     site, settings = site_of(request), settings_of(request)
     moment = _ask(site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"])
     return HTMLResponse(render("_followed.html", **_made(site, settings, moment)))
@@ -222,7 +222,7 @@ def _made(site: Site, settings: InstanceSettings, moment: Values) -> Values:
 
 
 def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
-    """Find a message that was made in the log of its receiver."""
+    """Find, in the log of its receiver, a message that was made."""
     destination = one["destination"] or settings.name
     if destination.startswith(CLIENTS):
         return {**one, "name": None, "at": None, "problem": "an answer to a client"}
@@ -236,7 +236,7 @@ def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
 
 
 def _cause(site: Site, settings: InstanceSettings, source: str | None, position: int) -> Values | None:
-    """The message in the sender's log that made this one; None where no instance did."""
+    """Find, in the log of the sender, the message that made this one; None if no instance made it."""
     if source is None or source.startswith(CLIENTS):
         return None
     sender = source or settings.name

@@ -137,7 +137,7 @@ class Embedded:
         register(self)
 
     def forked_in_child(self) -> None:
-        """Note in a forked child that the instance runs in the parent, and only there can be stopped."""
+        """Mark this object in a forked child: the instance runs in the parent, and can be stopped only there."""
         self._is_parents = True
 
     def _run(self) -> None:
@@ -154,7 +154,7 @@ class Embedded:
         return not (self._is_parents or self._ended.is_set())
 
     def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until the app has recovered or started. Raises StartError where it ends before that, or takes longer."""
+        """Wait until the app has started or recovered. Raises StartError if it ends first, or after ``timeout_s``."""
         name = self._instance.settings.name
         if not self._instance.ready.wait(timeout_s):
             raise StartError(f"{name!r} is not ready within {timeout_s:g} s: 'immortal status {name}' says where it is")
@@ -163,9 +163,9 @@ class Embedded:
             raise StartError(f"{name!r} has ended as it started: {why}") from self._error
 
     def stop(self) -> int:
-        """Stop the instance with a checkpoint, wait for its end, and return the exit status that it would have had.
+        """Stop the instance with a checkpoint, wait for its end, and return the exit status that :func:`run` has.
 
-        In a child of the process that runs it nothing is done.
+        Does nothing in a forked child of the process that runs it.
         """
         if self._is_parents:
             return 0
@@ -196,8 +196,8 @@ def start(
 ) -> Embedded:
     """Run ``cls`` as the instance ``name`` in a thread of this process; returns once it takes input.
 
-    As :func:`run`, but signals stay the caller's, and so does Python's hash seed: without PYTHONHASHSEED in the
-    environment the order of a set may differ at the next start. Raises ImmortalError.
+    Unlike :func:`run` it leaves signals and Python's hash seed to the caller: without PYTHONHASHSEED in the environment
+    the order of a set may differ at the next start. Raises ImmortalError.
     """
     embedded = Embedded(_Instance(cls, name, home, log_level, settings))
     try:
@@ -221,7 +221,7 @@ def _settings(registry: Registry, name: str, given: dict[str, Any]) -> InstanceS
 
 
 def _name_of(cls: type) -> str | None:
-    """Return ``cls`` as `immortal run` and `immortal log show` would name it; None where they could not."""
+    """Return the "module:Class" by which `immortal run` and `immortal log show` find ``cls``; None if they can't."""
     module = cls.__module__
     if module == "__main__":
         main = sys.modules["__main__"]
@@ -239,7 +239,7 @@ def _name_of(cls: type) -> str | None:
 
 
 def _module_of(path: str) -> str:
-    """Return the module name of a program's file, or its path where it can't be imported by name."""
+    """Return the module name of a program's file, or its path if it can't be imported by name."""
     stem = Path(path).stem
     if stem.isidentifier() and stem != "__main__":
         return stem

@@ -1,4 +1,4 @@
-"""``immortal.logger`` writes lines of handlers with the place that they come from; a replay does not repeat them.
+"""``immortal.logger`` writes log lines of handlers, with handler and record; a replay does not write them again.
 
     immortal.logger.info("took order", order=3)
     12:00:01.250 info    shop> took order  order=3 handler=Shop.take record=12:0
@@ -7,8 +7,8 @@ The interface is structlog's: levels as methods, values by name, ``bind``. A lin
 the first time; a message that is handled again (a recovery, a rewind behind a failure, a rebuilt async handler) writes
 none. So no line comes twice, and what was about to be written at a crash may be missing.
 
-Nothing that is logged may be felt by the handler: else it would do something else in a replay, which writes nothing. So
-no value and no closed pipe makes a method here raise.
+Logging must never change what a handler does: a replay, which writes no lines, would do something else. So no value and
+no closed pipe makes a method here raise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FRAMES_MAX = 100  # between the handler and whoever writes the line
 
 
 class HandlerLog:
-    """Class of ``immortal.logger``."""
+    """Logger of handlers: ``immortal.logger`` is one."""
 
     __slots__ = ("_bound",)
 
@@ -67,7 +67,7 @@ class HandlerLog:
         self._write("error", event, arguments, {**values, "exception": sys.exc_info()[1]})
 
     def bind(self, **values: Any) -> HandlerLog:
-        """Return a logger whose lines have these values too."""
+        """Return a logger that adds these values to each of its lines."""
         return HandlerLog({**self._bound, **values})
 
     def new(self, **values: Any) -> HandlerLog:
@@ -113,22 +113,21 @@ def _record(context: Context) -> str:
 
 
 def _owner() -> tuple[Context | None, Any]:
-    """Return what runs: the Context and the Task of an async handler; None for what is not there."""
+    """Return the Context of the code that runs, and the Task if that is an async handler; None for what is missing."""
     runs = running.get()
     task = None if runs is None or isinstance(runs, str | Context) else runs
     return (runs if isinstance(runs, Context) else None if task is None else task.tasks.context), task
 
 
 def runs_again() -> bool:
-    """Tell whether a handler's code runs here that has run before: in a replay, or as a handler that waits is
-    rebuilt."""
+    """Tell whether the handler code that runs here has run before: in a replay, or to rebuild a waiting handler."""
     context, task = _owner()
     here = context is not None and threading.get_ident() == context.thread_id
     return context is not None and here and not is_first_time(context, task)
 
 
 def is_first_time(context: Context, task: Any) -> bool:
-    """Tell whether this run is the first one, as far as this process knows: replays log nothing."""
+    """Tell whether the handler runs for the first time, as far as this process knows; only then does it write lines."""
     if context.tasks is None:  # a plain object
         return True
     if task is not None and task.is_silent:
@@ -140,7 +139,7 @@ def is_first_time(context: Context, task: Any) -> bool:
 
 
 def _handler_above(definition: Definition, frame: FrameType | None) -> str | None:
-    """Return the handler that has called what runs in ``frame``, as its class has it; None if there is none."""
+    """Return the qualified name of the handler that called the code of ``frame``; None if no handler did."""
     codes = {handler.function.__code__: handler.function.__qualname__ for handler in definition.handlers.values()}
     begins = getattr(definition.cls, definition.initial or "", None)
     if isinstance(begins, FunctionType):
@@ -161,9 +160,9 @@ FAILURES_AT_ONCE_MAX = 20  # lines of one kind; then one each second, with the n
 
 
 class FailureReporter:
-    """Writes a line for each failure of an instance's code: whose call, where in the log, what to do. Any thread.
+    """Writes a line for each failure of user code: who called, which record, what to do. Any thread may use it.
 
-    ``label``: in place of the instance's name where the log does not say it.
+    ``label`` stands for the instance's name where that is unknown.
     """
 
     def __init__(self, label: str, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -173,7 +172,7 @@ class FailureReporter:
         self._limit = RateLimit(burst=FAILURES_AT_ONCE_MAX, interval_ns=1_000_000_000)
 
     def failed(self, verdict: Verdict, arguments: str = "", instance: str = "") -> None:
-        """Report a message, or a step of an ``async def`` handler, that has failed alone."""
+        """Report that a message, or a step of an ``async def`` handler, has failed, and that the app goes on."""
         name, record = instance or self._label, f"{verdict.sequence_id}:{verdict.message_index}"
         if verdict.kind is VerdictKind.REFUSED:
             level, text = "warning", f"a call is refused: {verdict.text}"
@@ -193,7 +192,7 @@ class FailureReporter:
     def declared(
         self, context: Context, handler: str, describe: Callable[[], str], caller: str | None, error: BaseException
     ) -> None:
-        """Report that a handler raised what it declares, unless this is a replay."""
+        """Report that a handler raised an exception that it declares, unless this is a replay."""
         if _is_shown("info") and is_first_time(context, None):
             text, record = f"{handler} raised {_text(error)}, which it declares", _record(context)
             self._write("info", context.instance_name, text, handler, describe, caller_in_words(caller), record)
@@ -250,7 +249,7 @@ def _is_shown(level: str) -> bool:
 
 
 def write_line(level: str, instance: str, text: str, fields: Mapping[str, Any], trace: str = "") -> None:
-    """Write one line on stderr, whatever is in it; in the human format with ``trace`` behind it. Raises nothing."""
+    """Write one line to stderr, in the human format followed by ``trace``. Raises nothing, whatever the values are."""
     try:
         if trace and os.environ.get(FORMAT_VARIABLE) == "json":
             fields, trace = {**fields, "traceback": trace}, ""

@@ -1,4 +1,4 @@
-"""Pytest fixture ``immortal_env``: installed with the package, loaded by pytest alone."""
+"""Defines the pytest fixture ``immortal_env``. The package installs this plugin, and only pytest loads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def immortal_env(request: pytest.FixtureRequest) -> Iterator[Environment]:
-    """Environment for one test. If the test passes, all instances are replayed and compared at its end."""
+    """Environment for one test. If the test passes, the log of each instance is replayed and compared at its end."""
     from immortal.appsdk.testing import Environment
 
     env = Environment()

@@ -39,7 +39,7 @@ class LogUnavailableError(LogError):
 
 
 class LogLostError(LogError):
-    """Raised if the log lacks what was acknowledged: where it is kept, an older copy has taken its place."""
+    """Raised if the log lacks what was acknowledged, since an older copy has taken its place."""
 
 
 class LogFullError(LogError):
@@ -75,11 +75,11 @@ class DivergenceError(ImmortalError):
 
 
 class FollowerError(ImmortalError):
-    """Raised if the log goes on in a way that this follower can't follow."""
+    """Raised if the log goes on in a way that this follower can't follow, such as with another version of the app."""
 
 
 class InvariantError(ImmortalError):
-    """Raised for a bug of the core. It stops before anything false becomes durable or visible."""
+    """Raised for a bug of the core, which stops before anything false becomes durable or visible."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -89,5 +89,5 @@ def require(condition: bool, message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Raise InvariantError. Use it like :func:`require` where building the message would cost each call."""
+    """Raise InvariantError. Use it in place of :func:`require` if it costs too much to build the message each time."""
     raise InvariantError(f"internal error, please report it: {message}")

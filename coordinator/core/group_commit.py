@@ -1,4 +1,4 @@
-"""Group commit: while as many transactions are on their way as the log takes, further input gathers in the next.
+"""Group commit: while the log is busy with as many transactions as it takes, further input gathers in the next.
 
 A group becomes one log record (if it has input) and one transaction. Idle, a message commits at once; busy, groups grow
 up to a size. Nothing in here waits for a timer. Groups become durable in the order of their tickets.
@@ -44,10 +44,10 @@ class Group:
 
 
 class GroupCommit:
-    """The groups between input and disk.
+    """Groups that take input, wait for the disk, or are on their way to it.
 
-    ``with_record_time``: records begin with their time (the app has asked for it). ``appends_max``: as many are handed
-    over at once, whether they are full or not. ``held``: none is, for now.
+    ``with_record_time``: records begin with their time (the app has asked for it). ``appends_max``: so many may be on
+    their way without being full. ``held``: none is handed over, for now.
     """
 
     def __init__(self, group_size_bytes: int) -> None:
@@ -67,7 +67,7 @@ class GroupCommit:
         self.logged_bytes = 0  # committed since the start
 
     def load(self, summary: LogSummary) -> None:
-        """Continue the log that ``summary`` describes. Call it with nothing on its way there."""
+        """Continue the log that ``summary`` describes. Call it while nothing is on its way to the disk."""
         self._committer_id = summary.committer_id
         self._next_sequence_id = summary.last_sequence_id + 1
         self._last_time_ns = max(summary.last_time_ns, *(header.time_ns for header in summary.checkpoints), 0)
@@ -142,7 +142,7 @@ class GroupCommit:
         return group
 
     def close_group(self) -> Group:
-        """Let no more into the open group; the new open one."""
+        """Close the open group to more input, and return the next one."""
         self._waiting.append(Group(self._waiting[-1].ticket + 1))
         return self._waiting[-1]
 
@@ -156,7 +156,7 @@ class GroupCommit:
     def next_commit(self, now_ns: int, marks: Mapping[str, OutputMark]) -> Group | None:
         """Seal the next group and return it; None if there is nothing to do now.
 
-        A group that is full does not wait for the one before it: whoever writes may join several into one sync.
+        A full group does not wait until the one before is durable: the writer may join several into one sync.
         ``marks``: the output streams that have moved since the last record.
         """
         if not self.commits_next:
@@ -188,7 +188,7 @@ class GroupCommit:
         self.logged_bytes += len(value)
 
     def committed(self, ticket: int) -> Group:
-        """Return the group with this ticket, which is durable."""
+        """Note that the group with this ticket is durable now, and return it."""
         first = self._committing[0].ticket if self._committing else None
         if ticket != first:
             fail(f"commit {ticket} is done, but was not on its way")

@@ -1,4 +1,4 @@
-"""The writing store: a LogStore over a backend. It reads what it needs from a view, and writes one append."""
+"""RowLogStore, the LogStore that writes: it reads from views of a backend, and writes each change as one append."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _RECORD_HEADER = struct.Struct("<iiQq")
 
 
 class _InFlight(NamedTuple):
-    """Append without an answer of the backend yet, and the store's changes once it is durable."""
+    """Append that the backend has not answered yet, and what changes in the store once it is durable."""
 
     ticket: int
     last_sequence_id: int
@@ -75,7 +75,7 @@ class RowLogStore(LogStore):
     def __init__(
         self, backend: Backend, keys: Sequence[LogKey] = (), *, adopt: bool = False, accept: bool = False
     ) -> None:
-        """``keys``, ``adopt``, ``accept``: as :func:`immortal.coordinator.log.open_log`, with its errors."""
+        """Take ``keys``, ``adopt``, ``accept`` as :func:`immortal.coordinator.log.open_log` does, with its errors."""
         self.backend = backend
         self.identity = backend.identity
         self.macs: Macs | None = None  # None: the log is not authenticated
@@ -117,7 +117,7 @@ class RowLogStore(LogStore):
         return self.backend.appends_max if self._sealer is None else 1
 
     def take_standby_offer(self) -> Offer | None:
-        """Take the offer of the standby that was asked for a checkpoint; None: there is none yet. Raises LogError."""
+        """Take the standby's answer to our request for a checkpoint; None: there is none yet. Raises LogError."""
         offer = self.backend.take_standby_offer()
         return None if offer is None else decode_offer(offer)
 
@@ -218,7 +218,7 @@ class RowLogStore(LogStore):
 
     @contextlib.contextmanager
     def _naming_remedy(self) -> Iterator[None]:
-        """Add the command that helps to errors about damage.
+        """Add to errors about damage the command that helps.
 
         Raises FencedError instead if another process has the log by now.
         """
@@ -276,7 +276,7 @@ class RowLogStore(LogStore):
             return is_done
 
     def _changes_of(self, transaction: Transaction, last_sequence_id: int) -> Changes:
-        """Check the records, which follow ``last_sequence_id``, and turn the transaction into rows."""
+        """Check that the records follow ``last_sequence_id``, and turn the transaction into rows."""
         if transaction.records:
             check_records(transaction.records, last_sequence_id, self.identity.committer_id)
         return changes_of(transaction, self.clock_ns() if transaction.verdicts else 0)
@@ -310,7 +310,7 @@ class RowLogStore(LogStore):
         return budget.exhausted
 
     def _remove_half_written(self) -> bool:
-        """Remove one step of incomplete checkpoints; True if there were any: more may remain."""
+        """Remove some rows of incomplete checkpoints; True if there were any, and there may be more."""
         with self.backend.view() as view:
             changes = half_written(view)
         if changes:
@@ -341,7 +341,7 @@ class RowLogStore(LogStore):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Watch an operation: after LogUnavailableError appends in flight stay unresolved; other errors drop them."""
+        """Watch an operation: after LogUnavailableError, appends in flight stay unresolved; other errors drop them."""
         try:
             yield
         except LogUnavailableError:
@@ -360,7 +360,7 @@ class RowLogStore(LogStore):
         self._ticket = begun.ticket or self._ticket
 
     def tail(self) -> tuple[int, int]:
-        """Return the ticket of the last durable commit (0: none of this writer is), and the last sequence ID.
+        """Return the ticket of this writer's last durable commit (0: it has none), and the last sequence ID.
 
         Raises LogUnavailableError, FencedError.
         """
@@ -390,7 +390,7 @@ def _last_of(append: Append) -> int:
 
 
 def check_records(records: Sequence[tuple[int, Readable]], last_sequence_id: int, committer_id: int) -> None:
-    """Check that ``records`` follow the last one, also by their headers. Anything else is a bug of the caller."""
+    """Check, also by their headers, that ``records`` follow the last one. If not, the caller has a bug."""
     expected = last_sequence_id + 1
     for sequence_id, value in records:
         if sequence_id != expected:

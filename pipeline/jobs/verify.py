@@ -1,4 +1,4 @@
-"""Every check of every record and every checkpoint, in parallel. All that is wrong is listed."""
+"""Checks every record and every checkpoint, in parallel, and lists all that is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``instance`` is the log's folder where the log does not even say whose it is."""
+    """Something wrong in a log or an export. ``instance``: the log's folder, if the log does not say whose it is."""
 
     instance: str
     place: str  # "record 812", "checkpoint 3", "tables", "export"
@@ -39,7 +39,7 @@ class VerifyReport:
         self.problem_count += 1
 
     def to_json(self, first: int) -> dict[str, Any]:
-        """Plain values, with the ``first`` problems in full."""
+        """Return plain values, with at most ``first`` of the problems in full."""
         return {
             "sound": not self.problem_count,
             "records": self.records,
@@ -58,7 +58,7 @@ class Opened:
 
 
 def open_all(paths: Sequence[str]) -> Opened:
-    """The logs whose small tables are sound enough to open them; the others are problems. Raises SourceError."""
+    """Open the logs whose small tables are sound enough; the others become problems. Raises SourceError."""
     try:
         return Opened(open_fleet(paths), [])
     except LogError:  # one of several: which?
@@ -107,7 +107,7 @@ def _verify_checkpoints(spark: SparkSession, fleet: Fleet, report: VerifyReport)
 
 
 def _verify_export(spark: SparkSession, fleet: ExportFleet, report: VerifyReport) -> None:
-    """The records of an export against what its state says that was exported."""
+    """Compare the records of an export with what its state says was exported."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     raw = fleet.table(spark, "raw")

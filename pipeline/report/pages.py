@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """For what draws: matplotlib asks for some of the style as it makes a figure, for some as it writes it."""
+    """Set our style while ``draw`` runs: matplotlib reads part of it to make a figure, and part to write one."""
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,7 +61,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
 @styled
 def over_time(title: str, unit: str, series: Series, bin_ns: int, *, stacked: bool = False) -> str:
-    """One line for each name, or one layer of steps; ``series``: by name, then by the start of a part of the time.
+    """Draw a line for each name, or a layer of steps. ``series``: values by name, then by the start of a time bin.
 
     Starts are in ns since the Unix epoch, ``bin_ns`` apart or more.
     """
@@ -94,7 +94,7 @@ def _lines(axes: Axes, series: Series, starts: Sequence[int], bin_ns: int) -> Se
 
 
 def _legend(axes: Axes, drawn: Sequence[Artist], names: Sequence[str]) -> None:
-    """Draw a legend by name. Names are set afterwards: a legend leaves out those that begin with "_"."""
+    """Draw a legend of the names. They are set afterwards: matplotlib leaves out those that begin with "_"."""
     numbers = [str(number) for number in range(len(names))]
     legend = axes.legend(drawn, numbers, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     for text, name in zip(legend.get_texts(), names, strict=True):
@@ -102,13 +102,13 @@ def _legend(axes: Axes, drawn: Sequence[Artist], names: Sequence[str]) -> None:
 
 
 def _day(time_ns: int) -> float:
-    """A time as matplotlib counts it."""
+    """Return a time in days, as matplotlib counts it."""
     return time_ns / _DAY_NS
 
 
 @styled
 def bars(title: str, unit: str, values: Sequence[tuple[str, float]]) -> str:
-    """Horizontal bars, the first on top."""
+    """Draw horizontal bars, the first on top."""
     shown = list(values[:BARS_MAX])
     figure, axes = _figure(title, "", height=max(1.5, 0.28 * len(shown) + 0.9))
     axes.barh(range(len(shown)), [value for _, value in shown])
@@ -120,7 +120,7 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float]]) -> str:
 
 @styled
 def matrix(title: str, rows: Sequence[str], columns: Sequence[str], values: Mapping[tuple[str, str], float]) -> str:
-    """A field for each pair (row, column), the darker the more."""
+    """Draw a field for each pair (row, column): the larger its value, the darker."""
     rows, columns = rows[:NAMES_MAX], columns[:NAMES_MAX]
     if not rows or not columns:
         return bars(title, "", [])
@@ -143,7 +143,7 @@ def _figure(title: str, unit: str, height: float = 3.0) -> tuple[Figure, Axes]:
 
 
 def svg_of(figure: Figure) -> str:
-    """Without the XML declaration, and the same each time."""
+    """Return a figure as SVG without the XML declaration; the same figure gives the same text each time."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -164,7 +164,7 @@ Part = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def stats_page(stats: Stats) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     calls = sum(service.figures.calls for service in stats.services)
     size_bytes = sum(service.figures.size_bytes for service in stats.services)
     times = [time for service in stats.services for time in (service.first_ns, service.last_ns) if time]
@@ -193,7 +193,7 @@ def time_text(time_ns: int) -> str:
 
 
 def duration_text(duration_ns: int) -> str:
-    """
+    """Return a duration in the largest unit that divides it:
     >>> duration_text(30 * 60 * 10**9)
     '30 min'
     """
@@ -276,7 +276,7 @@ LABELS_MAX = 60
 
 @styled
 def trace_svg(trace: Trace) -> str:
-    """Arrows lead from a cause to its effect: full where the cause is exact, dotted where it is one of several."""
+    """Draw a trace, with arrows from cause to effect: full if the cause is exact, dotted if it is one of several."""
     lanes = {name: index for index, name in enumerate(_lanes(trace.nodes))}
     start_ns = trace.nodes[0].time_ns
     figure = Figure(figsize=(10.0, max(2.0, 0.55 * len(lanes) + 1.2)), layout="constrained")
@@ -296,7 +296,7 @@ def trace_svg(trace: Trace) -> str:
 
 
 def trace_dot(trace: Trace) -> str:
-    """For `dot -Tsvg`."""
+    """Return a trace in the language of graphviz, for `dot -Tsvg`."""
     lines = ["digraph trace {", "  rankdir=LR; node [shape=box, fontsize=10];"]
     for node in trace.nodes:
         label = f"{printable(node.instance)} record {node.record}\n{printable(', '.join(node.methods))}"
@@ -309,7 +309,7 @@ def trace_dot(trace: Trace) -> str:
 
 
 def trace_lines(trace: Trace) -> Iterator[str]:
-    """The tree, one line for each node, children below their parents."""
+    """Yield the tree as text: one line for each node, children below their parents."""
     children: dict[int | None, list[Node]] = {}
     for node in trace.nodes:
         children.setdefault(node.parent, []).append(node)
@@ -329,7 +329,7 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def _lanes(nodes: Sequence[Node]) -> list[str]:
-    """Services in the order in which they come up."""
+    """Return the services in the order in which they first appear."""
     return list(dict.fromkeys(node.instance for node in nodes))
 
 

@@ -38,10 +38,10 @@ def open_sql(
     trust_pickle: bool = False,
     unsealed: bool = False,
 ) -> Iterator[Database]:
-    """Open a database with the tables that ``query`` names, as of ``at``, of ``names`` or all instances with a log.
+    """Open a database with the tables that ``query`` names, as of ``at``. ``names`` (): all instances that have a log.
 
-    ``unsealed``: any statement is allowed, not only a query. Raises MomentError for a record that is not there, and
-    another ImmortalError.
+    ``unsealed``: any statement is allowed, not only a query. Raises MomentError if there is no record ``at``, and other
+    ImmortalErrors.
     """
     try:
         import duckdb  # noqa: F401
@@ -113,7 +113,7 @@ def _decode(settings: dict[str, InstanceSettings]) -> Decode:
 
 
 def _refuse_writes(connection: DuckDBPyConnection, query: str) -> None:
-    """Raises LogViewError for a statement that is no query: some make folders as soon as they are looked at."""
+    """Refuse statements that are no query: some make folders as soon as they are looked at. Raises LogViewError."""
     import duckdb
 
     queries = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)  # PIVOT creates
@@ -130,7 +130,7 @@ def _refuse_writes(connection: DuckDBPyConnection, query: str) -> None:
 
 
 def wrong_query(error: Exception) -> LogViewError:
-    """Return DuckDB's error as ours; for an unknown table with the list of tables."""
+    """Return DuckDB's error as one of ours; if it is about an unknown table, with the list of tables."""
     import duckdb
 
     from immortal.pipeline.sql.database import OUR_TABLES
@@ -140,7 +140,7 @@ def wrong_query(error: Exception) -> LogViewError:
 
 
 class Order(msgspec.Struct, frozen=True):
-    """``at`` "": now. ``names`` (): all instances that have a log. ``tables``: as a query names them."""
+    """What to write. ``at`` "": now. ``names`` (): all instances that have a log. ``tables``: as a query names them."""
 
     home: str
     folder: str
@@ -150,7 +150,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def write_tables(order: Order) -> None:
-    """Write each table to a Parquet file of its name in the folder. Raises ImmortalError, OSError."""
+    """Write each table to a Parquet file in the folder, named as the table. Raises ImmortalError, OSError."""
     at: int | Time | None = parse_moment(order.at) if order.at else None
     quoted = {table: _quoted(table) for table in order.tables}
     with open_sql(Registry(order.home), order.names, at, f"from {', '.join(quoted.values())}") as database:
@@ -165,7 +165,7 @@ def write_tables(order: Order) -> None:
 
 
 def _quoted(table: str) -> str:
-    """``service-0.words`` as SQL has it."""
+    """Quote a table's name, such as ``service-0.words``, for SQL."""
     return ".".join('"' + part.replace('"', '""') + '"' for part in table.split("."))
 
 

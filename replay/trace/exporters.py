@@ -1,8 +1,8 @@
-"""Spans as OTLP's JSON: one ExportTraceServiceRequest a line in a file, or one a POST to an endpoint.
+"""Writes spans as OTLP JSON, to a file (one request per line) or an endpoint (one per POST), or as Perfetto's events.
 
-https://opentelemetry.io/docs/specs/otlp/ and https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ have the
-form. It is written here: OpenTelemetry's SDK is for programs that time themselves, and IDs of its
-spans are drawn.
+https://opentelemetry.io/docs/specs/otlp/ and https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ describe
+OTLP JSON. We do not use OpenTelemetry's SDK: it is for programs that time themselves, and it draws the IDs of spans at
+random.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Send = Callable[[bytes], None]
 
 
 def send_all(spans: Iterable[Span], send: Send) -> int:
-    """Gives the number of spans."""
+    """Send all spans, SPANS_MAX at a time, and return their number."""
     count = 0
     waiting: list[Span] = []
     for span in spans:
@@ -95,7 +95,7 @@ def into_file(file: IO[bytes]) -> Send:
 
 
 def to_endpoint(url: str) -> Send:
-    """Return a sender to the endpoint ``url`` (OTLP's path by default). It raises LogViewError where the send fails."""
+    """Return a sender to the endpoint ``url`` (OTLP's path by default). It raises LogViewError if it can't send."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise LogViewError(f"{url!r} is no endpoint: a URL such as http://127.0.0.1:4318 was expected")
@@ -146,7 +146,7 @@ Event = dict[str, Any]
 
 
 def write(messages: Iterable[Executed], spans: Spans, to: IO[bytes]) -> int:
-    """Gives the number of messages."""
+    """Write messages and spans as trace events, and return the number of messages."""
     events = _TraceEvents()
     encode = msgspec.json.Encoder().encode
     count = 0

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[^.\[\]{}]+")
 
 
 def steps_of(path: str) -> list[Step]:
-    """Raises ReplayError for a text that is no path."""
+    """Parse a path into its steps. Raises ReplayError if the text is no path."""
     found: list[Step] = []
     offset = 0
     while offset < len(path):
@@ -43,7 +43,7 @@ def steps_of(path: str) -> list[Step]:
 
 
 def _key(path: str, start: int) -> tuple[Any, int]:
-    """The literal that begins there, and where what is behind its "]" begins."""
+    """Parse the literal that begins at ``start``; return it, and the offset behind its "]"."""
     end = path.find("]", start)
     while end >= 0:
         try:
@@ -58,14 +58,14 @@ def _wrong(path: str) -> ReplayError:
 
 
 def step_text(holder: Tree, key: Any, path: str) -> str:
-    """The path of a part of ``holder``, which is at ``path``."""
+    """Return the path of the part ``key`` of ``holder``, whose own path is ``path``."""
     if isinstance(holder, Fields):
         return f"{path}.{key}" if path else str(key)
     return f"{path}[{key!r}]"
 
 
 def part_of(whole: Tree, steps: list[Step]) -> Tree:
-    """Return the part of a tree; MISSING if there is none."""
+    """Return the part of a tree that ``steps`` lead to; MISSING if there is none."""
     for kind, key in steps:
         if kind == "." and not isinstance(whole, Fields):
             return MISSING
@@ -77,7 +77,7 @@ def part_of(whole: Tree, steps: list[Step]) -> Tree:
 
 
 def value_at(instance: object, steps: list[Step]) -> Tree:
-    """Return a part of a live instance as a tree, without making the rest; MISSING if there is none.
+    """Return a part of a live instance as a tree, without building the rest; MISSING if there is none.
 
     Paths within what has no attributes or items of its own (``$waiting`` and its like) need :func:`part_of`.
     """
@@ -137,7 +137,7 @@ _KINDS: dict[type, str] = {Fields: "object", Members: "set", list: "list", dict:
 
 
 def text_of(value: Tree, characters: int = TEXT_CHARACTERS_MAX) -> str:
-    """A value as JSON, clipped; "absent" where there is none."""
+    """Return a value as JSON, clipped; "absent" if it is MISSING."""
     if value is MISSING:
         return "absent"
     if isinstance(value, str) and len(value) > characters:
@@ -150,13 +150,13 @@ WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 
 def call_text(task: Tree) -> str:
-    """Return a waiting handler as ``ride(17)``."""
+    """Return a waiting handler as a call: ``ride(17)``."""
     arguments = ", ".join(text_of(one, 60) for one in task["arguments"])
     return f"{task['handler']}({arguments})"
 
 
 def text_at(path: str, value: Tree) -> str:
-    """Return the value at a path of a state as :func:`text_of`, waiting handlers as calls."""
+    """Return the value at a path of a state as :func:`text_of` does, but waiting handlers as calls."""
     if path in WAITING and isinstance(value, list):
         return f"[{', '.join(map(call_text, value))}]"[:TEXT_CHARACTERS_MAX]
     if path.partition("[")[0] in WAITING and isinstance(value, Fields) and "handler" in value:
@@ -165,7 +165,7 @@ def text_at(path: str, value: Tree) -> str:
 
 
 def shown(whole: Tree, path: str = "") -> Node:
-    """The tree at ``path``, cut to NODES_MAX nodes, those near the root first."""
+    """Return the tree at ``path``, cut to NODES_MAX nodes: those nearest to the root."""
     left = NODES_MAX
     root: Node = {"label": path or "state", "path": path}
     level: list[tuple[Node, Tree]] = [(root, whole)]
@@ -201,7 +201,7 @@ def shown(whole: Tree, path: str = "") -> Node:
 
 
 def compiled(text: str) -> CodeType:
-    """Raises ReplayError for a text that is no expression."""
+    """Compile a Python expression. Raises ReplayError if the text is none."""
     try:
         return compile(text.strip(), "<expression>", "eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
