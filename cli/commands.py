@@ -14,7 +14,7 @@ from immortal.protocol.command_line import Commands, echo
 _COMMANDS = {
     "Project": {
         "init": ("immortal.cli.project", "Create a project that runs, with a test."),
-        "dev": ("immortal.cli.project", "Run a project here: one log, code reloaded when saved."),
+        "dev": ("immortal.cli.project", "Run a project here: one output, code reloaded when saved."),
         "up": ("immortal.cli.project", "Start a project's services in the background."),
         "down": ("immortal.cli.project", "Stop a project's services cleanly."),
         "ps": ("immortal.cli.status", "List a project's services and their state."),
