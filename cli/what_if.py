@@ -32,7 +32,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.moment import Time
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
-from immortal.protocol.decoding import decode_json
+from immortal.protocol.decoding import DecodeError, decode_json
 from immortal.protocol.errors import ImmortalError
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
@@ -325,7 +325,10 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
         if done.returncode not in (0, DIFFERENT):
             said = done.stderr.decode("utf-8", "replace").strip().removeprefix("Error: ")
             raise ReplayError(said or f"its process ended with status {done.returncode}")
-        outcome = decode_json(done.stdout, type=FleetOutcome)
+        try:
+            outcome = decode_json(done.stdout, type=FleetOutcome)
+        except DecodeError:
+            raise ReplayError(f"its process ended with status {done.returncode}, and said nothing") from None
         return outcome.broken is not None if is_of_check else outcome.is_different, outcome
 
     def tell(commit: Commit) -> None:

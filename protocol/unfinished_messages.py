@@ -5,11 +5,13 @@ counts what each TCP connection has brought. What came since the last message th
 once it is certain that no whole one waits: the socket was read to its end since, or all connections had their turn
 (ZeroMQ gives one message of each). So a reader that is late or stopped ends no connection.
 
-Messages cost nothing while no connection has brought more than SUSPICIOUS_SIZE_BYTES since the last look.
+Messages cost nothing while no connection has brought more than SUSPICIOUS_SIZE_BYTES since a message of it was noted
+last.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
@@ -128,9 +130,11 @@ class UnfinishedMessages:
         try:
             number = os.dup(descriptor)
             own = socket.socket(fileno=number)
-        except OSError:  # it has ended by now
+        except OSError as error:
             if number >= 0:
                 os.close(number)
+            elif error.errno != errno.EBADF:  # else it has ended by now
+                self._refuse(descriptor, error)
             return
         with suppress(OSError):
             port = 0 if own.family == socket.AF_UNIX else own.getsockname()[1]
@@ -142,6 +146,16 @@ class UnfinishedMessages:
             self._connections[descriptor] = self._own[own.fileno()] = one = _Connection(descriptor, own)
             self._epoll.register(own, 0)
             self._pause(one)
+
+    def _refuse(self, descriptor: int, error: OSError) -> None:
+        """End a connection that can't be watched."""
+        with suppress(OSError):
+            its = socket.socket(fileno=descriptor)
+            try:
+                its.shutdown(socket.SHUT_RDWR)
+            finally:
+                its.detach()  # it is ZeroMQ's
+        self._warn(f"a connection can't be watched ({error.strerror}: 'ulimit -n' is their number)")
 
     def remove(self, descriptor: int) -> None:
         """Forget a connection, if it is watched."""
@@ -191,11 +205,13 @@ class UnfinishedMessages:
                 one.mark = one.size_bytes  # which messages were read before nobody has noted
             else:
                 self._calm.append(one)
-        for one in self.suspects.values():
+        for one in list(self.suspects.values()):
             if not one.is_paused:
                 one.look(now_s)
                 if now_s > one.came_s + STALLED_S:
                     self._pause(one)
+                    if not one.unfinished_bytes:  # what comes later counts from here
+                        del self.suspects[one.descriptor]
         for one in self._too_large(now_s) if self.suspects else ():
             if one.over is None:
                 one.over, one.is_quiet = (self._drains, self._reads), False

@@ -76,6 +76,7 @@ def _number(text: str, name: str) -> int | None:
 
 
 def result(request: Request) -> Response:
+    settings_of(request)
     job = site_of(request).jobs.job(request.path_params["id"])
     return instance_page(request, "what_if_result.html", "what-if", job=job)
 

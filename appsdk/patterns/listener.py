@@ -193,8 +193,9 @@ class Listener(Generic[M]):
         return True
 
     def close(self, linger_ms: int) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         self.socket.close(linger=linger_ms)
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from immortal.protocol import decoding
@@ -19,6 +18,7 @@ from immortal.protocol.batch import (
     encode_replayable_batch,
     offset_after,
 )
+from immortal.protocol.client_frames import decode_caller
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.messages import (
     IncomingRpc,
@@ -28,6 +28,7 @@ from immortal.protocol.messages import (
     decode_incoming_rpc,
     decode_message,
     decode_messages,
+    encode_incoming_data,
 )
 from immortal.protocol.readers import Record
 from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header, encode_record
@@ -106,13 +107,9 @@ def shown_arguments(rpc: IncomingRpc) -> list[Any] | None:
 
 def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
     """Return who waits for the answer to a call, and its number there; None: nobody does, or it is not of the SDK."""
-    if (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
-        return None
-    try:
-        caller, number, *_ = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
-        return decoding.decode(caller, type=str), decoding.decode(number, type=int)
-    except ValueError:  # other apps' arguments may be any bytes
-        return None
+    data = encode_incoming_data(rpc.method_id, rpc.rpc_type, rpc.arguments, rpc.kind)
+    caller = decode_caller(data, 0, len(data))  # which looks no further: the arguments may be nested deeply
+    return None if caller is None else (caller.name, caller.number)
 
 
 def rpcs(payload: bytes) -> Iterator[tuple[bytes, IncomingRpc]]:

@@ -512,7 +512,10 @@ class Listener:
 
     def has_unread(self) -> bool:
         """Return whether messages may have come in unnoticed while replies were sent."""
-        return bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
+        unread = bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
+        if unread and self._watch is not None:
+            self._watch.reading()  # the descriptor tells nobody of them any more
+        return unread
 
     def close(self) -> None:
         """Release the endpoint. Replies given later do nothing."""

@@ -30,7 +30,7 @@ from immortal.replay.fleet.player import first_checkpoint
 
 def what_if(
     home: Path | str,
-    changes: Mapping[str, type[Immortal] | str],
+    changes: Mapping[str, type[Immortal] | str] | None,
     *,
     code: Path | None = None,
     begin_ns: int | None = None,
@@ -43,12 +43,13 @@ def what_if(
 ) -> FleetOutcome:
     """Say what would be different if other code had handled the logs of a fleet, with all that follows in its services.
 
-    ``home``: the registry folder. ``changes``: by the name of a service the class to try, or "module:Class"; ``code``:
-    a folder or a wheel that it is taken from. ``begin_ns``, ``to_ns``: times in ns since the Unix epoch; it begins at
-    the newest checkpoint before. ``effects``: of those that no log has: "fail", "by-key" (the recorded result of the
-    same function with the same key), or a function of the :class:`Call` that returns or raises. ``answer``: such a
-    function for calls to services without a log. ``check``: is called with the services' objects by name, behind each
-    message; False or an AssertionError says that it does not hold. ``seeds``: in how many orders.
+    ``home``: the registry folder. ``changes``: by the name of a service the class to try, or "module:Class"; None: the
+    app of each, as its settings name it. ``code``: a folder or a wheel that it is taken from. ``begin_ns``, ``to_ns``:
+    times in ns since the Unix epoch; it begins at the newest checkpoint before. ``effects``: of those that no log has:
+    "fail", "by-key" (the recorded result of the same function with the same key), or a function of the :class:`Call`
+    that returns or raises. ``answer``: such a function for calls to services without a log. ``check``: is called with
+    the services' objects by name, behind each message; False or an AssertionError says that it does not hold.
+    ``seeds``: in how many orders.
 
     Raises ReplayError for what can't be run, LogError.
     """
@@ -65,6 +66,11 @@ def what_if(
                 readers[name] = reader
             else:  # what it once sent stands
                 notes.append(f"{name} counts as a service without a log: its app is none of this SDK, or never started")
+
+        if changes is None:
+            changes = {name: app for name in readers if (app := registry.load(name).app) is not None}
+            if not changes:
+                raise ReplayError(f"{str(home)!r} has no service with a log and an app: a registry folder was expected")
 
         @cache
         def code_of(name: str) -> Definition:
@@ -95,17 +101,10 @@ def assert_fleet_unchanged(
 ) -> FleetOutcome:
     """Assert that today's code does with the logs of a fleet what was done then; return the outcome.
 
-    ``changes``: as for :func:`what_if`; None: the app of each service, as its settings name it. ``options``: the others
-    of :func:`what_if`. Raises AssertionError with the differences, or where fewer than ``at_least`` messages were
-    compared, and as :func:`what_if`.
+    ``changes``: as for :func:`what_if`; ``options``: the others of it. Raises AssertionError with the differences, or
+    where fewer than ``at_least`` messages were compared, and as :func:`what_if`.
     """
     __tracebackhide__ = True
-    if changes is None:
-        registry = Registry(Path(home))
-        loaded = {name: registry.load(name) for name in registry.names()}
-        changes = {name: one.app for name, one in loaded.items() if one.app is not None and log_exists(one.log)}
-    if not changes:
-        raise ReplayError(f"{str(home)!r} has no service with a log and an app: a registry folder was expected")
     outcome = what_if(home, changes, **options)
     if outcome.is_different:
         raise AssertionError("\n".join(("the fleet would do other things", *outcome_lines(outcome))))

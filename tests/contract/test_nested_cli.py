@@ -14,6 +14,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.record_contents import shown_arguments
 from immortal.log import create_log, open_reader
 from immortal.pipeline.arguments import decoder_for
 from immortal.presenters.records import describe_message, rpc_of
@@ -22,7 +23,6 @@ from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_inc
 from immortal.protocol.trailer import BatchKind, BatchSource
 from immortal.protocol.verdicts import Verdict, VerdictKind
 from immortal.replay.findings import pair_arguments
-from immortal.replay.travel.values import arguments_of
 from tests.contract.test_dead_letters_cli import ADD, APP, COMMITTER_ID, FORK, TIME_NS, value
 
 DEPTHS = (100, 200, 500, 900, 990, 1100, 20_000)
@@ -126,5 +126,5 @@ def test_in_words(message: bytes, is_msgpack: bool) -> None:
     rpc = rpc_of(message)
     assert rpc is not None
     assert describe_message(message, decoder_for(APP, None))
-    arguments_of(rpc)
+    shown_arguments(rpc)
     pair_arguments(rpc, rpc, is_msgpack=is_msgpack)

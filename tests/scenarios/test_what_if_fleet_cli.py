@@ -300,6 +300,17 @@ def test_bisect_finds_the_commit_that_breaks_a_check(folder: Path) -> None:
     assert found["outcome"]["broken"] is not None
 
 
+def test_bisect_goes_on_behind_code_that_ends_its_process(folder: Path) -> None:
+    end = "if await self.stock.take(item, count):", "if __import__('os')._exit(0):"
+    made = commits(folder, end, end[::-1], TWICE)
+    told = "--change", f"shop={Registry(folder / 'home').load('shop').app}", "--code", "code/src"
+    found = values(folder, *told, "--bisect", f"{made[0]}..{made[3]}")
+    assert found["first"]["id"] == made[3]
+    assert {one["problem"] for one in found["tried"] if one["id"] == made[1]} <= {
+        "its process ended with status 0, and said nothing"
+    }
+
+
 @pytest.mark.parametrize(
     ("git_range", "said"),
     [
@@ -328,5 +339,8 @@ def test_a_fleet_is_asserted_to_be_unchanged(folder: Path) -> None:
             testing.assert_fleet_unchanged("home", {"shop": variant(folder, *TWICE)})
         with pytest.raises(AssertionError, match="messages were compared, and at least 1,000 were expected"):
             testing.assert_fleet_unchanged("home", at_least=1000)
+        Registry(Path("home")).register("idle", "tcp://127.0.0.1:*")
+        Registry(Path("home")).remember_app("idle", "nowhere:Idle")  # which never ran
+        testing.assert_fleet_unchanged("home")
         with pytest.raises(ReplayError, match="a registry folder was expected"):
             testing.assert_fleet_unchanged("elsewhere")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import multiprocessing
+import os
 import select
 import socket
 import struct
@@ -174,6 +176,27 @@ def test_a_reader_that_is_late_ends_nobody(tmp_path: Path) -> None:
             dealer.disable_monitor()
             dealer.close(0)
             listener.close(0)
+
+
+def test_a_connection_that_can_not_be_watched_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_file(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with zmq.Context() as context:
+        log, options = logging.getLogger("test"), {zmq.MAXMSGSIZE: MIB}
+        listener = Listener("tcp://127.0.0.1:*", options, len, log, OSError, home=tmp_path)
+        dealer = context.socket(zmq.DEALER)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        try:
+            monkeypatch.setattr(os, "dup", no_file)
+            dealer.connect(listener.endpoint)
+            assert monitor.poll(DEADLINE_S * 1000), "it stands"
+        finally:
+            monkeypatch.undo()
+            dealer.disable_monitor()
+            dealer.close(0)
+            listener.close(0)
+            listener.close(0)  # once more does nothing
 
 
 def test_more_large_messages_at_once_than_have_room_all_come(monkeypatch: pytest.MonkeyPatch) -> None:
