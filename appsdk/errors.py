@@ -32,7 +32,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.verdicts import Cause
 
 OnError = Literal["undo", "keep", "stop"]
-"""What an exception does that a handler does not declare: the call fails and the state is as before it ("undo"), the
+"""Effect of an exception that a handler does not declare: the call fails and the state is as before it ("undo"), the
 call fails and the state stays as the handler left it ("keep"), or the app stops ("stop")."""
 
 EXIT_DONE = 0  # the coordinator said Goodbye: a clean stop

@@ -323,8 +323,8 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
     def trial(folder: Path) -> tuple[bool, FleetOutcome]:
         done = _run_child(ctx, [*arguments, "--code", str(folder), "--json"])
         if done.returncode not in (0, DIFFERENT):
-            said = done.stderr.decode("utf-8", "replace").strip().removeprefix("Error: ")
-            raise ReplayError(said or f"its process ended with status {done.returncode}")
+            lines = done.stderr.decode("utf-8", "replace").splitlines() or [f"status {done.returncode}"]
+            raise ReplayError(lines[-1].removeprefix("Error: "))  # of a wrong option the first ones say how to use it
         try:
             outcome = decode_json(done.stdout, type=FleetOutcome)
         except DecodeError:
@@ -332,7 +332,7 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
         return outcome.broken is not None if is_of_check else outcome.is_different, outcome
 
     def tell(commit: Commit) -> None:
-        echo(f"{commit}: {commit.found}{f' ({commit.problem.splitlines()[0]})' if commit.problem else ''}", err=True)
+        echo(f"{commit}: {commit.found}{f' ({commit.problem})' if commit.problem else ''}", err=True)
 
     found = bisect(code, git_range, trial, tell)
     what = "breaks the check" if is_of_check else "makes a difference"

@@ -1,4 +1,4 @@
-"""What-if: old and new code replay one log side by side and are compared as they go.
+"""Replays one log with old and new code side by side, and compares them as they go.
 
 Both get the same records at the same time, each in a thread with a process of its own. The inputs are those of the log,
 also the calls that the instance had sent itself: what would have come back as another input is not played. The old

@@ -98,7 +98,7 @@ class ArgumentCodec:
         self.may_hold_untyped = any(map(may_hold_untyped, self._types))
         self.returns_nothing = hints.get("return") is type(None)
         self.decode_plainly = self._make_decode(())
-        """As :meth:`decode`, and faster; what it refuses may be for :meth:`decode_again`."""
+        """Decode as :meth:`decode` does, and faster; what it refuses may be for :meth:`decode_again`."""
         self.decode: Decode = decoding.guarded(self._decode)
         self._function = function
 
@@ -293,7 +293,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"
-"""What other instances take, where their setting ``nesting_max`` is another than by default."""
+"""Variable with the nesting that other instances take, if their ``nesting_max`` is another than by default."""
 
 
 def _limit() -> int:

@@ -47,7 +47,7 @@ from immortal.protocol.verdicts import (
 )
 
 FAILED_IN_A_ROW_MAX = 100
-"""So many calls of a method in a row may fail before it is called no more: each costs the others a rewind."""
+"""Calls of a method that may fail in a row before it is called no more: each costs the others a rewind."""
 REPEATED_SIZE_BYTES_MAX = 4 << 30
 """... or so much of state and log may be gone over again for them."""
 

@@ -54,7 +54,7 @@ FRONTED_SIZE_BYTES_MAX = 4 << 10  # of arguments: the fronts of smaller ones are
 
 BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for whatever wraps the batch later
 CALL_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - BATCH_SIZE_BYTES - BATCH_FRONT_SIZE_BYTES_MAX
-"""Of one encoded call: the batch that it ends up in is a message, and may hold almost BATCH_SIZE_BYTES before it."""
+"""Limit of one encoded call: its batch is a message, and may hold almost BATCH_SIZE_BYTES before it."""
 
 READY_SIZE_BYTES_MAX = 256 << 10  # of closed batches: with more, the delivery pauses until they are taken
 

@@ -147,7 +147,7 @@ class Definition(Struct):
 
     @property
     def chain(self) -> list[Definition]:
-        """This class, the class that it upgrades, the class that this one upgrades, and so on."""
+        """Return this class, the class that it upgrades, the class that that one upgrades, and so on."""
         chain = [self]
         while (older := chain[-1].upgrades) is not None:
             chain.append(older)

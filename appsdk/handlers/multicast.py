@@ -64,7 +64,7 @@ class NodeHandles:
 
 
 Destination = tuple[str, Callable[[], Definition]]
-"""Its name, and what finds its class."""
+"""Name of an instance, and a function that finds its class."""
 
 
 def shared_method_id(method_ids: Iterable[int]) -> int:

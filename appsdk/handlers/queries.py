@@ -27,7 +27,7 @@ from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.state.schema import StateSchema
 
 COMPARED_BYTES_PER_QUERY = 8 << 10
-"""Of a state's bytes, made before and after: all queries are compared where it has 4 KiB, each 256th at 1 MiB."""
+"""Mean bytes of state encoded for a query, before and after: all are compared at 4 KiB, each 256th at 1 MiB."""
 UNLOGGED_COMPARED_BYTES_PER_QUERY = 64 << 10
 """... of those that are not logged: all where it has 32 KiB, each 32nd at 1 MiB."""
 COMPARED_SIZE_BYTES_MAX = 1 << 20

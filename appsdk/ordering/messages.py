@@ -25,7 +25,7 @@ from immortal.protocol.system_methods import (
 from immortal.protocol.varint import decode_zigzag_int, encode_zigzag
 
 Timestamp: TypeAlias = int
-"""Of a queue's clock, a counter. No user sees one."""
+"""Time of a queue's clock, a counter. No user sees one."""
 
 
 class Scope(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -139,7 +139,7 @@ class Late(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):
 
 
 Fencing: TypeAlias = Fence | Resolve
-"""What only those may send that may change a group."""
+"""Messages of those alone that may change a group."""
 OfFences: TypeAlias = Fencing | Fenced
 Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced | Late
 

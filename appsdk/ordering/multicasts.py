@@ -50,7 +50,7 @@ WHAT = "an ordered multicast"
 LATE_NS = 250_000_000  # a run that does not stand by then moves behind what waits for it
 
 GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready", Silent: "group_silent"}
-"""Of :class:`immortal.appsdk.patterns.groups.Grouped`: what is called for an action."""
+"""Method of :class:`immortal.appsdk.patterns.groups.Grouped` that is called for an action."""
 
 Parts = dict[str, list[bytes]]
 

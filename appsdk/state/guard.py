@@ -17,11 +17,11 @@ from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.types.encoding import encode_value
 
 SMALL_SIZE_BYTES_MAX = 4 << 10
-"""Of attributes that are encoded each time, all together: some 10 microseconds."""
+"""Size of attributes that are encoded each time, all together: some 10 microseconds."""
 MEASURED_SIZE_BYTES_MAX = 4 << 20
-"""Of a state whose attributes are measured at its checkpoint: in a larger one only single values count as small."""
+"""Size of a state that is measured by attribute at its checkpoint: in a larger one single values alone are small."""
 NEW_ITEMS_MAX = 64
-"""Of a large list or dict, looked at after each message."""
+"""Items of a large list or dict that are looked at after each message."""
 
 _UNSET = object()
 

@@ -329,7 +329,7 @@ class _Host(PlainHost):
 
 
 Victim = Literal["instance", "app"]
-"""What crashes: the app and its coordinator together, with all that is not durable, or the app alone."""
+"""Kind of crash: the app and its coordinator together, with all that is not durable, or the app alone."""
 
 
 class SimulatedCrash(ControlFlowSignal):

@@ -38,7 +38,7 @@ from immortal.protocol.readers import Record, RecordReader
 
 NAME = "test"
 OUTSIDERS = frozenset({NAME})
-"""What the test is called as an instance: the caller that handlers see."""
+"""Name of the test as an instance: the caller that handlers see."""
 
 _take_answer = decoding.Decoder(list[msgspec.Raw]).decode
 

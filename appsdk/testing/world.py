@@ -27,7 +27,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.peer_frames import PeerFrame
 
 STEPS_MAX = 500_000
-"""Of all instances, at one moment of the clock: handlers that call each other for ever would be waited for."""
+"""Steps of all instances at one moment of the clock: handlers that call each other for ever would be waited for."""
 
 REPORTS_SHOWN = 3  # of the coordinators', where an answer does not come
 

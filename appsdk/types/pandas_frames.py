@@ -12,7 +12,7 @@ from immortal.appsdk.types.registry import Codec
 from immortal.protocol import decoding
 
 _OBJECTS = frozenset(("string", "bytes", "date", "time", "decimal", "boolean", "empty"))
-"""What a column of objects may hold, as pandas infers it: of other objects it is not the same that would come back."""
+"""Kinds that a column of objects may hold, as pandas infers them: other objects would not come back the same."""
 
 _OF_VERSIONS = ("creator", "pandas_version")  # of libraries: the same frame is to have the same bytes after an upgrade
 

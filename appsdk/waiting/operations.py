@@ -408,7 +408,7 @@ def event_decoder(kind: Any) -> Callable[[bytes], Any]:
 
 
 MISFITS = (DecodeError, LookupError)
-"""What :meth:`Operation.outcome` raises where what came is not what was declared."""
+"""Errors of :meth:`Operation.outcome` for a result that is not of the declared type."""
 
 
 class Rebuild:

@@ -20,7 +20,7 @@ from immortal.protocol.verdicts import MessageKey
 Write = ef.Commit | ef.WriteCheckpointChunk
 Offered = ef.OfferChunk | ef.OfferCheckpoint
 StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
-"""What an open log answers by itself."""
+"""Questions that an open log answers by itself."""
 Read = StoreRead | ef.ReadTail
 
 
@@ -44,7 +44,7 @@ class AppPort(Protocol):
 
 
 class PeerPort(Protocol):
-    """Other instances, and clients. What comes from them goes into the driver's inbox."""
+    """Port to other instances and clients. What comes from them goes into the driver's inbox."""
 
     def open(self, effect: ef.OpenPeer, /) -> None: ...
 

@@ -66,7 +66,7 @@ class LogReader:
         self.macs: Macs | None = None
         """None: the log is not authenticated, or that is not looked at."""
         self.trusts_pickle = False
-        """Whether a state in it that pickle wrote may be read, which runs what is in it (instances.own_logs)."""
+        """Tell whether a state that pickle wrote may be read, which runs what is in it (instances.own_logs)."""
         self.sequence_id_read_max = -1
         """The last record that :meth:`last_sequence_id` has ever told of."""
         self._backend = backend

@@ -49,7 +49,7 @@ class Workers:
         return subprocess.Popen(command, cwd=HERE, env=self._environment)
 
     def kill_one(self, chance: random.Random) -> None:
-        """Another takes its place."""
+        """Start another worker in its place."""
         index = chance.randrange(len(self._processes))
         self._processes[index].kill()
         self._processes[index].wait()

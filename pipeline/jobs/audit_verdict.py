@@ -64,7 +64,7 @@ class AuditReport:
 
 
 DAMAGES_PER_LOG_MAX = 10_000
-"""Of these each is kept in words; of more only the count."""
+"""Damages of a log that are kept in words; of more only the count is."""
 
 
 @dataclass(slots=True)
@@ -112,10 +112,10 @@ class LogReport:
 
 
 _BY_MARKS = ("content", "causality")
-"""What is found with the sender's marks: their numbers are others where the stream was reset."""
+"""Checks that use the sender's marks: their numbers are others where the stream was reset."""
 
 VIOLATIONS_MAX = 100_000
-"""Of these each is kept; of more only the count."""
+"""Findings that are kept; of more only the count is."""
 
 
 def judge(results: Iterable[Result], states: Mapping[str, LogState]) -> AuditReport:

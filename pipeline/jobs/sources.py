@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 EXPORT_FILE_NAME = "_immortal_export.json"
-"""What an export knows about itself. Spark does not read files whose names begin with an underscore."""
+"""File with an export's own description. Spark does not read files whose names begin with an underscore."""
 
 EXPORT_VERSION = 1
 RUN_PREFIX = "run-"

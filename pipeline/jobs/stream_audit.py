@@ -22,10 +22,10 @@ from immortal.protocol.messages import RpcType, decode_message
 from immortal.protocol.varint import decode_zigzag_int
 
 KINDS = ("lost", "duplicate", "order", "content", "invented", "causality", "identity", "damage")
-"""What can be wrong, in the order of reports."""
+"""Kinds of faults, in the order of reports."""
 
 FINDINGS_PER_STREAM_MAX = 10_000
-"""Of these each is kept in full; of more only the count."""
+"""Findings of a stream that are kept in full; of more only the count is."""
 
 SEGMENT_SIZE_BYTES_MAX = 64 << 20
 """Messages between two marks are kept up to this, to look for a mark that a crash has moved."""
@@ -39,7 +39,7 @@ FIRST_BATCHES_MAX = 1_000
 UNKNOWN = -1
 
 Result = tuple[str, str, str, int, int, str]
-"""What a worker says of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
+"""Row of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
 JSON. (Of "ordered" the numbers are the record and the batch.)"""
 
 

@@ -1,4 +1,4 @@
-"""What-if over the logs of a whole fleet: one fresh process for each instance.
+"""Runs a what-if over the logs of a whole fleet: one fresh process for each instance.
 
 Spark only hands out the instances: what is tried, and how, is `immortal what-if`'s matter. A worker of Spark keeps the
 modules that it has imported, so the code never runs in one.

@@ -140,7 +140,7 @@ def wrong_query(error: Exception) -> LogViewError:
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to write. ``at`` "": now. ``names`` (): all instances that have a log. ``tables``: as a query names them."""
+    """Tables to write. ``at`` "": now. ``names`` (): all instances with a log. ``tables``: as a query names them."""
 
     home: str
     folder: str

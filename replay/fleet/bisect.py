@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from msgspec import Struct
 from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.outcome import FleetOutcome
 
+_OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # a hook has them, of the repository that it is of
+
 
 class Commit(Struct):
-    """A commit. ``date``: of its author, as ISO 8601. ``found``: "same", "different" or "can't be tried"."""
+    """A commit. ``date``: of its author, as ISO 8601. ``found``: "good", "bad" or "can't be tried"."""
 
     id: str
     subject: str
@@ -42,16 +45,18 @@ class Bisection(Struct):
 
 
 Trial = Callable[[Path], tuple[bool, FleetOutcome]]
-"""Tries the code of a folder: (whether it is different, the outcome). Raises ReplayError if it can't be tried."""
+"""Tries the code of a folder: (whether it is bad, the outcome). Raises ReplayError if it can't be tried."""
 
 
 def bisect(repository: Path, git_range: str, trial: Trial, tell: Callable[[Commit], None]) -> Bisection:
-    """Find the first commit of ``git_range`` ("A..B", first parents only) that ``trial`` calls different.
+    """Find the first commit of ``git_range`` ("A..B", first parents only) that ``trial`` calls bad.
 
-    As ``git bisect`` it takes for granted that commits behind it are different, too. ``trial`` gets the folder of a
+    As ``git bisect`` it takes for granted that commits behind it are bad, too. ``trial`` gets the folder of a
     commit that stands for ``repository``, which may be a folder below the repository's. ``tell`` is told what came of
-    each. Raises ReplayError for a range that is none, and where A is different or can't be tried.
+    each. Raises ReplayError for a range that is none, and where A is bad or can't be tried.
     """
+    if not repository.is_dir():
+        raise ReplayError(f"'{repository}': a folder of a git repository was expected beside a range of commits")
     top = Path(_git(repository, "rev-parse", "--show-toplevel").strip())
     base, dots, end = git_range.partition("..")
     if not dots or not base or end.startswith("."):
@@ -67,27 +72,27 @@ def bisect(repository: Path, git_range: str, trial: Trial, tell: Callable[[Commi
     def found(commit: Commit) -> str:
         with _files_of(top, commit.id) as folder:
             try:
-                is_different, outcomes[commit.id] = trial(folder / repository.resolve().relative_to(top.resolve()))
-                commit.found = "different" if is_different else "same"
+                is_bad, outcomes[commit.id] = trial(folder / repository.resolve().relative_to(top.resolve()))
+                commit.found = "bad" if is_bad else "good"
             except ReplayError as error:
                 commit.found, commit.problem = "can't be tried", str(error)
         tried.append(commit)
         tell(commit)
         return commit.found
 
-    if found(commits[0]) != "same":
+    if found(commits[0]) != "good":
         raise ReplayError(f"{commits[0]}, before the range, is {_why(commits[0])}: begin with an earlier commit")
-    low, high = 0, len(commits) - 1  # "same" at low, "different" at high
-    if found(commits[high]) == "same":
+    low, high = 0, len(commits) - 1  # "good" at low, "bad" at high
+    if found(commits[high]) == "good":
         return Bisection(len(ids), None, None, [], tried)
     if commits[high].problem:
         raise ReplayError(f"{commits[high]}, the last of the range, is {_why(commits[high])}")
     while left := [index for index in range(low + 1, high) if not commits[index].found]:
         middle = min(left, key=lambda index: abs(2 * index - low - high))
         match found(commits[middle]):
-            case "same":
+            case "good":
                 low = middle
-            case "different":
+            case "bad":
                 high = middle
     first = commits[high]
     return Bisection(len(ids), first, outcomes[first.id], commits[low + 1 : high], tried)
@@ -116,7 +121,8 @@ def _files_of(top: Path, commit: str) -> Iterator[Path]:
 def _git(folder: Path, *arguments: str) -> str:
     try:
         command = ["git", "-C", str(folder), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     except FileNotFoundError:
         raise ReplayError("git is not installed: a range of commits needs it") from None
     if done.returncode:

@@ -274,7 +274,7 @@ def test_bisect_finds_the_first_commit_that_makes_a_difference(folder: Path) -> 
     assert text.startswith(f"the first of 5 commits that makes a difference: {made[3][:10]} Change 3\nby Ada, ")
     assert "sold['tea']: was 15; would be 20" in text
     assert what_if(folder, *told, f"{made[0]}..{made[2]}", status=0) == "none of 2 commits makes a difference\n"
-    assert f"{made[4][:10]} Change 4, before the range, is different" in what_if(
+    assert f"{made[4][:10]} Change 4, before the range, is bad: begin with an earlier commit" in what_if(
         folder, *told, f"{made[4]}..{made[5]}", status=1
     )
     assert git(folder / "code", "worktree", "list").count("\n") == 1
@@ -306,7 +306,7 @@ def test_bisect_goes_on_behind_code_that_ends_its_process(folder: Path) -> None:
     told = "--change", f"shop={Registry(folder / 'home').load('shop').app}", "--code", "code/src"
     found = values(folder, *told, "--bisect", f"{made[0]}..{made[3]}")
     assert found["first"]["id"] == made[3]
-    assert {one["problem"] for one in found["tried"] if one["id"] == made[1]} <= {
+    assert {one["problem"] for one in found["tried"] if one["id"] == made[1]} == {
         "its process ended with status 0, and said nothing"
     }
 
@@ -319,10 +319,15 @@ def test_bisect_goes_on_behind_code_that_ends_its_process(folder: Path) -> None:
         ("HEAD..HEAD", "there is no commit in it"),
     ],
 )
-def test_a_range_that_is_none_is_said(folder: Path, git_range: str, said: str) -> None:
+def test_a_range_that_is_none_is_said(folder: Path, git_range: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     commits(folder)
+    (folder / "home.whl").touch()
     told = "--change", f"shop={variant(folder)}", "--code", "code"
     assert said in what_if(folder, *told, "--bisect", git_range, status=1)
+    monkeypatch.setenv("GIT_DIR", str(folder / "code" / ".git"))  # as in a hook
+    assert "a folder of a git repository was expected" in what_if(
+        folder, *told[:3], "home.whl", "--bisect", "a..b", status=1
+    )
     assert "git rev-parse failed" in what_if(
         folder, "--change", f"shop={variant(folder)}", "--bisect", "a..b", status=1
     )

@@ -16,12 +16,14 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
 
 from immortal.appsdk.patterns.clone.publisher import Publisher
 from immortal.appsdk.patterns.listener import Listener
+from immortal.coordinator.messenger.listener import Listener as PeerListener
 from immortal.coordinator.messenger.security import Role, connect_with
 from immortal.coordinator.peers import keys
 from immortal.messenger import Messenger, Received
@@ -197,6 +199,19 @@ def test_a_connection_that_can_not_be_watched_is_ended(tmp_path: Path, monkeypat
             dealer.close(0)
             listener.close(0)
             listener.close(0)  # once more does nothing
+
+
+def test_what_is_unread_behind_a_sent_reply_is_no_evidence() -> None:
+    """Sending has taken the news of it from ZeroMQ's descriptor, at which the watch looks for what waits."""
+    told: list[None] = []
+    listener = PeerListener.__new__(PeerListener)
+    listener._watch = Mock(reading=lambda: told.append(None))
+    listener._plain_get = lambda option: 0
+    assert not listener.has_unread()
+    assert not told
+    listener._plain_get = lambda option: zmq.POLLIN
+    assert listener.has_unread()
+    assert told
 
 
 def test_more_large_messages_at_once_than_have_room_all_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ CONNECT_S = 2.5  # for an answer to the first word; then the next place
 OWN = "@"
 """Keys of the table itself begin with it."""
 PRESENT = "@present"
-"""Who is there: one row for each stream."""
+"""Subtree that says who is there: one row for each stream."""
 ENTITLED = "@entitled"
-"""Who may see what. No client sees these rows."""
+"""Subtree that says who may see what. No client sees these rows."""
 EVERYBODY = "*"
 
 
@@ -222,7 +222,7 @@ def size_bytes(row: Row) -> int:
 
 ALL = ("", OWN)
 ORDINARY = ("", PRESENT)
-"""What everybody may see of a table without entitlements."""
+"""Subtrees that everybody may see of a table without entitlements."""
 
 
 def subtrees_of(key: str) -> Iterator[str]:

@@ -40,7 +40,7 @@ State = Literal["waiting", "delayed", "running", "done", "dead", "dropped"]
 Key = tuple[str, str]
 """A lane: (function, key). Limits of a function hold for each of its lanes by itself."""
 Timer = tuple[str, str | int, str]
-"""What is due: ("delay" or "timeout", task, ""), ("worker", ID, ""), ("start", function, key), ("age", 0, "")."""
+"""Key of a timer: ("delay" or "timeout", task, ""), ("worker", ID, ""), ("start", function, key), ("age", 0, "")."""
 
 
 def check_name(what: str, name: str, *, empty: bool = False) -> None:
@@ -350,7 +350,7 @@ class UnknownTask(QueueError):  # noqa: N818
 
 
 class Superseded(QueueError):  # noqa: N818
-    """Another process has said ready under this worker's ID since."""
+    """Raised when another process has said ready under this worker's ID since."""
 
 
 class NotPossible(QueueError):  # noqa: N818

@@ -32,7 +32,7 @@ from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource
 
 INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})
-"""Who has asked for these always says Hello, and its calls that wait for an answer say who waits (WIRE.md, 4.1)."""
+"""Messages that only an app with a Hello asks for; its calls that wait for an answer say who waits (WIRE.md, 4.1)."""
 
 
 class Phase(Enum):
@@ -119,7 +119,7 @@ RECOVERING = REPLAYS | {Phase.LOADING, Phase.RESTORING}
 """The phases in which each turn may bring the app a step further."""
 
 RECOVERED = GETS_RECORDS - REPLAYS
-"""Those of them behind the replay: new records go to the app as soon as they are durable."""
+"""Phases behind the replay: new records go to the app as soon as they are durable."""
 
 WORKS = frozenset({Phase.NORMAL, Phase.CHECKPOINTING})
 """The phases in which what the app makes is new, and marks of it go to the log."""
