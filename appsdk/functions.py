@@ -22,9 +22,9 @@ from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
 from immortal.appsdk.calls.user_code import is_collecting, running
 from immortal.appsdk.effects.effect import EffectOptions, Retry
 from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import TIME_NS_MAX
 from immortal.appsdk.handlers.log import HandlerLog
 from immortal.appsdk.handlers.multicast import MulticastCache, destinations_of
-from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.waiting.impulses import Effect
 from immortal.appsdk.waiting.loop import Race, Winner

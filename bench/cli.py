@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
-from immortal.bench.calls import print_calls, run_call_benchmark
+from immortal.bench.calls import measure_failing, print_calls, print_failing, run_call_benchmark
 from immortal.bench.embedded import print_embedded, run_embedded_benchmark
-from immortal.bench.failing import measure_failing, print_failing
 from immortal.bench.fleet import measure_fleet, print_fleet
 from immortal.bench.isolation import measure_isolation, print_isolation
 from immortal.bench.one_way import print_one_way, run_benchmark

@@ -12,7 +12,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
+from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from immortal.cli.options import instance_name, name_argument, pass_registry
-from immortal.coordinator.audit import audit_log
+from immortal.coordinator import audit as audit_log
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.permissions import ANYTHING
 from immortal.coordinator.instances.registry import Registry

@@ -17,7 +17,7 @@ from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import log_exists
-from immortal.coordinator.log.moment import Time
+from immortal.coordinator.log.identity import Time
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.operator import control
 from immortal.presenters.status import age_text
@@ -83,8 +83,8 @@ def archive(
         raise click.UsageError("--json goes with --once or --show")
     settings = settings_with_log(registry, name)
     there = _archive(url, name, key_file)
-    from immortal.coordinator.archive.chain import Retention
     from immortal.coordinator.archive.follower import Follower, Options
+    from immortal.coordinator.archive.format import Retention
 
     over = threading.Event()
     follower = Follower(
@@ -254,8 +254,8 @@ def restore(
     name = name or _only_name(url)
     settings = registry.load(name)
     there = _archive(url, name, key_file, make=False)
-    from immortal.coordinator.archive.chain import index_of
-    from immortal.coordinator.archive.restore import restore as bring_back
+    from immortal.coordinator.archive.archive import restore as bring_back
+    from immortal.coordinator.archive.format import index_of
 
     _refuse_to_overwrite(settings)
     moments = there.moments()

@@ -67,7 +67,7 @@ def coordinator(
     It ends with status 0 after a clean stop, 3 where its log can't be replayed as it is, 4 where another process writes
     the log by now, and 1 after any other error.
     """
-    from immortal.coordinator.instances.follower_places import claim_place, follower_settings
+    from immortal.coordinator.instances.registry import claim_place, follower_settings
     from immortal.coordinator.notices import configure
     from immortal.coordinator.service.runtime import run_coordinator
 

@@ -24,7 +24,7 @@ from immortal.cli.options import (
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.moment import Time
+from immortal.coordinator.log.identity import Time
 from immortal.presenters.executions import (
     chosen,
     execution_lines,

@@ -18,15 +18,15 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log import log_exists, open_reader
 from immortal.coordinator.log.backend import Place
-from immortal.coordinator.log.backup import Backup, back_up
 from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.verify import Backup, back_up
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
 from immortal.coordinator.operator import control
 from immortal.presenters.records import describe_record, grouped_lines, record_lines
 from immortal.protocol.command_line import Commands, counted, echo, echo_json, echo_lines, json_option
 from immortal.protocol.executions import open_index
 from immortal.replay.app_process import methods_of
-from immortal.replay.sources import RecordedLog
+from immortal.replay.plan import RecordedLog
 
 
 @click.group(cls=Commands)

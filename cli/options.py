@@ -21,7 +21,7 @@ from immortal.coordinator.config.schema import Setting, settings_of
 from immortal.coordinator.config.socket_addresses import UNIX
 from immortal.coordinator.config.values import WrongValueError, check_app
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.log.moment import MomentError, Time, parse_moment
+from immortal.coordinator.log.identity import MomentError, Time, parse_moment
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.notices import LOG_FORMATS, LOG_LEVELS
 from immortal.coordinator.operator import control

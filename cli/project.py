@@ -19,7 +19,7 @@ from immortal.cli.options import Function, debugpy_option, timeout_option
 from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.operator import control
-from immortal.coordinator.project.new_project import TEMPLATES, make_project
+from immortal.coordinator.project.project import TEMPLATES, make_project
 from immortal.coordinator.project.run_lock import RunLockHolder, hold, holder
 from immortal.protocol.command_line import FailedError, echo, echo_lines
 from immortal.protocol.files import is_living, make_folder, opener
@@ -352,8 +352,7 @@ def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user
     Services that are not registered yet are registered. Files that exist are overwritten.
     """
     from immortal.coordinator.project.code_change import version_gap
-    from immortal.coordinator.project.fleet import register
-    from immortal.coordinator.project.systemd_units import units
+    from immortal.coordinator.project.fleet import register, units
 
     project, registry = project_of(ctx, path)
     services = project.services()

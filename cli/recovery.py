@@ -45,7 +45,7 @@ from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, TEXT_CHARACTERS_MAX, Verdict, VerdictKind
 from immortal.replay import AppCommand, ReplayPlan, run_replay
 from immortal.replay.app_process import default_app
-from immortal.replay.errors import ReplayError, StateUnsavedError
+from immortal.replay.plan import ReplayError, StateUnsavedError
 from immortal.replay.result import Sink
 
 FINDINGS_SHOWN_MAX = 20

@@ -32,16 +32,16 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log import LogReader, open_reader
-from immortal.coordinator.log.moment import Time
+from immortal.coordinator.log.identity import Time
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.log.record_decoder import first_record_at
+from immortal.coordinator.log.record_contents import first_record_at
 from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, echo_lines, json_option
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
 from immortal.replay.app_process import OwnCode, default_app, own_code_at_end, show_state
-from immortal.replay.errors import AppExitedError, never_was
+from immortal.replay.plan import AppExitedError, never_was
 from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
 from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
 from immortal.replay.verify_report import Report

@@ -84,21 +84,22 @@ def run(
     It ends with status 0 after a clean stop, with 4 where another process writes the log by now, with 70 where a
     handler stops the app, and with 1 after any other error.
     """
-    from immortal.coordinator.instances.follower_places import claim_place, follower_settings
+    from immortal.coordinator.instances.registry import claim_place, follower_settings
     from immortal.coordinator.log.open import place_of
     from immortal.coordinator.notices import configure
-    from immortal.coordinator.peers.machine_keys import ensure_machine_keys
+    from immortal.coordinator.peers.keys import ensure_machine_keys
     from immortal.coordinator.peers.security import check_start
     from immortal.coordinator.service.children import (
         PYTHON,
+        STATUS_FENCED,
         Command,
         Role,
         app_command,
         app_stdin,
         coordinator_command,
+        start_turn,
         supervised,
     )
-    from immortal.coordinator.service.process import STATUS_FENCED, start_turn
     from immortal.coordinator.service.supervisor import Supervisor
 
     settings = registry.load(name)

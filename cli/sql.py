@@ -11,7 +11,7 @@ import click
 
 from immortal.cli.options import Moment, complete_instance, instance_names, pass_registry, trust_pickle_option
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.moment import MomentError, Time
+from immortal.coordinator.log.identity import MomentError, Time
 from immortal.pipeline.sql.opening import open_sql, wrong_query
 from immortal.presenters.records import cell
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, print_table

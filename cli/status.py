@@ -25,8 +25,7 @@ from immortal.cli.options import (
 from immortal.cli.project import project_of, project_option
 from immortal.coordinator.core.life_cycle.session import WORKS, Phase
 from immortal.coordinator.core.notices import Level
-from immortal.coordinator.instances.follower_places import FOLDER_NAME
-from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
+from immortal.coordinator.instances.registry import FOLDER_NAME, Registry, UnknownInstanceError
 from immortal.coordinator.operator import control
 from immortal.coordinator.project.run_lock import holder
 from immortal.presenters.operations import format_waits

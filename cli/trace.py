@@ -16,8 +16,8 @@ import click
 from immortal.cli.options import Moment, complete_instance, instance_names, pass_registry, settings_with_log
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.moment import Time
-from immortal.coordinator.log.record_decoder import first_record_at
+from immortal.coordinator.log.identity import Time
+from immortal.coordinator.log.record_contents import first_record_at
 from immortal.protocol.command_line import Commands, FailedError, counted, echo
 from immortal.protocol.timings import FOLDER_NAME
 from immortal.replay.app_process import methods_of

@@ -29,7 +29,7 @@ from immortal.coordinator.config.values import check_app
 from immortal.coordinator.core.output.output_check import Divergence, OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.moment import Time
+from immortal.coordinator.log.identity import Time
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
 from immortal.protocol.decoding import DecodeError, decode_json
@@ -314,9 +314,9 @@ def _fleet(
 
 
 def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
-    from immortal.replay.errors import ReplayError
     from immortal.replay.fleet.bisect import Commit, bisect
     from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+    from immortal.replay.plan import ReplayError
 
     arguments = _without(ctx.meta["arguments"], ("--bisect", "--code"), ("--json",))
 

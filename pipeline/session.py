@@ -1,14 +1,21 @@
-"""A Spark session with defaults for one machine: quiet, on loopback only, quick to start."""
+"""A Spark session with defaults for one machine: quiet, on loopback only, quick to start.
+
+The tables of `immortal sql` as views of Spark: what waits, timers, effects, clients, states; all of one moment.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tempfile
-from typing import IO
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkRuntimeError
@@ -16,11 +23,17 @@ from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from immortal import pipeline
-from immortal.pipeline.errors import SparkError
+from immortal.pipeline.errors import SourceError, SparkError
 from immortal.pipeline.java import find_java
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
 _NICENESS = 10
+
 _LOOPBACK_MASTER = re.compile(r"local(\[|$)|local-cluster\[|spark://(127\.|localhost)")
+
 _ON_THIS_MACHINE = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -28,6 +41,7 @@ _ON_THIS_MACHINE = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions": str(max(4, os.cpu_count() or 1)),
 }
+
 _EVERYWHERE = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -94,3 +108,40 @@ def _last_line(file: IO[bytes]) -> str:
     file.seek(0)
     lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def make_views(
+    spark: SparkSession,
+    tables: Sequence[str],
+    *,
+    folder: str | os.PathLike[str],
+    home: str | os.PathLike[str] = ".immortal",
+    at: str | int = "",
+    instances: Sequence[str] = (),
+) -> None:
+    """Write ``tables`` to ``folder`` as Parquet files, and make a view of each: "waiting", "counter", "counter.words".
+
+    ``at``: as of then, a time such as "2026-01-31T12:00:00Z" or a record of the only instance; now, if it is not given.
+    ``instances``: only these; all that have a log, if none are. ``folder`` is where Spark's workers see it as well, and
+    has no files of these tables yet. A name with a dot takes backquotes in queries. Needs the extra sql. Raises
+    SourceError.
+    """
+    place = Path(folder)
+    if not tables or isinstance(tables, str):
+        raise SourceError(f"tables {tables!r}: a list of names was expected, such as ['messages', 'counter.words']")
+    files = {table: place / f"{table}.parquet" for table in tables}
+    if there := [str(file) for file in files.values() if file.exists()]:
+        raise SourceError(f"{there[0]} is there already: give another folder, or remove it first")
+    place.mkdir(parents=True, exist_ok=True)
+    order = {"home": str(home), "folder": str(place), "tables": list(tables), "at": str(at), "names": list(instances)}
+    done = subprocess.run(
+        [sys.executable, "-m", "immortal.pipeline.sql.opening"],
+        input=json.dumps(order),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SourceError(done.stderr.strip().removeprefix("error: ") or f"it ended with status {done.returncode}")
+    for table, file in files.items():
+        spark.read.parquet(str(file)).createOrReplaceTempView(f"`{table}`")

@@ -23,10 +23,18 @@ from pyspark.sql.types import StructType
 from immortal.pipeline import tables
 from immortal.pipeline.arguments import decode_targets, decoder_of
 from immortal.pipeline.errors import LogChangedError, SourceError
-from immortal.pipeline.paths import log_folders, paths_of
-from immortal.pipeline.reading import Gap, LogRange, first_at, open_range, read_range, size_bytes, whole_range
-from immortal.pipeline.schema import TABLES
-from immortal.pipeline.tables import TableReader
+from immortal.pipeline.reading import (
+    Gap,
+    LogRange,
+    first_at,
+    log_folders,
+    open_range,
+    paths_of,
+    read_range,
+    size_bytes,
+    whole_range,
+)
+from immortal.pipeline.tables import TABLES, TableReader
 
 if TYPE_CHECKING:
     from immortal.pipeline.writer import Writer
@@ -115,7 +123,7 @@ def _time_ns(options: Mapping[str, str], name: str, default: int, rest_ns: int =
 
 
 class ImmortalSource(DataSource):
-    """``spark.read.format("immortal")``: pipeline/schema.py has the tables, docs/reference/pipeline.md the options."""
+    """``spark.read.format("immortal")``: pipeline/tables.py has the tables, docs/reference/pipeline.md the options."""
 
     @classmethod
     def name(cls) -> str:

@@ -26,11 +26,11 @@ from pyspark.sql.types import StructType
 from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
 from immortal.coordinator.log import RowLogStore, create_log, log_exists, verify_value
 from immortal.coordinator.log.format import SEQUENCE_KEY
-from immortal.coordinator.log.record_decoder import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
+from immortal.coordinator.log.record_contents import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
 from immortal.pipeline.errors import SourceError
-from immortal.pipeline.paths import folder_of, paths_of
-from immortal.pipeline.schema import RAW
+from immortal.pipeline.reading import folder_of, paths_of
 from immortal.pipeline.source import number
+from immortal.pipeline.tables import RAW
 from immortal.protocol import decoding
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.client_frames import CLIENTS

@@ -97,7 +97,7 @@ def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
 
 
 def _steps(journal: bytes) -> list[Values]:
-    from immortal.appsdk.waiting.operator import describe_step  # imported here: few commands show steps
+    from immortal.appsdk.waiting.tasks import describe_step  # imported here: few commands show steps
 
     return [describe_step(entry) for entry in decode_journal(journal)]
 

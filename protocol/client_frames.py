@@ -101,7 +101,7 @@ class ClientFrame(Struct, frozen=True):
     ANSWER, and REFUSED; 0 there where it is no query that is refused). ``acknowledged``: replies
     up to it are of no interest to the client any more. ``time_ns``: in a REQUEST when it was first sent, by the
     coordinator's clock as the client knows it from the WELCOME. ``reason``: in a REQUEST the trace context of its calls
-    (:mod:`immortal.protocol.trace_context`), or nothing; a coordinator that knows none passes over it.
+    (:mod:`immortal.protocol.timings`), or nothing; a coordinator that knows none passes over it.
     """
 
     frame_type: ClientFrameType

@@ -40,8 +40,8 @@ class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
     changed: bool = False
 
 
-_QUESTION = decoding.Decoder(QueryQuestion)
-_ANSWER = decoding.Decoder(QueryAnswer)
+_QUERY = decoding.Decoder(QueryQuestion)
+_RESULT = decoding.Decoder(QueryAnswer)
 
 
 def encode_query(question: QueryQuestion) -> bytes:
@@ -51,7 +51,7 @@ def encode_query(question: QueryQuestion) -> bytes:
 
 def decode_query(data: bytes) -> QueryQuestion:
     """Decode a QueryAsked. Raises RemoteProtocolError."""
-    return _QUESTION.decode_message(data, "a QueryAsked")
+    return _QUERY.decode_message(data, "a QueryAsked")
 
 
 def encode_query_answer(answer: QueryAnswer) -> bytes:
@@ -61,7 +61,7 @@ def encode_query_answer(answer: QueryAnswer) -> bytes:
 
 def decode_query_answer(data: bytes) -> QueryAnswer:
     """Decode a QueryAnswered. Raises RemoteProtocolError."""
-    answer = _ANSWER.decode_message(data, "a QueryAnswered")
+    answer = _RESULT.decode_message(data, "a QueryAnswered")
     if len(answer.value) > ANSWER_SIZE_BYTES_MAX:
         raise RemoteProtocolError(
             f"a QueryAnswered holds {len(answer.value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are allowed"

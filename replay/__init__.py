@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from immortal.coordinator.log.reader import RecordSource
 from immortal.replay.app_process import BY_HAND, AppCommand
-from immortal.replay.errors import AppExitedError, ReplayError, UpgradeFailedError
 from immortal.replay.host import run_replay
-from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
+from immortal.replay.plan import (
+    OWN_VERSION,
+    AppExitedError,
+    ReplayError,
+    ReplayPlan,
+    Route,
+    SharedSource,
+    UpgradeFailedError,
+    plan_route,
+)
 from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.sources import SharedSource
 
 __all__ = [
     "BY_HAND",

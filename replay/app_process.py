@@ -21,11 +21,10 @@ from immortal.coordinator.app.secret import SECRET_FILE_VARIABLE
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import LogSummary
-from immortal.coordinator.service.process import die_with_parent
+from immortal.coordinator.service.children import die_with_parent
 from immortal.protocol import decoding, kept_code
 from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
-from immortal.replay.errors import ReplayError
-from immortal.replay.plan import Route
+from immortal.replay.plan import ReplayError, Route
 
 HEAD_SIZE_BYTES = 64 << 10  # of what the app says: the SDK's warnings come first
 TAIL_SIZE_BYTES = 64 << 10  # ... and what it died of last

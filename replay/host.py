@@ -1,11 +1,14 @@
-"""A replay with a real app: its process, its socket, and the log, each never read further than the others keep up."""
+"""A replay with a real app: its process, its socket, and the log, each never read further than the others keep up.
+
+A replay with its app in this process: what the session has for the app goes to it, and what it makes to a sink.
+"""
 
 from __future__ import annotations
 
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +16,10 @@ from typing import BinaryIO
 
 from msgspec import structs
 
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.local_app import LocalApp
 from immortal.coordinator.app import secret as app_secret
 from immortal.coordinator.app.authenticator import AppAuthenticator
 from immortal.coordinator.app.sockets import AppConnection, AppListener, listen_unix, prepare
@@ -26,16 +33,20 @@ from immortal.coordinator.notices import warnings_on_stderr
 from immortal.protocol.checksum import crc64
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
+from immortal.protocol.verdicts import Verdict
 from immortal.replay.app_process import LEAVE_S, AppCommand, AppProcess, exit_text, read_code
-from immortal.replay.errors import AppExitedError, ReplayError
-from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until
+from immortal.replay.plan import AppExitedError, ReplayError, ReplayPlan, Route, plan_route, route_until
 from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, Tells, VerdictGiven
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by its socket
+
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much
+
 FOLLOW_DELAY_S = 0.05  # at the end of the log, between two looks for more
+
 PROGRESS_DELAY_S = 0.1
+
 SILENCE_S = 2.0  # of an app that has got all and does not tell when it has handled it
 
 
@@ -441,6 +452,7 @@ class _Host:
 
 
 HOST = "127.0.0.1"
+
 LOOK_DELAY_S = 0.1
 
 
@@ -471,3 +483,88 @@ def accept_two_ports(
         if connection is not None:
             return connection
     raise ReplayError("stopped before an app had connected")
+
+
+class LocalRun:
+    """One replay of ``route`` through the class ``definition``. ``blob``: the state at the end, once it has ``ended``.
+
+    ``now_ns``, ``make_delivery``, ``outsiders``: as :class:`LocalApp` has them. ``tells``: as :class:`ReplaySession`.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        route: Route,
+        definition: Definition,
+        sink: Sink,
+        *,
+        now_ns: int = 0,
+        tells: Tells = lambda verdict: True,
+        make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
+        outsiders: frozenset[str] = frozenset(),
+    ) -> None:
+        refuse_pickle(source, [route.checkpoint.checkpoint_id])
+        self.source = source
+        self.route = route
+        self.definition = definition
+        self.sink = sink
+        self.blob = b""
+        self.verdicts: list[Verdict] = []
+        self.ended: Ended | None = None
+        self.app = LocalApp(
+            definition,
+            bytes(SEED_SIZE_BYTES),
+            now_ns,
+            trace=True,
+            make_delivery=make_delivery,
+            outsiders=outsiders,
+        )
+        self.session = ReplaySession(source.identity.instance_name, source.summary(), route, tells)
+
+    def restore(self) -> None:
+        """Give the app the state of the checkpoint. Raises what it stops with, ReplayError where it just ends."""
+        self.take_all(self.session.begin())
+        self.listen()
+        for chunk in self.source.checkpoint_chunks(self.route.checkpoint.checkpoint_id):
+            self.session.give_blob(chunk)
+            self.pass_on()
+        if not self.session.wants_blob:
+            name, why = self.source.identity.instance_name, self.app.error or "it has ended"
+            raise ReplayError(f"{name}: {self.definition.name} does not take the state: {why}")
+        self.session.blob_is_complete()
+        self.pass_on()
+
+    def give(self, value: bytes) -> None:
+        """Give the app the next record, as the log holds it. Raises what the app stops with."""
+        header = decode_header(value)
+        trailer = decode_trailer(value[header.size_bytes :], header.check)
+        self.sink.record(header.sequence_id, value, trailer)
+        self.session.give_record(value, trailer)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Pass the session's data to the app, and what this makes back, until neither has more."""
+        while self.ended is None and (data := b"".join(self.session.data_to_send())):
+            self.app.receive(data)
+            self.listen()
+
+    def listen(self) -> None:
+        """Take what the app has said. Raises its error, unless that is one of a handler, which ends the replay."""
+        data = bytes(self.app.output)
+        self.app.output.clear()
+        self.take_all(self.session.receive(data))
+        if self.app.error is not None and self.ended is None:
+            raise self.app.error
+
+    def take_all(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.take(event)
+
+    def take(self, event: Event) -> None:
+        self.sink.handle(event)
+        if isinstance(event, BlobPiece):
+            self.blob += event.data
+        elif isinstance(event, VerdictGiven):
+            self.verdicts.append(event.verdict)
+        elif isinstance(event, Ended):
+            self.ended = event

@@ -43,8 +43,7 @@ from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReade
 from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from immortal.protocol.trailer import BatchSource, Trailer
 from immortal.protocol.verdicts import MessageKey, Verdict, decode_unsaved, decode_verdict, encode_verdicts
-from immortal.replay.errors import ReplayError, StateUnsavedError, UpgradeFailedError
-from immortal.replay.plan import OWN_VERSION, Route
+from immortal.replay.plan import OWN_VERSION, ReplayError, Route, StateUnsavedError, UpgradeFailedError
 
 Tells = Callable[[Verdict], bool]
 """Which verdicts of the log the app is told. What it is not told of it calls again."""

@@ -27,9 +27,16 @@ from immortal.protocol.messages import decode_message
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, Trailer, decode_trailer
 from immortal.replay.app_process import DIFFERENCES_MAX, AppCommand, diff_states
-from immortal.replay.errors import AppExitedError, ReplayError
 from immortal.replay.host import find_end, run_replay
-from immortal.replay.plan import ReplayPlan, Route, checkpoint_problem, plan_route, usable_checkpoints
+from immortal.replay.plan import (
+    AppExitedError,
+    ReplayError,
+    ReplayPlan,
+    Route,
+    checkpoint_problem,
+    plan_route,
+    usable_checkpoints,
+)
 from immortal.replay.result import ReplayResult, Sink
 
 MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: one so far behind makes too few messages

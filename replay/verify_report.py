@@ -13,8 +13,7 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import Origin
 from immortal.replay.app_process import DIFFERENCES_MAX, code_values
-from immortal.replay.errors import AppExitedError
-from immortal.replay.plan import place_of
+from immortal.replay.plan import AppExitedError, place_of
 from immortal.replay.result import failure_json, new_failure_lines, new_failure_values
 from immortal.replay.verify import Difference, OutputDivergence, VerifySection
 

@@ -29,13 +29,21 @@ from immortal.protocol.trailer import Trailer
 from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
 from immortal.replay.app_process import AppCommand, Code
 from immortal.replay.comparison import Comparison, Key, MemoryBudget, Outputs, Side, SpillingQueue
-from immortal.replay.errors import AppExitedError, ReplayError, UpgradeFailedError
 from immortal.replay.findings import DrawnNumbersQueue, Executions, Findings
 from immortal.replay.host import find_end, run_replay
-from immortal.replay.plan import ReplayPlan, Route, plan_route, route_until, usable_checkpoints
+from immortal.replay.plan import (
+    AppExitedError,
+    ReplayError,
+    ReplayPlan,
+    Route,
+    SharedSource,
+    UpgradeFailedError,
+    plan_route,
+    route_until,
+    usable_checkpoints,
+)
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
 from immortal.replay.session import Tells
-from immortal.replay.sources import SharedSource
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
 AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log.moment import Time, parse_moment
+from immortal.coordinator.log.identity import Time, parse_moment
 from immortal.presenters.executions import chosen, execution_row, execution_states, execution_view, order_for
 from immortal.presenters.operations import format_wait
 from immortal.protocol.errors import ImmortalError

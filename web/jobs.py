@@ -23,7 +23,7 @@ from immortal.coordinator.config import write_atomically
 from immortal.coordinator.core.output.output_check import OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.moment import Time, parse_moment
+from immortal.coordinator.log.identity import Time, parse_moment
 from immortal.pipeline.sql.opening import open_sql, wrong_query
 from immortal.presenters.records import cell
 from immortal.presenters.what_if import Report

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
-from immortal.coordinator.log.moment import MomentError
+from immortal.coordinator.log.identity import MomentError
 from immortal.coordinator.operator.control import NotRunningError, RefusedError
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import ExecutionsError

@@ -11,7 +11,18 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
-from immortal.appsdk.client.clients import AsyncClient, Client
+from immortal.appsdk.client.clients import (
+    AsyncClient,
+    Client,
+    Handle,
+    Proxy,
+    handle,
+    start,
+    trace_context_of,
+    with_key,
+    with_timeout,
+    with_traceparent,
+)
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import (
     CallCancelled,
@@ -25,16 +36,6 @@ from immortal.appsdk.client.errors import (
     NotConnectable,
     OutcomeUnknown,
     ReplyGone,
-)
-from immortal.appsdk.client.proxies import (
-    Handle,
-    Proxy,
-    handle,
-    start,
-    trace_context_of,
-    with_key,
-    with_timeout,
-    with_traceparent,
 )
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.definition import definition_of

@@ -30,8 +30,7 @@ from immortal.appsdk.dispatch.events import (
 )
 from immortal.appsdk.dispatch.invocation import answer_query
 from immortal.appsdk.dispatch.lifecycle import HookGate, Life, guarded
-from immortal.appsdk.dispatch.records import Records
-from immortal.appsdk.dispatch.rewinds import Rewinds
+from immortal.appsdk.dispatch.records import Records, Rewinds
 from immortal.appsdk.dispatch.state_repair import StateRepair, one_line
 from immortal.appsdk.dispatch.verdicts import Failures
 from immortal.appsdk.effects.effect import EffectRunner
@@ -44,8 +43,7 @@ from immortal.appsdk.ordering.multicasts import Multicasts
 from immortal.appsdk.state.journal import Entry
 from immortal.appsdk.state.snapshots import Copies
 from immortal.appsdk.types.handles import current
-from immortal.appsdk.waiting.operator import describe_all, describe_one, retry_effects
-from immortal.appsdk.waiting.tasks import Tasks
+from immortal.appsdk.waiting.tasks import Tasks, describe_all, describe_one, retry_effects
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import (
     ALL_EXTENSIONS,

@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import dead_letter_message, is_awaited, rpc_of, who_waits
 from immortal.appsdk.dispatch.lifecycle import Life
-from immortal.appsdk.dispatch.records import Records
-from immortal.appsdk.dispatch.rewinds import Rewinds
+from immortal.appsdk.dispatch.records import Records, Rewinds
 from immortal.appsdk.dispatch.verdicts import Failures, messages_of
 from immortal.appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from immortal.appsdk.state.schema import WAYS_OUT

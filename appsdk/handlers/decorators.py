@@ -1,4 +1,9 @@
-"""Decorators ``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: their checks.
+"""Schedules of methods: in each period, or at the times of a cron expression.
+
+The next run of a period follows from the one before. That of a cron expression follows from time zone data too, which
+differ between machines and years: so it is worked out once, and goes into the log with the time.
+
+Decorators ``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: their checks.
 
 In the class a handler becomes a :class:`Handler`, a property whose value, read from an instance, is a
 :class:`BoundHandler`: calling it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def``
@@ -11,28 +16,120 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from zoneinfo import ZoneInfo
 
 from msgspec import Struct
 
 from immortal.appsdk.calls.codec import signature_of
-from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.context import Context, datetime_of
 from immortal.appsdk.calls.failures import checked_on_error, checked_raises
 from immortal.appsdk.errors import DefinitionError, OnError
-from immortal.appsdk.handlers.schedules import Cron, Period, Schedule
 from immortal.protocol import system_methods
 
+TIME_NS_MAX = (1 << 63) - 1  # since the Unix epoch: what 8 bytes hold, the year 2262
+
+_UNITS_NS = {
+    "ms": 10**6,
+    "s": 10**9,
+    "m": 60 * 10**9,
+    "h": 3600 * 10**9,
+    "d": 86_400 * 10**9,
+    "w": 7 * 86_400 * 10**9,
+}
+
+
+class Period:
+    """Schedule of ``@every``. Raises DefinitionError."""
+
+    def __init__(self, given: object) -> None:
+        self.period_ns = _period_ns(given)
+        self.text = f"every {given}"  # as its class says it
+
+    def next_ns(self, time_ns: int, due_ns: int | None) -> int:
+        """Return the first time after ``time_ns``, both ns since the Unix epoch; ``due_ns``: one of its times."""
+        if due_ns is None:
+            return time_ns + self.period_ns
+        return due_ns + ((time_ns - due_ns) // self.period_ns + 1) * self.period_ns
+
+
+def _period_ns(period: object) -> int:
+    period_ns = 0
+    if isinstance(period, timedelta):
+        period_ns = period // timedelta(microseconds=1) * 1000
+    elif isinstance(period, str) and (found := re.fullmatch(r"(\d{1,9})(ms|s|m|h|d|w)", period.strip())):
+        period_ns = int(found[1]) * _UNITS_NS[found[2]]
+    if period_ns <= 0:
+        raise DefinitionError(
+            f'@every({period!r}): a period was expected, such as "10m" (ms, s, m, h, d or w) or timedelta(minutes=10)'
+        )
+    return period_ns
+
+
+class Cron:
+    """Schedule of ``@cron``. Raises DefinitionError."""
+
+    def __init__(self, expression: object, zone: object) -> None:
+        from cronsim import CronSim, CronSimError  # here: few apps need it
+
+        self._cronsim = CronSim
+        if not isinstance(expression, str):
+            raise DefinitionError(f'@cron({expression!r}): a cron expression was expected, such as "0 3 * * mon"')
+        self._expression = expression
+        self._zone = _zone(zone)
+        self.text = f"{expression} ({zone})"
+        try:
+            never = next(CronSim(expression, datetime(2000, 1, 1, tzinfo=UTC)), None) is None
+        except CronSimError as error:
+            raise DefinitionError(
+                f"@cron({expression!r}): {error}: five fields were expected, minute, hour, day of the month, month and "
+                f'day of the week, such as "0 3 * * mon"'
+            ) from None
+        if never:
+            raise DefinitionError(f"@cron({expression!r}): there is no such day")
+
+    def next_ns(self, time_ns: int) -> int:
+        """Return the first time after ``time_ns``, both ns since the Unix epoch. Not for replays: see above."""
+        moment = next(self._cronsim(self._expression, datetime_of(time_ns).astimezone(self._zone)), None)
+        if moment is None:  # not within 50 years
+            return TIME_NS_MAX
+        return min((moment - datetime_of(0)) // timedelta(microseconds=1) * 1000, TIME_NS_MAX)
+
+
+def _zone(name: object) -> tzinfo:
+    if name == "UTC":
+        return UTC
+    try:
+        if not isinstance(name, str):
+            raise TypeError
+        return ZoneInfo(name)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DefinitionError(
+            f'@cron(..., tz={name!r}): this machine knows no such time zone: a name such as "Europe/Berlin" was '
+            f"expected (without any, install the package tzdata)"
+        ) from None
+
+
+Schedule = Period | Cron
+
 P = ParamSpec("P")
+
 R = TypeVar("R")
+
 S = TypeVar("S")
 
 DERIVED_METHOD_ID_MIN = 8192  # IDs below are for those given by hand: they take 2 bytes of a message, up to 63 only 1
+
 METHOD_ID_MAX = 1_048_575  # the largest that takes 3
+
 INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
+
 CLOCK_METHOD_ID = -2  # the impulse that tells what time it is, for timers and schedules
+
 EFFECT_METHOD_ID = system_methods.EFFECT_METHOD_ID
 
 
@@ -270,8 +367,12 @@ def check_handler_signature(function: Callable[..., Any], decorator: str) -> ins
 
 @overload
 def rpc(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
+
+
 @overload
 def rpc(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+
+
 @overload
 def rpc(
     *,
@@ -283,6 +384,8 @@ def rpc(
     limit_by: str = ...,
     labels: Sequence[str] = ...,
 ) -> _Decorator: ...
+
+
 def rpc(
     function: Callable[..., Any] | None = None,
     /,
@@ -316,8 +419,12 @@ def rpc(
 
 @overload
 def query(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+
+
 @overload
 def query(*, id: int = ..., raises: Raises = ...) -> _Decorator: ...
+
+
 def query(
     function: Callable[..., Any] | None = None,
     /,
@@ -338,8 +445,12 @@ def query(
 
 @overload
 def impulse(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
+
+
 @overload
 def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+
+
 @overload
 def impulse(
     *,
@@ -350,6 +461,8 @@ def impulse(
     limit_by: str = ...,
     labels: Sequence[str] = ...,
 ) -> _Decorator: ...
+
+
 def impulse(
     function: Callable[..., Any] | None = None,
     /,

@@ -20,8 +20,7 @@ from immortal.appsdk.errors import AS_RPC, QueryError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition, Peer
 from immortal.appsdk.nodes.accounts import WHAT, Accounts
-from immortal.appsdk.nodes.inbox import Inbox
-from immortal.appsdk.nodes.node import HandleMethod, Node, NodeTable, SavedNode, node_definition
+from immortal.appsdk.nodes.node import HandleMethod, Inbox, Node, NodeTable, SavedNode, node_definition
 from immortal.appsdk.nodes.reference_counts import DESTROYED, REVOKED, Ended, Grant, Held, Key, Stage
 from immortal.appsdk.types.handles import KEY_SIZE_BYTES, Handle
 from immortal.protocol import decoding

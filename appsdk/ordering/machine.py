@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from immortal.appsdk.ordering.fences import Asked, Fences, QueuedRun, Ready, Sent, Silent, Stage, State
+from immortal.appsdk.ordering.groups import Asked, Fences, QueuedRun, Ready, Sent, Silent, Stage, State
 from immortal.appsdk.ordering.messages import (
     Cancel,
     Commit,
@@ -435,7 +435,7 @@ class Ordering:
         return is_right
 
     def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
-        """Expel a member: see :meth:`immortal.appsdk.ordering.fences.Fences.expel`."""
+        """Expel a member: see :meth:`immortal.appsdk.ordering.groups.Fences.expel`."""
         self.fences.expel(group, member, view, members, now_ns)
         self._go_on()
 

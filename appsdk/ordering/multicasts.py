@@ -17,7 +17,7 @@ from immortal.appsdk.calls.failures import refused
 from immortal.appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from immortal.appsdk.calls.replay_rules import NEWEST_ORDER
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
-from immortal.appsdk.ordering.fences import Asked, QueuedRun, Ready, Silent, Stage, State
+from immortal.appsdk.ordering.groups import Asked, QueuedRun, Ready, Silent, Stage, State
 from immortal.appsdk.ordering.machine import Ordering, Release, Send
 from immortal.appsdk.ordering.messages import (
     Fencing,
@@ -248,7 +248,7 @@ class Multicasts:
             context.slice_end = 0  # what comes behind this message may be behind the multicast
 
     def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
-        """Expel a member: see :meth:`immortal.appsdk.ordering.fences.Fences.expel`. Raises UsageError."""
+        """Expel a member: see :meth:`immortal.appsdk.ordering.groups.Fences.expel`. Raises UsageError."""
         ordering, sending = self._begun()
         ordering.expel(group, member, view, members, self._context.record_time_ns or 0)
         self._act(ordering, sending)

@@ -31,7 +31,7 @@ from immortal.protocol.safe_output import printable_message
 
 if TYPE_CHECKING:
     from immortal.appsdk.running.executions import ExecutionWriter
-    from immortal.appsdk.running.timed import HandlerTimings
+    from immortal.appsdk.running.time_limits import HandlerTimings
 
 
 class AppLife:
@@ -102,7 +102,7 @@ class AppLife:
             return options.stop.make_delivery
         if options.timings is None or options.trace:
             return Delivery
-        from immortal.appsdk.running.timed import HandlerTimings
+        from immortal.appsdk.running.time_limits import HandlerTimings
 
         folder, limit_bytes = options.timings
         self._timings = HandlerTimings(folder, limit_bytes, lambda text: say(definition.name, text))

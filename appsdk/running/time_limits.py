@@ -1,7 +1,13 @@
-"""Time limits of handlers, queries and the encoding of the state.
+"""Time limits of handlers, and notes of when handlers ran.
+
+Time limits of handlers, queries and the encoding of the state.
 
 The watchdog tells the coordinator which handler takes long, or ends the process, as a crash would, if the coordinator
 has left. Handlers pay nothing for it: once in a while it looks which message is being handled.
+
+Times at which handlers began and returned, noted for traces if the instance's settings ask for it.
+
+Replays are not noted: what they execute was executed before. No replay depends on any of it.
 """
 
 from __future__ import annotations
@@ -16,19 +22,30 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.user_code import in_debugger
+from immortal.appsdk.dispatch.delivery import Delivery, Entry
 from immortal.appsdk.errors import EXIT_FAILED, EXIT_RECOVER, QueryTooLong, StateError
+from immortal.appsdk.handlers.definition import Definition
 from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.timings import APP, Noting, PlainRow, SegmentWriter, TimingKind
 from immortal.protocol.verdicts import Handling, encode_handling
 
 LOOK_INTERVAL_S = 0.5
+
 TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S
+
 TOLD_EACH_S = 30.0
+
 LEFT_AFTER_S = 1.0  # a handler that goes on for so long behind the end of the connection is not waited for
+
 _COME_BACK = Handling(-1, for_s=1.0)
 
 
@@ -138,6 +155,7 @@ class Watchdog:
 
 
 QUERY_LIMIT_S = 30.0  # of one query: as long the handlers, and whoever waits for them, stand still
+
 GRACE_S = 10.0  # then, until the process ends
 
 _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -206,6 +224,7 @@ class QueryLimit:
 T = TypeVar("T")
 
 ENCODING_LIMIT_S = 120.0  # 1 GiB is encoded in 3 s
+
 AGAIN_S = 1.0  # where the code goes on behind it
 
 
@@ -241,3 +260,69 @@ def _refuse() -> NoReturn:
     error = StateError(f"to encode the state has not come to its end within {ENCODING_LIMIT_S:g} s")
     error.takes_too_long = True
     raise error from None
+
+
+_KIND = int(TimingKind.HANDLED)
+
+_Handled = tuple[int, PlainRow]  # by committer ID
+
+
+class HandlerTimings:
+    """Writer of timings in ``folder``, on the monotonic clock. ``say`` is told if they can't be written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        say: Callable[[str], None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.clock_ns = clock_ns
+        self._writer = SegmentWriter(folder, APP, limit_bytes, say)
+        self._noting: Noting[_Handled] = Noting(self._write)
+        self._put = self._noting.put
+        self._noted = -1, -1  # what is made undone and executed again was noted
+
+    def note(self, committer_id: int, place: tuple[int, int], began_ns: int) -> None:
+        """Note that the handler of the message at ``place``, its record and index, is over now."""
+        if place > self._noted:
+            self._noted = place
+            self._put((committer_id, (*place, _KIND, began_ns, self.clock_ns(), 0)))
+
+    def make_delivery(self, definition: Definition, context: Context) -> Delivery:
+        return _TimedDelivery(definition, context, self)
+
+    def close(self) -> None:
+        """Write what was noted."""
+        self._noting.close()
+        self._writer.close()
+
+    def _write(self, handled: list[_Handled]) -> None:
+        for committer_id, some in groupby(handled, key=itemgetter(0)):
+            self._writer.write(committer_id, (row for _, row in some))
+
+
+class _TimedDelivery(Delivery):
+    def __init__(self, definition: Definition, context: Context, timings: HandlerTimings) -> None:
+        super().__init__(definition, context)
+        self._timings = timings
+        self._by_front = {front: self._timed(entry) for front, entry in self._by_front.items()}
+        self._answers = {kind: self._timed(entry) for kind, entry in self._answers.items()}
+
+    def _timed(self, entry: Entry) -> Entry:
+        decode, function, name = entry
+        context, queries = self._context, self._context.tasks.queries
+        note, clock_ns = self._timings.note, self._timings.clock_ns
+
+        def run(instance: Any, *arguments: Any) -> None:
+            if not queries.is_live:
+                function(instance, *arguments)
+                return
+            place = context.sequence_id, context.message_index
+            began_ns = clock_ns()
+            try:
+                function(instance, *arguments)
+            finally:
+                note(context.committer_id, place, began_ns)
+
+        return decode, run, name

@@ -12,10 +12,8 @@ from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.debugger import pass_over_in_replays
-from immortal.appsdk.testing import outside
-from immortal.appsdk.testing.effect_stubs import EffectStubs
 from immortal.appsdk.testing.instance import Instance, MemorySource
-from immortal.appsdk.testing.node import CrashPlan, Victim
+from immortal.appsdk.testing.node import OUTSIDE_NAME, OUTSIDERS, CrashPlan, EffectStubs, Victim
 from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
 from immortal.appsdk.testing.world import World
 from immortal.coordinator.core import events as ev
@@ -95,7 +93,7 @@ class Environment:
         if not is_text or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise UsageError(f"env.start(..., {name!r}): a name of 1 to {NAME_SIZE_BYTES_MAX} bytes was expected")
         if name in self._world.nodes:
-            whose = "the test itself" if name == outside.NAME else "an instance of this environment"
+            whose = "the test itself" if name == OUTSIDE_NAME else "an instance of this environment"
             raise UsageError(f"env.start(..., {name!r}): that is the name of {whose}: choose another one")
         node = self._world.add(name, definition_of(cls))
         node.effects = dict(effects or {})
@@ -217,7 +215,7 @@ class Environment:
             {name: MemorySource(name, node.store) for name, node in nodes.items()},
             lambda name: cast("Definition", nodes[name].definition),
             {name: definition_of(cls) for name, cls in changes.items()},
-            outsiders=outside.OUTSIDERS,
+            outsiders=OUTSIDERS,
         )
         return what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
 

@@ -29,7 +29,7 @@ from immortal.coordinator.log import LogIdentity
 from immortal.coordinator.log.format import FORMAT_VERSION
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.verdicts import Verdict
-from immortal.replay.sources import RecordedLog
+from immortal.replay.plan import RecordedLog
 
 if TYPE_CHECKING:
     from immortal.appsdk.handlers.decorators import RemoteHandler

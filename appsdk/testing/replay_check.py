@@ -16,7 +16,7 @@ from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.tree import differences
-from immortal.appsdk.testing.outside import OUTSIDERS
+from immortal.appsdk.testing.node import OUTSIDERS
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader
@@ -28,10 +28,9 @@ from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.safe_output import printable_message
 from immortal.replay.app_process import DIFFERENCES_MAX
-from immortal.replay.local_run import LocalRun
-from immortal.replay.plan import ReplayPlan, plan_route
+from immortal.replay.host import LocalRun
+from immortal.replay.plan import RecordedLog, ReplayPlan, plan_route
 from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.sources import RecordedLog
 from immortal.replay.verify import CheckingSink, StateDivergence, VerifySection, verify_sections
 from immortal.replay.verify_report import Report
 

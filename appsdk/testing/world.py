@@ -17,9 +17,7 @@ from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.user_code import inherited_context, mark_interrupts
 from immortal.appsdk.errors import AppError, UsageError
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.testing import outside
-from immortal.appsdk.testing.node import CrashPlan, Node
-from immortal.appsdk.testing.outside import OutsideApp
+from immortal.appsdk.testing.node import OUTSIDE_NAME, CrashPlan, Node, OutsideApp
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import InvariantError, require
@@ -60,7 +58,7 @@ class World:
         self.reports: list[tuple[str, str]] = []  # (instance, a warning of its coordinator's)
         self.is_closed = False
         self._random = None if order is None else random.Random(order)  # noqa: S311 (from a seed)
-        self._outside = self.add(outside.NAME, None)
+        self._outside = self.add(OUTSIDE_NAME, None)
         self._outside.start()
         self._settle()
 

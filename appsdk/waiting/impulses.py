@@ -18,9 +18,8 @@ from immortal.appsdk.calls.outbox import encode_call, make_writer
 from immortal.appsdk.calls.user_code import handed_to
 from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner, encodable
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Handler
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Cron, Handler, Period
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.handlers.schedules import Cron, Period
 from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTasks, described
 from immortal.appsdk.waiting.operations import Event, Operation, Owner, Timer
 from immortal.protocol.checksum import crc64

@@ -22,7 +22,7 @@ from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
 
 from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, is_collecting, is_user_failure
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.schedules import TIME_NS_MAX
+from immortal.appsdk.handlers.decorators import TIME_NS_MAX
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -26,9 +26,8 @@ from immortal.appsdk.calls.user_code import (
     running,
 )
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
-from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.decorators import TIME_NS_MAX, Handler
 from immortal.appsdk.handlers.log import HandlerLog
-from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
 from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.waiting.host import Host

@@ -9,8 +9,16 @@ from msgspec import Struct, field
 
 from immortal.coordinator.archive.archive import Archive
 from immortal.coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
-from immortal.coordinator.archive.chain import Retention, needed_objects, object_names_kept
-from immortal.coordinator.archive.format import OBJECT_FOLDERS, ArchiveError, ConflictError, Moment, moment_name
+from immortal.coordinator.archive.format import (
+    OBJECT_FOLDERS,
+    ArchiveError,
+    ConflictError,
+    Moment,
+    Retention,
+    moment_name,
+    needed_objects,
+    object_names_kept,
+)
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.objects import ObjectError, StoreError

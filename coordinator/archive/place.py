@@ -22,9 +22,8 @@ try:
 except ImportError as error:
     raise LogError(f"archives need the extra archive ({error}): {distribution.add_extra('archive')}") from None
 
-from immortal.coordinator.archive.chain import encrypted_parts, needed_objects
-from immortal.coordinator.archive.format import Moment, PackedRow, Part
-from immortal.coordinator.archive.view import ArchivedView
+from immortal.coordinator.archive.archive import ArchivedView
+from immortal.coordinator.archive.format import Moment, PackedRow, Part, encrypted_parts, needed_objects
 from immortal.coordinator.config import ConfigError, check_instance_name
 from immortal.coordinator.log.backend import Backend, Mac, Options, Place, ReadBackend, Row, View
 from immortal.coordinator.log.identity import LogIdentity, read_identity

@@ -17,9 +17,8 @@ from immortal.coordinator.core.failures.unsaved_state import UnsavedState
 from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.input.app_inbox import AppInbox
 from immortal.coordinator.core.input.back_pressure import BackPressure, Impulses
-from immortal.coordinator.core.life_cycle.feeding import RecordFeeder
+from immortal.coordinator.core.life_cycle.feeding import RecordFeeder, WaitingHandlers
 from immortal.coordinator.core.life_cycle.recovery import Lifecycle, LogLoader, Upgrades
-from immortal.coordinator.core.life_cycle.waiting_handlers import WaitingHandlers
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.peers import PeerResets, Peers
 from immortal.coordinator.core.permissions import Permission

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 from immortal.coordinator.core.availability.write_lease import LogRequests, WriteLease
 from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
+from immortal.coordinator.core.clock import Timers
 from immortal.coordinator.core.effects import Effect, Report, SendToApp
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.interfaces import CheckpointHeader, VersionStart
 from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
 from immortal.coordinator.core.life_cycle.session import AppSession, Phase
-from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.log_capacity import LogCapacity
+from immortal.coordinator.core.limits import Limits, LogCapacity
 from immortal.coordinator.core.notices import Notice
-from immortal.coordinator.core.timers import Timers
 from immortal.protocol.extensions import encode_impulses_accepted
 from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, encode_message

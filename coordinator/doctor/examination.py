@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from immortal.coordinator.config import ConfigError, InstanceSettings
-from immortal.coordinator.doctor import disk, home, installation, machine
+from immortal.coordinator.doctor import home, installation, machine
 from immortal.coordinator.doctor.finding import Finding
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log_url import is_in_folder, split_url
@@ -19,7 +19,7 @@ def examine(registry: Registry) -> Iterator[Finding]:
     yield from home.findings(registry)
     settings = _readable(registry)
     for folder in _one_of_each_disk([registry.home, *map(_log_folder, settings)]):
-        yield from disk.findings(folder)
+        yield from machine.findings(folder)
     yield from machine.clock_findings(_files(registry.home))
     yield from machine.limit_findings(len(settings))
 
@@ -28,7 +28,7 @@ def examine_instance(registry: Registry, settings: InstanceSettings) -> Iterator
     """Check one instance: its files, and the disk of its log."""
     yield from home.findings_of(registry, settings.name)
     if is_in_folder(settings.log):
-        yield from disk.findings(_log_folder(settings))
+        yield from machine.findings(_log_folder(settings))
 
 
 def _readable(registry: Registry) -> list[InstanceSettings]:
@@ -52,7 +52,7 @@ def _log_folder(settings: InstanceSettings) -> Path:
 def _one_of_each_disk(folders: list[Path]) -> Iterator[Path]:
     seen: set[int] = set()
     for folder in folders:
-        device = os.stat(disk.existing(folder)).st_dev
+        device = os.stat(machine.existing(folder)).st_dev
         if device not in seen:
             seen.add(device)
             yield folder

@@ -1,28 +1,47 @@
-"""Findings about the machine: its clock, the limits of a process, and its memory."""
+"""Findings about the machine: its clock, memory and limits of a process, and the disk of a log.
+
+Findings about the machine: its clock, the limits of a process, and its memory.
+
+Findings about the disk of a log: filesystem, free space, time of a sync, and whether that time can be true.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.protocol.command_line import counted, size_text
 
 CLOCK, LIMITS, MEMORY = Area.CLOCK, Area.LIMITS, Area.MEMORY
+
 AHEAD_S_MAX = 5.0  # file times and the clock are of one machine; other machines' files may be a little ahead
+
 _UNSYNCHRONISED, _TIME_ERROR = 0x0040, 5
+
 _SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+
 _SLOW_SOURCES = ("hpet", "acpi_pm", "jiffies", "pit")
+
 _NTP = "run chrony, systemd-timesyncd or another NTP client; in a container, on its host"
+
 DESCRIPTORS_BASE = 64  # a coordinator with one peer and its app has 45
+
 DESCRIPTORS_PER_PEER = 8  # sockets out and in, and what ZeroMQ has for each: about 4, and twice that while they change
+
 DESCRIPTORS_COMFORTABLE = 4096  # beside its peers: strangers that are in their handshake, clients, operators
+
 INSTANCE_SIZE_BYTES = 64 << 20  # a coordinator and a small app, at rest, with room to work
+
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
 _UNLIMITED_SIZE_BYTES = 1 << 60  # what an older kernel says where there is no limit
 
 
@@ -185,3 +204,222 @@ def _text(path: str) -> str:
 def _first_word(path: str) -> str:
     words = _text(path).split()
     return words[0] if words else ""
+
+
+AREA = Area.DISK
+
+BLOCK_SIZE_BYTES = 4096  # as one of the log's journal
+
+SAMPLES_MIN, SAMPLES_MAX, MEASURED_S_MAX = 5, 200, 1.0
+
+FREE_SIZE_BYTES_MIN = 128 << 20  # a checkpoint and what comes meanwhile
+
+FREE_SIZE_BYTES_LOW = 1 << 30
+
+SLOW_S = 0.020  # a call that waits for its answer syncs at both ends
+
+UNTRUE_S = 8e-6  # a flush takes the fastest devices about 10 µs: a shorter one has reached none
+
+ROTATION_S = 1e-3  # below what a rotating disk needs: half a turn at 15,000 a minute takes 2 ms
+
+_IN_MEMORY = ("tmpfs", "ramfs", "rootfs")
+
+_OF_CONTAINERS = ("overlay", "aufs")
+
+_OF_OTHER_MACHINES = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs")
+
+_WITHOUT_MODES = ("vfat", "exfat", "msdos", "ntfs", "fuseblk")
+
+_NO_BARRIERS = ("nobarrier", "barrier=0")
+
+_MOVE = "move the home to a disk of this machine: --home, or --log of 'immortal register'"
+
+
+class Mount(NamedTuple):
+    """A mounted filesystem. ``options``: of the mount and of the filesystem."""
+
+    point: Path
+    kind: str
+    device: str  # "major:minor"
+    options: frozenset[str]
+
+
+class SyncTimes(NamedTuple):
+    """Times of writing one block, in seconds: all synced ones, ascending, and the median of unsynced ones."""
+
+    synced_s: list[float]
+    unsynced_s: float
+
+    @property
+    def median_s(self) -> float:
+        return self.synced_s[len(self.synced_s) // 2]
+
+    @property
+    def most_s(self) -> float:
+        """Time that 99 of 100 synced writes do not exceed."""
+        return self.synced_s[min(len(self.synced_s) - 1, len(self.synced_s) * 99 // 100)]
+
+
+def findings(folder: Path) -> Iterator[Finding]:
+    """Check the disk of ``folder``, where a log is or will be."""
+    place = existing(folder)
+    mount = mount_of(place)
+    yield _kind(place, mount)
+    for option in _NO_BARRIERS:
+        if mount is not None and option in mount.options:
+            why = "a sync does not wait for the disk: a loss of power takes what was acknowledged"
+            yield problem(AREA, f"{mount.point} is mounted with {option!r}", why, f"mount it without {option!r}")
+    yield _room(place)
+    if not os.access(place, os.W_OK | os.X_OK):
+        return  # the home's own findings say so
+    try:
+        times = measure(place)
+    except OSError as error:
+        why = "no log can be written there"
+        yield problem(AREA, f"{place}: writing a block and syncing it fails: {error.strerror}", why, _MOVE)
+        return
+    yield judge_sync_times(place, times, mount)
+
+
+def existing(folder: Path) -> Path:
+    """Return ``folder``, or the first folder above it that exists."""
+    return next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
+
+
+def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount | None:
+    """Return the filesystem that ``folder`` is on; None where the kernel does not say."""
+    real = Path(os.path.realpath(folder))
+    found = None
+    try:
+        lines = mountinfo.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:  # a later one at the same place lies over the earlier one
+        before, _, behind = line.partition(" - ")
+        fields, kind_fields = before.split(), behind.split()
+        if len(fields) < 6 or len(kind_fields) < 3:
+            continue
+        point = Path(fields[4].encode().decode("unicode_escape"))  # \040 is a space
+        if real.is_relative_to(point) and (found is None or len(point.parts) >= len(found.point.parts)):
+            options = frozenset([*fields[5].split(","), *kind_fields[2].split(",")])
+            found = Mount(point, kind_fields[0], fields[2], options)
+    return found
+
+
+def _kind(place: Path, mount: Mount | None) -> Finding:
+    if mount is None:
+        what = f"{place}: which filesystem it is on can't be told"
+        return note(AREA, what, "one in memory, say, would lose all logs", "mount /proc")
+    what = f"{place} is on {mount.kind}, mounted at {mount.point}"
+    if "ro" in mount.options:
+        return problem(AREA, f"{what}, read-only", "no log can be written there", _MOVE)
+    if mount.kind in _IN_MEMORY:
+        why = "that is memory: all logs are gone when the machine, or its container, stops"
+        return problem(AREA, what, why, _MOVE)
+    if mount.kind in _OF_OTHER_MACHINES:
+        why = "LMDB maps its file and locks it, which takes a filesystem of one machine: a log there can be damaged"
+        remedy = f"{_MOVE}; for a log that several machines reach: postgresql:// ('immortal register --log')"
+        return problem(AREA, what, why, remedy)
+    if mount.kind in _WITHOUT_MODES:
+        why = "it has no owners and modes: keys and logs can't be kept from others"
+        return problem(AREA, what, why, _MOVE)
+    if mount.kind in _OF_CONTAINERS:
+        why = "that is a layer of the container, and goes with it"
+        return note(AREA, what, why, "put the home on a volume")
+    return ok(AREA, what)
+
+
+def _room(place: Path) -> Finding:
+    free = shutil.disk_usage(place).free
+    nodes = os.statvfs(place)
+    what = f"{size_text(free)} are free at {place}"
+    why = "a full disk stops the instances there, until there is room"
+    if free < FREE_SIZE_BYTES_MIN or (nodes.f_files and not nodes.f_favail):
+        out_of = what if free < FREE_SIZE_BYTES_MIN else f"no file can be made at {place}: it is out of inodes"
+        return problem(AREA, out_of, why, "make room, or move the home")
+    if free < FREE_SIZE_BYTES_LOW:
+        return note(AREA, what, why, "make room, or limit the logs (log_limit_mb)")
+    return ok(AREA, what)
+
+
+def measure(folder: Path) -> SyncTimes:
+    """Measure overwriting blocks as the log's journal does, synced and unsynced. Raises OSError."""
+    path = folder / f".doctor-{os.getpid()}"
+    block = os.urandom(BLOCK_SIZE_BYTES)
+    blocks_count = 64
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        try:
+            os.pwrite(descriptor, bytes(BLOCK_SIZE_BYTES * blocks_count), 0)
+            os.fsync(descriptor)
+            unsynced_s = _times(descriptor, block, blocks_count)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
+        try:
+            synced_s = _times(descriptor, block, blocks_count)
+        finally:
+            os.close(descriptor)
+    finally:
+        path.unlink()
+    return SyncTimes(synced_s, unsynced_s[len(unsynced_s) // 2])
+
+
+def _times(descriptor: int, block: bytes, blocks_count: int) -> list[float]:
+    times_s: list[float] = []
+    began_s = time.perf_counter()
+    for number in range(SAMPLES_MAX):
+        before_s = time.perf_counter()
+        os.pwrite(descriptor, block, BLOCK_SIZE_BYTES * (number % blocks_count))
+        after_s = time.perf_counter()
+        times_s.append(after_s - before_s)
+        if after_s - began_s > MEASURED_S_MAX and len(times_s) >= SAMPLES_MIN:
+            break
+    return sorted(times_s)
+
+
+def judge_sync_times(place: Path, times: SyncTimes, mount: Mount | None) -> Finding:
+    """Judge the disk under ``place`` by the times of its syncs."""
+    what = (
+        f"{place}: a synced write of 4 KiB takes {_disk_text(times.median_s)} (median of {len(times.synced_s)}), "
+        f"99 of 100 at most {_disk_text(times.most_s)}; an unsynced one {_disk_text(times.unsynced_s)}"
+    )
+    power = 'a loss of power may take what was acknowledged (docs/guarantees.md, "What is assumed")'
+    test = "ask who runs the disk whether a sync reaches it; diskchecker.pl and a pulled plug prove it"
+    if times.median_s < UNTRUE_S:
+        reached = (
+            f"no flush of a device is that fast: syncs end in memory, of the system or of what lies below it; {power}"
+        )
+        return problem(AREA, what, reached, f"{_MOVE}; or {test}")
+    if times.median_s < ROTATION_S and mount is not None and _rotates(mount.device):
+        turning = (
+            f"the disk says that it rotates, and is faster than that: its cache, or a hypervisor's, answers; {power}"
+        )
+        return note(AREA, what, turning, test)
+    if times.median_s > SLOW_S:
+        each = "a call that waits for its answer waits for a sync at each end, one after the other"
+        return note(
+            AREA, what, each, "take a disk with a cache that survives a loss of power, or batch calls with fork"
+        )
+    return ok(AREA, f"{what}; whether the disk keeps what it has synced, no program can see")
+
+
+def _rotates(device: str) -> bool:
+    """Return whether a disk says that it rotates; for a partition, the folder of its disk says so."""
+    for folder in (Path("/sys/dev/block", device), Path("/sys/dev/block", device).resolve().parent):
+        try:
+            return (folder / "queue" / "rotational").read_text().strip() == "1" and not _is_virtual(folder)
+        except OSError:
+            continue
+    return False
+
+
+def _is_virtual(folder: Path) -> bool:
+    """Return whether the disk is virtual: it says that it rotates, whatever is below it."""
+    return folder.resolve().name.startswith(("vd", "xvd", "nbd", "loop", "zram"))
+
+
+def _disk_text(time_s: float) -> str:
+    return f"{time_s * 1e6:.0f} µs" if time_s < 1e-3 else f"{time_s * 1e3:.1f} ms"

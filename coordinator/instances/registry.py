@@ -5,6 +5,14 @@ A registry of many machines is in a database; each machine's folder is a copy of
 <home>/counter.toml     the settings
 <home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
                         supervisor.json)
+
+Folders of followers on the instance's machine, for their sockets, secrets and files.
+
+<home>/counter/followers/1/      the first; its app.sock, app_secret, control.sock and coordinator.json
+<home>/counter/followers/2/      a second one beside it
+
+A folder belongs to the process that holds the lock in it. When the follower becomes the instance, peers and operators
+reach it at the instance's addresses; its app stays where it is.
 """
 
 from __future__ import annotations
@@ -19,6 +27,9 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from immortal.coordinator.config import (
     LOG_KEY_FILE,
@@ -54,14 +65,23 @@ from immortal.protocol.files import (
 from immortal.protocol.safe_output import did_you_mean
 
 HOME_VARIABLE = shared_registry.HOME_VARIABLE
+
 HOME_DEFAULT = shared_registry.HOME_DEFAULT
+
 _LOCK_FILE_NAME = ".lock"
+
 PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as immortal.coordinator.peers.keys needs ZeroMQ, whose loading takes long
+
 LOCK_TIMEOUT_S = 60.0  # a change takes milliseconds, and hundreds of instances may start at once
+
 PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": from where free ports are taken, such as what a firewall lets through
+
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
+
 _PORT_HIGHEST = 65535
+
 _PORT_TRIES_MAX = 500
+
 _RANDOM = random.SystemRandom()
 
 
@@ -484,3 +504,55 @@ def _bind(host: str, port: int) -> int | None:
                 return None
             raise RegistryError(f"the address {host!r} cannot be used here: {error.strerror}") from None
         return int(probe.getsockname()[1])
+
+
+FOLDER_NAME = "followers"
+
+LOCK_FILE_NAME = "lock"
+
+PLACES_MAX = 16  # more followers of one log on one machine are of no use
+
+
+class FollowerPlaceError(ImmortalError):
+    """Raised if folders for followers are used up, or can't be used."""
+
+
+class FollowerPlace(Struct):
+    """Folder of one follower, locked until :meth:`release`, or until the process ends."""
+
+    folder: Path
+    _descriptor: int
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def claim_place(settings: InstanceSettings) -> FollowerPlace:
+    """Lock a free folder for a follower of the instance. Raises FollowerPlaceError."""
+    folder = settings.folder / FOLDER_NAME
+    try:
+        for number in range(1, PLACES_MAX + 1):
+            place = folder / str(number)
+            make_folder(place)
+            descriptor = open_lock(place / LOCK_FILE_NAME)
+            try:
+                acquire_lock(descriptor, 0)
+            except BlockingIOError:
+                os.close(descriptor)
+            else:
+                return FollowerPlace(place, descriptor)
+    except OSError as error:
+        raise FollowerPlaceError(f"{folder} can't be used: {error.strerror}; make room for it there") from None
+    raise FollowerPlaceError(f"{settings.name!r} has {PLACES_MAX} followers on this machine already: stop one of them")
+
+
+def follower_settings(
+    settings: InstanceSettings, folder: Path, *, app_port: int | None = None, app_send_port: int | None = None
+) -> InstanceSettings:
+    """Return ``settings`` with the sockets and files of a follower in ``folder``: its app connects by a Unix socket
+    there, or by these ports."""
+    return msgspec.structs.replace(
+        settings, folder=folder, log=settings.log, app_port=app_port, app_send_port=app_send_port, app_socket=None
+    )

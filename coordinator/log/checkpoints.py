@@ -12,7 +12,7 @@ from msgspec import Struct
 from immortal.coordinator.core.errors import DamagedLogError, LogError, require
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log import spilled, view_queries
+from immortal.coordinator.log import view_queries
 from immortal.coordinator.log.backend import RemovalBudget, Span, View
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row
@@ -196,7 +196,7 @@ def trim_step(
     changes = Changes()
     for destination, position in acknowledged.items():
         if not budget.exhausted:
-            changes.deletes += spilled.trim(view, "spilled", destination, position, budget)
+            changes.deletes += view_queries.trim(view, "spilled", destination, position, budget)
     from_spilled = bool(changes.deletes)
     if keep is not None and not budget.exhausted:
         _trim_history(view, changes, keep, damaged_ids, acknowledged, budget)
@@ -230,7 +230,7 @@ def _trim_history(
         if not budget.exhausted:
             # Also those before the checkpoint, while they wait: it may have left them where they are.
             position = min(mark.position, acknowledged.get(destination, 0))
-            changes.deletes += spilled.trim(view, "impulses", destination, position, budget)
+            changes.deletes += view_queries.trim(view, "impulses", destination, position, budget)
 
 
 def _sizes_behind(view: View) -> Callable[[CheckpointHeader], float]:

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.core.interfaces import SpilledBatch, Transaction, VersionStart
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log import spilled, verdicts, view_queries
+from immortal.coordinator.log import verdicts, view_queries
 from immortal.coordinator.log.backend import Row, Span, View
 from immortal.coordinator.log.format import IMPULSES_TABLE, MESSAGE_KEY, SEQUENCE_KEY, SPILLED_TABLE
 from immortal.coordinator.log.identity import meta_row
@@ -84,7 +84,7 @@ def depends_on_log(transaction: Transaction) -> bool:
 def add_dependent(changes: Changes, transaction: Transaction, view: View) -> None:
     """Add the changes that also depend on the log's content, except the checkpoint's."""
     for destination, position in transaction.spilled_ends.items():
-        left, span = spilled.end_at(view, destination, position)
+        left, span = view_queries.end_at(view, destination, position)
         changes.deletes.append(span)
         for batch in left:
             _put_spilled(changes, batch)

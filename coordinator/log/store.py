@@ -28,7 +28,7 @@ from immortal.coordinator.core.interfaces import (
     Transaction,
 )
 from immortal.coordinator.fault_points import FaultPoint, reach
-from immortal.coordinator.log import checkpoints, spilled, verdicts, view_queries
+from immortal.coordinator.log import checkpoints, verdicts, view_queries
 from immortal.coordinator.log.authentication import (
     LogKey,
     LogKeyError,
@@ -195,7 +195,7 @@ class RowLogStore(LogStore):
         self, destination: str, first_position: int, last_position: int, size_bytes_max: int
     ) -> list[OutputBatch]:
         with self._naming_remedy(), self.backend.view() as view:
-            batches = spilled.read(view, destination, first_position, last_position, size_bytes_max)
+            batches = view_queries.read(view, destination, first_position, last_position, size_bytes_max)
         self.backend.count_bytes_touched(sum(len(batch.payload) for batch in batches))
         return batches
 

@@ -1,4 +1,11 @@
-"""Verifies a log: records, tables, checkpoints, and that the positions of each incoming stream are consecutive."""
+"""Verifies a log, and makes backups of one.
+
+Verifies a log: records, tables, checkpoints, and that the positions of each incoming stream are consecutive.
+
+Makes backups: copies of a log as of one moment, beside its writer. A later backup copies only what is new.
+
+A backup is a log: any command reads it, and an instance can start from it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from msgspec import Struct, field
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
 from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log import spilled, verdicts, view_queries
+from immortal.coordinator.log import verdicts, view_queries
 from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError, not_authenticated_message
 from immortal.coordinator.log.backend import Finding, Place, Severity, View
 from immortal.coordinator.log.format import StoredHeader
@@ -17,6 +24,7 @@ from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequen
 from immortal.coordinator.log.open import Log, open_reader, place_of
 from immortal.coordinator.log.reader import LogReader, TrimmedError
 from immortal.coordinator.log.repair import plan_source_repair
+from immortal.coordinator.log.view_queries import stored_headers
 from immortal.protocol.client_frames import CLIENTS, caller_of
 from immortal.protocol.trailer import BatchKind, Trailer
 
@@ -96,6 +104,7 @@ def _text(source: str) -> str:
 
 
 _READ_SIZE_BYTES = 1 << 20
+
 _READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 
@@ -319,7 +328,7 @@ class LogVerification(Struct):
             ("acknowledged", view_queries.acknowledged_positions, "the log cannot be opened"),
             ("peers", _check_peers, "the log cannot be opened"),
             ("impulses", view_queries.check_impulses, "impulses that were accepted may be lost"),
-            ("spilled", spilled.check, "calls that wait for a peer may be lost"),
+            ("spilled", view_queries.check, "calls that wait for a peer may be lost"),
             ("verdicts", verdicts.load_verdicts, "the log cannot be opened"),
             ("meta", _check_meta, "the log cannot be opened"),
         ):
@@ -400,3 +409,42 @@ def verify_log(
     authenticated with; None: that is not looked at. ``must_be_authentic``: one that is not is no sound one.
     """
     return LogVerification(place_of(log), instance_name, lock_held, keys, must_be_authentic)
+
+
+class Backup(Struct, frozen=True):
+    first_sequence_id: int
+    last_sequence_id: int
+    records_copied: int
+    checkpoints: int
+
+
+class BackupError(LogError):
+    """Raised when no backup was made; an existing one is unchanged."""
+
+
+def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | None = None) -> Backup:
+    """Bring the backup ``target``, a new or empty folder at first, to the last commit of the log.
+
+    ``keys``: those that the log may be authenticated with; the backup is so as well. Log and backup are verified, byte
+    by byte. Raises BackupError, LogError, OSError.
+    """
+    _check_sound(verify_log(log, instance_name, keys=keys), f"the log of {instance_name!r}")
+    place = place_of(target)
+    with open_reader(log, instance_name, keys=keys, check=False) as reader:
+        mac = None if reader.macs is None else reader.macs.mark
+        with reader.view() as view:
+            first, last = first_and_last_sequence_id(view)
+            checkpoints_count = len(list(stored_headers(view)))
+            try:
+                copied = place.copy(view, reader.identity, mac)
+            except ValueError as error:
+                raise BackupError(str(error)) from None
+    _check_sound(verify_log(place, instance_name, keys=keys), f"the backup in {place.where}")
+    return Backup(first, last, copied, checkpoints_count)
+
+
+def _check_sound(verification: LogVerification, what: str) -> None:
+    wrong = [str(finding.message) for finding in verification.findings() if finding.severity is not Severity.NOTE]
+    if wrong:
+        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise BackupError(f"{what} is damaged: {wrong[0]}{others}")

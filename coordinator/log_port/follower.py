@@ -20,7 +20,7 @@ from immortal.coordinator.driver.ports import Offered, StoreRead, failed, proble
 from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log.backend import StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
-from immortal.coordinator.log_port.mailbox import Mailbox
+from immortal.coordinator.log_port.writer import Mailbox
 from immortal.protocol.errors import ImmortalError
 
 POLL_INTERVAL_S = 0.01

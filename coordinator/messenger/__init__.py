@@ -5,7 +5,7 @@ ever reports "sent".
 """
 
 from immortal.coordinator.messenger.backpressure import PendingLimits
-from immortal.coordinator.messenger.errors import (
+from immortal.coordinator.messenger.envelope import (
     AlreadyRepliedError,
     EndpointError,
     EndpointInUseError,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import zmq
 from msgspec import Struct, field
 
-from immortal.coordinator.messenger.errors import MessengerError, PendingFullError
+from immortal.coordinator.messenger.envelope import MessengerError, PendingFullError
 from immortal.coordinator.messenger.limits import (
     CLIENT_QUEUED_SIZE_BYTES_MAX,
     CLIENT_SHARE_SIZE_BYTES,

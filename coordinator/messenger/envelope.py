@@ -1,4 +1,6 @@
-"""Envelope, the first part of every message on the wire: its sender, its number, and who waits for the reply.
+"""Errors of the messenger, by whose fault they are.
+
+Envelope, the first part of every message on the wire: its sender, its number, and who waits for the reply.
 
 48 bytes, all integers big-endian, the length exact::
 
@@ -54,16 +56,65 @@ from struct import Struct
 from struct import error as struct_error
 from typing import NamedTuple
 
-from immortal.coordinator.messenger.errors import EnvelopeError, UnknownEnvelopeError
 from immortal.coordinator.messenger.limits import SPAN_MAX
+from immortal.protocol.errors import ImmortalError, LimitExceededError, RemoteProtocolError
+
+
+class MessengerError(ImmortalError):
+    """The messenger can't do what it was asked to."""
+
+
+class EndpointError(MessengerError):
+    """An endpoint is not one that can be listened at, or sent to."""
+
+
+class EndpointInUseError(EndpointError):
+    """An endpoint is in use: another socket already listens there."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(
+            f"{endpoint} is in use: another process, or another loop of this one, listens there; "
+            f"stop it, or give another endpoint (tcp://127.0.0.1:* takes any free port)"
+        )
+        self.endpoint = endpoint
+
+
+class MessengerClosedError(MessengerError):
+    """The messenger was closed, or its thread has failed."""
+
+
+class AlreadyRepliedError(MessengerError):
+    """A message was replied to twice; its one reply is its acknowledgement."""
+
+
+class PendingFullError(MessengerError):
+    """A send was refused, since the limit on what is pending for its destination is reached."""
+
+
+class MessageTooLargeError(LimitExceededError):
+    """A message to be sent is larger than receivers accept."""
+
+
+class EnvelopeError(RemoteProtocolError):
+    """The first part of what came in is not an envelope of this version."""
+
+
+class UnknownEnvelopeError(EnvelopeError):
+    """An envelope has a version or kind that this build does not know; its sender is told, once."""
+
 
 VERSION = 2
+
 NOOP = 0  # the callback ID that stands for no callback
 
 _new_tuple = tuple.__new__
+
 _LAYOUT = Struct(">BBHIQQQQQ")
+
 _SIZE = Struct(">I")
+
 _ID_SIZE_BYTES = 8
+
 ENVELOPE_SIZE_BYTES = _LAYOUT.size
 
 
@@ -78,9 +129,13 @@ class Kind(IntEnum):
 
 
 MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN, TURN, CALLBACK_UNKNOWN = map(int, Kind)
+
 MESSAGES = frozenset((MESSAGE, TURN))
+
 _REPLIES = frozenset(map(int, Kind)) - MESSAGES
+
 _WITH_CALLBACK = frozenset((REPLY, REPLY_EXPIRED))
+
 KNOWN = b"version 2, kinds 1 to 7"
 
 

@@ -16,14 +16,15 @@ from immortal.coordinator.messenger.envelope import (
     REPLY,
     REPLY_EXPIRED,
     REPLY_PENDING,
+    EndpointError,
     Envelope,
+    EnvelopeError,
     as_conversation_message,
     decode_envelope,
     decode_missing,
     decode_parts,
     encode_message,
 )
-from immortal.coordinator.messenger.errors import EndpointError, EnvelopeError
 from immortal.coordinator.messenger.limits import (
     CLOSE_LINGER_MS,
     CONNECT_HANDSHAKE_TIMEOUT_MS,

@@ -20,20 +20,17 @@ from immortal.coordinator.messenger.envelope import (
     REPLY,
     REPLY_PENDING,
     TURN,
+    AlreadyRepliedError,
+    EndpointInUseError,
     Envelope,
+    EnvelopeError,
+    MessageTooLargeError,
+    UnknownEnvelopeError,
     decode_envelope,
     encode_missing,
     encode_parts,
     encode_reply,
 )
-from immortal.coordinator.messenger.errors import (
-    AlreadyRepliedError,
-    EndpointInUseError,
-    EnvelopeError,
-    MessageTooLargeError,
-    UnknownEnvelopeError,
-)
-from immortal.coordinator.messenger.handshake_guard import HandshakeGuard
 from immortal.coordinator.messenger.inbox import Arrival, Inbox, LinkState
 from immortal.coordinator.messenger.limits import (
     HANDSHAKE_TIMEOUT_MS,
@@ -48,7 +45,7 @@ from immortal.coordinator.messenger.limits import (
     SPAN_MAX,
     USUAL_SIZE_BYTES,
 )
-from immortal.coordinator.messenger.security import Role, Security, serve_with
+from immortal.coordinator.messenger.security import HandshakeGuard, Role, Security, serve_with
 from immortal.coordinator.messenger.sockets import (
     EVENTS,
     NOBLOCK,

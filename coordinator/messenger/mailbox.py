@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from immortal.coordinator.messenger.backpressure import PendingRoom
-from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
+from immortal.coordinator.messenger.envelope import MessengerClosedError, MessengerError
 from immortal.coordinator.messenger.listener import ClientReply, Reply
 from immortal.coordinator.messenger.outbox import ConversationMessage, ReplyCallback
 from immortal.coordinator.messenger.sockets import WakeupEvent, check_destination, message_parts

@@ -23,8 +23,7 @@ import zmq
 
 from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingLimits, PendingRoom
 from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, Listeners, Poller
-from immortal.coordinator.messenger.envelope import NOOP
-from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
+from immortal.coordinator.messenger.envelope import NOOP, MessengerClosedError, MessengerError
 from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, PARTS_MAX, SPAN_MAX, TURNS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop

@@ -1,12 +1,30 @@
-"""CURVE keys and roles, and the ZAP authenticator that admits callers.
+"""Security of the messenger: CURVE keys, who is admitted, and limits on connections that are not yet.
+
+CURVE keys and roles, and the ZAP authenticator that admits callers.
 
 Keys are 32 bytes, here always as the 40 characters of their Z85 text.
+
+Limits on connections that have not authenticated yet: bytes, time, and how many at once.
+
+ZeroMQ has one size limit for all that comes in. It must let the largest message through, and it holds for the commands
+of a handshake as well. So a thread asks the kernel how many bytes each such connection has sent, and ends those that
+sent more than a handshake has. It duplicates each descriptor, since ZeroMQ may close it and the number be reused.
+
+ZeroMQ reports that a handshake succeeded, but not whose. With CURVE the kernel tells: a peer has acknowledged more
+bytes than the greeting and the Welcome only if it was sent the Ready, which ends the handshake. Without CURVE nobody is
+authenticated. There, as many of the watched connections may send much as handshakes have succeeded: no honest
+connection is ended, and of a flood at most as many survive as honest ones came in that time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import socket as tcp_socket
+import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +34,24 @@ import zmq
 from msgspec import Struct, field
 from zmq.utils import z85
 
-from immortal.coordinator.messenger.errors import MessengerError
-from immortal.coordinator.messenger.sockets import Context, Socket, WakeupEvent, Warnings, receive_parts
+from immortal.coordinator.messenger.envelope import MessengerError
+from immortal.coordinator.messenger.limits import (
+    HANDSHAKE_PLAIN_GRACE_MS,
+    HANDSHAKE_POLL_MS,
+    HANDSHAKE_SIZE_BYTES_MAX,
+    HANDSHAKE_TIMEOUT_MS,
+    HANDSHAKES_MAX,
+)
+from immortal.coordinator.messenger.sockets import (
+    Context,
+    Socket,
+    WakeupEvent,
+    Warnings,
+    monitored_events,
+    open_monitor,
+    receive_parts,
+)
+from immortal.protocol.unfinished_messages import UnfinishedMessages
 
 ZAP_DOMAIN = b"immortal"
 
@@ -88,7 +122,9 @@ def connect_with(socket: Socket, pair: KeyPair, server_key: str) -> None:
 
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
 _ZAP_VERSION = b"1.0"
+
 _ZAP_REQUEST_PARTS = (
     9  # of a question about CURVE: routing ID, empty, version, request, domain, address, identity, mechanism, key
 )
@@ -155,3 +191,191 @@ class ZapAuthenticator:
         self._wake.signal()
         self._thread.join()
         self._wake.close()
+
+
+_ACCEPTED = int(zmq.EVENT_ACCEPTED)
+
+_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+_OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+
+_SILENT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+
+_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+
+_MONITORED = _ACCEPTED | _SUCCEEDED | _OTHER_MECHANISM | _SILENT | _DISCONNECTED
+
+_TCP_INFO = struct.Struct("=120xQQ")  # bytes acknowledged, bytes received: since Linux 4.1
+
+_BEFORE_READY_BYTES = 64 + 2 + 168  # what a CURVE server sends before its Ready: greeting, Welcome
+
+
+class HandshakeGuard:
+    """Watches the connections that come in at ``socket``, which is not bound yet.
+
+    ``refused``: how many were ended; with ``secured``, also how many failed by themselves. ``unfinished`` is told of
+    all connections, and has its time here.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        socket: Socket,
+        address: str,
+        secured: bool,
+        warnings: Warnings,
+        unfinished: UnfinishedMessages | None = None,
+    ) -> None:
+        self.refused = 0
+        self.endpoint = ""
+        self._secured = secured
+        self._warnings = warnings
+        self._socket = socket
+        self._monitor = open_monitor(context, socket, address, _MONITORED)
+        self._unauthenticated: dict[int, tcp_socket.socket] = {}  # by ZeroMQ's descriptor, the oldest first
+        self._accepted_s: dict[int, float] = {}  # when each of these came
+        self._oversized_since_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
+        self._succeeded_count = 0  # of these; without CURVE
+        self._handshake_failed = False  # the connection that ends next had not succeeded
+        self._ending: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
+        self._unfinished = unfinished
+        self._wake = WakeupEvent()
+        self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._wake.descriptor, zmq.POLLIN)
+        unfinished = self._unfinished
+        if unfinished is not None:
+            poller.register(unfinished.descriptor, zmq.POLLIN)
+        check_due_s = 0.0
+        while self._wake.descriptor not in dict(poller.poll(self._wait_ms())):
+            self._read_monitor()
+            if unfinished is not None:
+                unfinished.check()
+            now_s = time.monotonic()
+            if self._unauthenticated and now_s >= check_due_s:
+                check_due_s = now_s + HANDSHAKE_POLL_MS / 1000
+                self._check_sizes()
+
+    def _wait_ms(self) -> int | None:
+        wait_ms = None if self._unfinished is None else self._unfinished.wait_ms()
+        return min(wait_ms or HANDSHAKE_POLL_MS, HANDSHAKE_POLL_MS) if self._unauthenticated else wait_ms
+
+    def _read_monitor(self) -> None:
+        for event, value in monitored_events(self._monitor):
+            if event == _ACCEPTED:
+                self._accepted(value)
+            elif event == _DISCONNECTED:
+                self._forget(value, succeeded=not self._handshake_failed)
+                if self._unfinished is not None:
+                    self._unfinished.remove(value)
+                self._handshake_failed = False
+            elif event == _SUCCEEDED:
+                self._succeeded_count += 1
+            else:
+                self._handshake_failed = True
+                if self._secured:
+                    self._count("a connection was refused that has no key, or expects another one here")
+
+    def _accepted(self, descriptor: int) -> None:
+        self._forget(descriptor)
+        connection = self._duplicate(descriptor)
+        if connection is not None:
+            if self._unfinished is not None:
+                self._unfinished.endpoint = self.endpoint
+                self._unfinished.add(descriptor)
+            self._unauthenticated[descriptor] = connection
+            self._accepted_s[descriptor] = time.monotonic()
+        if len(self._unauthenticated) > HANDSHAKES_MAX:
+            oldest = next(iter(self._unauthenticated))  # a handshake takes milliseconds: this one most likely idles
+            self._end(oldest, f"more than {HANDSHAKES_MAX} connections have not shown who they are")
+
+    def _duplicate(self, descriptor: int) -> tcp_socket.socket | None:
+        """Duplicate ZeroMQ's descriptor; None if the connection has ended by now and the number may be reused."""
+        own = -1
+        try:
+            own = os.dup(descriptor)
+            connection = tcp_socket.socket(fileno=own)
+        except OSError:
+            if own >= 0:
+                os.close(own)
+            return None
+        if connection.family != tcp_socket.AF_UNIX and self.endpoint:
+            with contextlib.suppress(OSError):
+                if self.endpoint.endswith(f":{connection.getsockname()[1]}"):
+                    return connection
+        elif self.endpoint.startswith("ipc:") == (connection.family == tcp_socket.AF_UNIX):
+            return connection
+        connection.close()
+        return None
+
+    def _check_sizes(self) -> None:
+        too_much = []
+        now_s = time.monotonic()
+        succeeded_s = now_s - HANDSHAKE_TIMEOUT_MS / 1000 - 1  # after that time ZeroMQ has ended all others
+        for descriptor, connection in list(self._unauthenticated.items()):
+            acknowledged_bytes, received_bytes = _tcp_byte_counts(connection)
+            is_known = self._secured and acknowledged_bytes > _BEFORE_READY_BYTES
+            if is_known or self._accepted_s[descriptor] < succeeded_s:
+                self._forget(descriptor, succeeded=True)
+            elif received_bytes > HANDSHAKE_SIZE_BYTES_MAX:
+                # Without CURVE a message may follow at once, while ZeroMQ is busy with other connections.
+                too_much_s = self._oversized_since_s.setdefault(descriptor, now_s)
+                if self._secured or now_s - too_much_s >= HANDSHAKE_PLAIN_GRACE_MS / 1000:
+                    too_much.append((received_bytes, descriptor))
+        if too_much and not self._secured:
+            self._read_monitor()  # a success may have come before the bytes were counted
+            too_much = sorted(one for one in too_much if one[1] in self._unauthenticated)[self._succeeded_count :]
+        for received_bytes, descriptor in too_much:
+            self._end(
+                descriptor,
+                f"a connection has sent {received_bytes} bytes and not shown who it is, "
+                f"{HANDSHAKE_SIZE_BYTES_MAX} are enough",
+            )
+
+    def _end(self, descriptor: int, reason: str) -> None:
+        connection = self._ending[descriptor] = self._unauthenticated.pop(descriptor)
+        with contextlib.suppress(OSError):
+            connection.shutdown(tcp_socket.SHUT_RDWR)
+        if not self._secured:  # else ZeroMQ reports the failure
+            self.refused += 1
+        self._warnings.warn(f"at {self.endpoint}: {reason}", "ended")
+
+    def _count(self, reason: str) -> None:
+        self.refused += 1
+        self._warnings.warn(f"at {self.endpoint}: {reason}")
+
+    def _forget(self, descriptor: int, *, succeeded: bool = False) -> None:
+        self._accepted_s.pop(descriptor, None)
+        self._oversized_since_s.pop(descriptor, None)
+        if (connection := self._unauthenticated.pop(descriptor, None)) is not None:
+            connection.close()
+            if succeeded:
+                self._succeeded_count = max(0, self._succeeded_count - 1)
+        if (connection := self._ending.pop(descriptor, None)) is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Stop watching. Called by the owner of the socket before it closes that."""
+        self._wake.signal()
+        self._thread.join()
+        self._wake.close()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        for descriptor in (*self._unauthenticated, *self._ending):
+            self._forget(descriptor)
+        if self._unfinished is not None:
+            self._unfinished.close()
+
+
+def _tcp_byte_counts(connection: tcp_socket.socket) -> tuple[int, int]:
+    """Return the bytes (acknowledged by the other end, received from it); (0, 0) where the kernel does not count."""
+    try:
+        info = connection.getsockopt(tcp_socket.IPPROTO_TCP, tcp_socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:  # a Unix socket: the file system decides who may use it
+        return 0, 0
+    acknowledged_bytes, received_bytes = _TCP_INFO.unpack(info)
+    return acknowledged_bytes, received_bytes

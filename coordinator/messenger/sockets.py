@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 from msgspec import Struct, field
 
-from immortal.coordinator.messenger.errors import EndpointError, EndpointInUseError, MessageTooLargeError
+from immortal.coordinator.messenger.envelope import EndpointError, EndpointInUseError, MessageTooLargeError
 from immortal.coordinator.messenger.limits import (
     KEEPALIVE_COUNT,
     KEEPALIVE_S,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 
-from immortal.coordinator import clock
+from immortal.coordinator import audit, clock
 from immortal.coordinator.app import secret as app_secret
-from immortal.coordinator.audit import audit_log
 from immortal.coordinator.config import ConfigError, InstanceSettings
 from immortal.coordinator.config.socket_addresses import SOCKET_FILE_NAME, socket_path
 from immortal.coordinator.core.errors import LogError, LogUnavailableError
@@ -72,7 +71,7 @@ def delete_log_of(settings: InstanceSettings) -> None:
         raise RegistryError(str(error)) from None
     if settings.log == str(settings.folder / "log"):
         shutil.rmtree(settings.log, ignore_errors=True)
-    audit_log.remove(settings.folder)
+    audit.remove(settings.folder)
     clock.remove(settings.folder)
     shutil.rmtree(settings.folder / kept_code.FOLDER_NAME, ignore_errors=True)
     for path in settings.folder.glob(f"{executions.FILE_NAME}*"):  # and what SQLite has beside it

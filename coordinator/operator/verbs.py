@@ -1,4 +1,6 @@
-"""Verbs of the control socket: a verb and its JSON object become an event for the core. `cli` sends them.
+"""Requests of operators to a running coordinator: verbs, their objects, and the answers.
+
+Verbs of the control socket: a verb and its JSON object become an event for the core. `cli` sends them.
 
 letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
 letters-retry  the same
@@ -16,17 +18,31 @@ expel          {"group": "...", "member": "...", "who": "..."}
 
 stop           {}: as SIGTERM does
 hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
+
+Requests of operators to a running coordinator over its control socket, and the answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
+from immortal.coordinator.app.endpoint import AppInterface
+from immortal.coordinator.audit import READ_ONLY, Auditor
+from immortal.coordinator.clock import InstanceClock
+from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import LogError, fail
 from immortal.coordinator.core.interfaces import LogStore, Standby
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.log_port.endpoint import LogEndpoint
+from immortal.coordinator.operator.control_server import ControlRequest
+from immortal.coordinator.peers.endpoint import PeerEndpoint
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.executions import id_of
@@ -34,8 +50,8 @@ from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import MessageKey
 
 WHO_CHARACTERS_MAX = 200
-EMPTY_ARRAY = b"\x90"  # in MessagePack
 
+EMPTY_ARRAY = b"\x90"  # in MessagePack
 
 TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
@@ -107,6 +123,7 @@ class _HandOver(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _HAND_OVER = decoding.JsonDecoder(_HandOver)
+
 _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "letters-drop": decoding.JsonDecoder(_Letters),
     "letters-retry": decoding.JsonDecoder(_Letters),
@@ -122,7 +139,9 @@ _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "restart": decoding.JsonDecoder(_Restart),
     "expel": decoding.JsonDecoder(_Expel),
 }
+
 VERBS = tuple(_DECODERS)
+
 """Verbs whose requests become events of the core."""
 
 
@@ -203,3 +222,120 @@ def choose_successor(standbys: Sequence[Standby], to: str) -> Standby:
         names = ", ".join(standby.name for standby in meant)
         raise HandOverError(f"{names} has not caught up with the log yet: try again once it has")
     return ready
+
+
+class OperatorEndpoint:
+    """Answers requests of operators. ``post``: takes events of changes, which are answered once they are durable."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        app: AppInterface,
+        peers: PeerEndpoint,
+        log: LogEndpoint,
+        clock: InstanceClock,
+        auditor: Auditor,
+        post: Callable[[ev.Event], None],
+        request_stop: Callable[[], None],
+    ) -> None:
+        self._machine, self._app, self._peers, self._log = machine, app, peers, log
+        self._clock, self._auditor, self._post = clock, auditor, post
+        self._request_stop = request_stop
+        self._verbs: dict[str, Callable[[ControlRequest], None]] = {
+            "status": lambda request: request.answer(self._status()),
+            "checkpoint": self._checkpoint,
+            "clock": lambda request: request.answer(clock.status()),
+            "accept-clock": self._accept_clock,
+            "peers": lambda request: request.answer({"peers": self._peers_status()}),
+            "clients": lambda request: request.answer(machine.view.clients()),
+            "hand-over": self._hand_over,
+            "stop": self._stop,
+            "reclaim": lambda request: post(ev.Reclaimed(request)),
+            **dict.fromkeys(VERBS, self._post_change),
+        }
+
+    def handle(self, requests: Sequence[ControlRequest]) -> None:
+        """Audit each request, refuse it, or pass it to the handler of its verb."""
+        for request in requests:
+            reach(FaultPoint.CONTROL)
+            self._auditor.operator(f"uid {request.uid}", request.verb, request.argument.decode(errors="replace"))
+            verb = self._verbs.get(request.verb)
+            lease = self._machine.state.write_lease
+            if verb is None:
+                request.answer({"error": f"unknown verb {request.verb!r}; known: {', '.join(self._verbs)}"})
+            elif not lease.writes and request.verb not in READ_ONLY:
+                request.answer({"refused": f"it does not write the log now ({lease.role.value}): ask {lease.holder}"})
+            else:
+                verb(request)
+
+    def peer_reset_done(self, effect: ef.PeerResetDone) -> None:
+        if isinstance(effect.token, ControlRequest):
+            effect.token.answer({"found": effect.found})
+
+    def operator_answered(self, effect: ef.OperatorAnswered) -> None:
+        if isinstance(effect.token, ControlRequest):
+            effect.token.answer(effect.answer)
+
+    def _checkpoint(self, request: ControlRequest) -> None:
+        self._post(ev.CheckpointRequested())
+        request.answer({"asked": True})
+
+    def _stop(self, request: ControlRequest) -> None:
+        """Stop as by SIGTERM, for who can send none: what runs in another container."""
+        request.answer({"asked": True})
+        self._request_stop()
+
+    def _hand_over(self, request: ControlRequest) -> None:
+        try:
+            wanted = requested_successor(request.argument)
+            successor = choose_successor(self._log.standbys, wanted)
+        except (VerbError, HandOverError) as error:
+            request.answer({"refused": str(error)})
+            return
+        if not self._machine.view.can_hand_over:
+            request.answer({"refused": "its app does not work now: try again once it does ('immortal status')"})
+            return
+        self._log.hand_over_to(successor.name)
+        self._post(ev.StopRequested(hands_over=True))
+        request.answer({"to": successor.name})
+
+    def _accept_clock(self, request: ControlRequest) -> None:
+        self._clock.now_ns(accept=True)
+        request.answer(self._clock.status())
+
+    def _post_change(self, request: ControlRequest) -> None:
+        store = self._log.store
+        if store is None:
+            fail("an operator changes a log that is not ours")
+        try:
+            event = event_of(request.verb, request.argument, request, store, self._machine.view.letters)
+        except (VerbError, LogError) as error:
+            request.answer({"error": str(error)})
+        else:
+            self._post(event)
+
+    def _status(self) -> dict[str, object]:
+        status: dict[str, Any] = {
+            **self._machine.view.status(self._clock.now_ns()),
+            "pid": os.getpid(),
+            "clock": self._clock.status(),
+            "standbys": [{"name": one.name, "peer": one.endpoint, "ready": one.is_ready} for one in self._log.standbys],
+            "commit_ms": round(self._log.commit_s * 1000, 3),
+            "security": self._peers.describe_security(),
+        }
+        if self._log.problem:
+            status["problems"] = [*status.get("problems", ()), self._log.problem]
+        status["unsent_bytes"] -= self._app.sent_bytes  # the machine has not heard of these yet
+        behind = bool(status["backlog_records"] or status["unsent_bytes"]) and not status["paused"]
+        silent_s = (time.monotonic_ns() - self._app.last_traffic_ns) / 1e9
+        status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
+        for destination, output in status["outputs"].items():
+            output |= self._peers.describe_output(destination, output["error"])
+        return status
+
+    def _peers_status(self) -> dict[str, dict[str, object]]:
+        """Return what the machine knows of each peer, and how it is reached."""
+        peers = self._machine.view.peers()
+        for name, peer in peers.items():
+            peer |= self._peers.describe_peer(name, peer["error"])
+        return peers

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 
-from immortal.coordinator.audit.auditor import Auditor
+from immortal.coordinator.audit import Auditor
 from immortal.coordinator.clock import earliest
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import effects as ef

@@ -6,6 +6,8 @@
 
 The first pair is in use. A rotation adds a second, which peers accept from then on; retiring removes the first, and the
 second takes its place. So no peer is ever shown a key that it could not know.
+
+Keys of an instance of a shared registry, made on each machine that may run it; none leaves its machine.
 """
 
 from __future__ import annotations
@@ -20,23 +22,44 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from immortal.coordinator.config import write_atomically
-from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, remove_file, write_text
+from immortal.coordinator.config import InstanceSettings, write_atomically
+from immortal.coordinator.instances.own_logs import OwnLogs
+from immortal.coordinator.instances.registry import (
+    PUBLIC_KEYS_FILE_NAME,
+    Registry,
+    RegistryError,
+    remove_file,
+    write_text,
+)
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.messenger.security import KeyPair, Role
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import make_folder
+from immortal.protocol.shared_registry import SharedHomeError
 
 PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
+
 _FOLDER_NAME = "keys"
+
 _FILE_NAME = "pairs"
+
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes
+
 _OTHERS = 0o077
+
 AGE_DAYS_MAX = 365  # age from which the status reports a key
+
 SOON_DAYS = 30  # time before its expiry from which the status reports a key
+
 PUBLIC_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
+
 COMMENT = ";"  # begins a comment; "#" and "/" may be part of a key
+
 _ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
+
 _DATES = re.compile(r";\s*(?:made: (?P<made>\d{4}-\d\d-\d\d))?(?:, )?(?:expires: (?P<expires>\d{4}-\d\d-\d\d))?\s*")
+
 _ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file may give
 
 
@@ -249,3 +272,31 @@ def public_text(file: PublicFile) -> str:
             lines.append(f"{COMMENT} {said}")
         lines.append(public.key)
     return "".join(f"{line}\n" for line in lines)
+
+
+def ensure_machine_keys(settings: InstanceSettings, registry: Registry) -> bool:
+    """Make keys for the instance on this machine and announce its address, if the registry is that of many machines.
+    Return whether keys were made.
+
+    Raises RegistryError for an instance whose log another machine has, KeysError, LogError, SharedHomeError.
+    """
+    copy = registry.copy
+    if copy is None:
+        return False
+    is_here = log_exists(settings.log) or OwnLogs(settings.folder).is_kept if is_in_folder(settings.log) else True
+    if not is_here:  # with a log of its own it would be a second instance of that name
+        raise RegistryError(
+            f"the log of {settings.name!r} is in a folder, {settings.log}, of the machine where it was registered: run"
+            f" it there, or bring the log into the database there ('immortal log copy {settings.name} --to {copy.url}"
+            " --switch')"
+        )
+    has_some = bool(read_pairs(settings.folder))
+    if not has_some:
+        make(settings.folder)
+    try:
+        copy.announce(settings.name, settings.peer)
+    except SharedHomeError:
+        if not has_some:
+            raise
+        # The database is away, but it has a key of this machine: peers try the known keys in turn.
+    return not has_some

@@ -3,6 +3,10 @@
 An `immortal run` restarts its coordinator and its app; one that a signal killed is itself started again here.
 Their output goes to an :class:`OutputSink`, line by line. A text that stays without an end of line for a while is taken
 for a question, such as a debugger's prompt, which the sink may answer. All services die with this process.
+
+Unit files of systemd for a project: a service for each instance, and a target for all of them.
+
+`immortal run --restart` restarts what dies; systemd restarts `immortal run`, and all of them after a reboot.
 """
 
 from __future__ import annotations
@@ -10,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import getpass
 import os
 import re
 import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, Protocol
 
 import msgspec
@@ -32,16 +37,23 @@ from immortal.coordinator.project.project import PEER_DEFAULT, Project, ServiceS
 from immortal.coordinator.service.children import (
     PYTHON,
     RESTART_BACKOFF_S_MIN,
+    STATUS_FENCED,
+    STATUS_HANDLER_FAILED,
     ProcessExit,
     RestartBackoff,
     Role,
+    die_with_parent,
 )
-from immortal.coordinator.service.process import die_with_parent
+from immortal.coordinator.service.supervisor import CLEAN_STOP_S, STOP_GRACE_S
 
 LINE_SIZE_BYTES_MAX = 64 << 10  # longer lines are passed on in pieces
+
 EFFECTS_VARIABLE, DEBUGPY_VARIABLE = "IMMORTAL_EFFECTS", "IMMORTAL_DEBUGPY"  # of the app: appsdk/running/options.py
+
 QUESTION_AFTER_S = 0.15  # longer than any print() takes from its text to its end of line
+
 _READ_SIZE_BYTES = 64 << 10
+
 _LINE = re.compile(
     r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +"
     r"(?P<name>[^\s>]+)(?P<sign>> |  )(?P<text>.*)"  # "> ": immortal.logger of its app
@@ -365,3 +377,82 @@ def _update(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str
         check_settings(values | changed, name, path, text)
         write_atomically(path, text.encode(), mode=stat.S_IMODE(path.stat().st_mode))
     return sorted(changed)
+
+
+_STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # longer than a supervisor takes at most
+
+_FOR_GOOD = (STATUS_FENCED, STATUS_HANDLER_FAILED)  # a start would end in the same
+
+
+def units(project: Project, services: Sequence[ServiceSpec], *, for_user: bool = False) -> dict[str, str]:
+    """Return the texts of the unit files by name. ``for_user``: for a user's own systemd. Raises ConfigError."""
+    name = project.name()
+    target = f"immortal-{name}.target"
+    texts = {target: _target(name, for_user=for_user)}
+    for service in services:
+        texts[f"immortal-{name}-{service.name}.service"] = _service(project, service, target, for_user=for_user)
+    return texts
+
+
+def _target(name: str, *, for_user: bool) -> str:
+    wanted_by = "default.target" if for_user else "multi-user.target"
+    return f"[Unit]\nDescription=All services of {_plain(name)}\n\n[Install]\nWantedBy={wanted_by}\n"
+
+
+def _service(project: Project, service: ServiceSpec, target: str, *, for_user: bool) -> str:
+    argv = [
+        *PYTHON,
+        "-m",
+        "immortal",
+        "--home",
+        str(project.home),
+        "run",
+        service.name,  # with the class that is registered: an upgrade changes it
+        "--restart",
+    ]
+    environment = {"PYTHONUNBUFFERED": "1", **service.environment}
+    lines = [
+        "[Unit]",
+        f"Description={_plain(service.name)} of {_plain(project.name())}, kept by Immortal",
+        f"PartOf={target}",
+        *(() if for_user else ("After=network-online.target", "Wants=network-online.target")),
+        "",
+        "[Service]",
+        "Type=exec",
+        *(() if for_user else (f"User={getpass.getuser()}",)),
+        f"WorkingDirectory={_plain(str(project.folder))}",
+        *(f"Environment={_quoted(f'{key}={text}')}" for key, text in environment.items()),
+        f"ExecStart={' '.join(map(_quoted_argument, argv))}",
+        "# With the code as it is now, behind a checkpoint.",
+        "ExecReload=/bin/kill -USR1 $MAINPID",
+        "# The supervisor alone is asked: it stops its coordinator, which takes a checkpoint and stops the app.",
+        "KillMode=mixed",
+        f"TimeoutStopSec={_STOP_TIMEOUT_S}",
+        "Restart=on-failure",
+        "RestartSec=1",
+        f"RestartPreventExitStatus={' '.join(map(str, _FOR_GOOD))}",
+        "",
+        "[Install]",
+        f"WantedBy={target}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    return text.replace("%", "%%").replace("\n", " ")
+
+
+def _quoted(text: str) -> str:
+    """Quote ``text`` as one word of a line of a unit file."""
+    escaped = _plain(text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+    return f'"{escaped}"'
+
+
+def _quoted_argument(text: str) -> str:
+    """Quote ``text`` as an argument of a command, in which $ stands for variables."""
+    quoted = _quoted(text).replace("$", "$$")
+    return (
+        quoted
+        if quoted[1:-1] != text or not text.replace("/", "").replace("-", "").replace(".", "").isalnum()
+        else text
+    )

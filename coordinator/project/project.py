@@ -10,6 +10,10 @@
     CURRENCY = "EUR"
 
 The user's modules are imported in processes of their own, never in this one.
+
+New projects by `immortal init`, from templates: folders of files beside this module.
+
+In a template @name@ stands for the project's name, and @package@ for what a package of that name is called.
 """
 
 from __future__ import annotations
@@ -246,10 +250,15 @@ def _instance_name(class_name: str) -> str:
 
 
 FILE_NAME = "immortal.toml"
+
 PEER_DEFAULT = "tcp://127.0.0.1:*"
+
 COUNT_MAX = 1000
+
 _FILE = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py")
+
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
 _OF_ONE = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
 
 
@@ -424,3 +433,45 @@ def discover_services(module: str, folder: Path, environment: Mapping[str, str])
         errors = done.stderr.decode("utf-8", "replace").strip()
         raise ModuleImportError(errors or f"importing {module} ended its process with status {done.returncode}")
     return decoding.decode_json(done.stdout, type=ModuleListing)
+
+
+_FOLDER = Path(__file__).parent / "templates"
+
+_COMMON = "common"  # in all projects
+
+_SUFFIX = ".template"  # no tool takes them for its own files
+
+TEMPLATES = ("shop", "agent", "worker")
+
+
+class NewProjectError(ImmortalError):
+    """Raised if a project can't be made: the name is wrong, or a file exists already."""
+
+
+def make_project(folder: Path, name: str, template: str) -> list[Path]:
+    """Write the files of ``template`` into ``folder``, which is made if missing; return their paths.
+
+    Existing files are not overwritten. Raises NewProjectError, OSError.
+    """
+    package = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not package or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise NewProjectError(
+            f"{name!r} is no name for a project: letters, digits, '-', '_' and '.', starting with a letter or digit"
+        )
+    files = {
+        folder / file: text.replace("@name@", name).replace("@package@", package) for file, text in _texts(template)
+    }
+    if there := [file for file in files if file.exists()]:
+        raise NewProjectError(f"{there[0]} is there already, nothing was written: 'immortal init NAME' makes a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
+    return list(files)
+
+
+def _texts(template: str) -> Iterator[tuple[str, str]]:
+    for part in (template, _COMMON):
+        for file in sorted((_FOLDER / part).iterdir()):
+            if file.name.endswith(_SUFFIX):
+                yield file.name.removesuffix(_SUFFIX), file.read_text("utf-8")

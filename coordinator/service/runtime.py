@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from immortal.coordinator.app.endpoint import AppEndpoint, AppInterface
-from immortal.coordinator.audit.audit_log import AuditLog
-from immortal.coordinator.audit.auditor import Auditor
+from immortal.coordinator.audit import AuditLog, Auditor
 from immortal.coordinator.clock import TICK_NS, InstanceClock, earliest
 from immortal.coordinator.config import Checkpoints, InstanceSettings
 from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
@@ -46,19 +45,18 @@ from immortal.coordinator.instances.own_logs import PickleRefusedError
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log.authentication import LogKeyError
-from immortal.coordinator.log_port.endpoint import LogEndpoint
-from immortal.coordinator.log_port.instance_log import InstanceLog
+from immortal.coordinator.log_port.endpoint import InstanceLog, LogEndpoint
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices, Sink
 from immortal.coordinator.notices.sinks import RateLimitedSink, ReadinessSink, SyncTimed
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
-from immortal.coordinator.operator.endpoint import OperatorEndpoint
+from immortal.coordinator.operator.verbs import OperatorEndpoint
 from immortal.coordinator.peers.endpoint import PeerEndpoint
-from immortal.coordinator.peers.machine_keys import ensure_machine_keys
+from immortal.coordinator.peers.keys import ensure_machine_keys
 from immortal.coordinator.peers.security import insecurity_warning
-from immortal.coordinator.service import process
-from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
+from immortal.coordinator.service import children
+from immortal.coordinator.service.children import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
 from immortal.protocol import compiled, distribution, kept_code
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
@@ -530,7 +528,7 @@ def run_coordinator(
 
     ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
     ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``follower_settings``: follow the
-    log while another process writes it (coordinator/instances/follower_places.py). ``make_app``: see
+    log while another process writes it (coordinator/instances/registry.py). ``make_app``: see
     :class:`Coordinator`.
 
     Raises ImmortalError if it can't start; the next start may succeed.
@@ -538,7 +536,7 @@ def run_coordinator(
     registry.refuse_open_folder(settings.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     retain_freed_memory()
-    process.raise_descriptor_limit()
+    children.raise_descriptor_limit()
     ensure_machine_keys(settings, registry)
     with registry.kept():
         return _run(settings, registry, log, trust_pickle, follower_settings, make_app, promote=promote)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from immortal.coordinator.core.interfaces import IMPULSES
 from immortal.coordinator.log import verify_value
-from immortal.coordinator.log.record_decoder import packed_batches
+from immortal.coordinator.log.record_contents import packed_batches
 from immortal.pipeline.decode import (
     PADDING,
     Longs,

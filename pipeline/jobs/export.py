@@ -41,8 +41,8 @@ from immortal.pipeline.jobs.sources import (
     write_atomically,
 )
 from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
-from immortal.pipeline.schema import OUTPUTS
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, split
+from immortal.pipeline.tables import OUTPUTS
 from immortal.protocol.checksum import crc64
 from immortal.protocol.files import FILE_MODE, make_folder, restrict_mode
 

@@ -20,8 +20,7 @@ from immortal.coordinator.core.interfaces import ONESELF, LogSummary
 from immortal.coordinator.log import LogIdentity, is_locked, open_reader
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE, evidence_of_log, evidence_of_raw
-from immortal.pipeline.paths import log_folders
-from immortal.pipeline.reading import LogRange, close_shared, whole_range
+from immortal.pipeline.reading import LogRange, close_shared, log_folders, whole_range
 from immortal.pipeline.source import NO_LIMIT, PARTITION_SIZE_BYTES, SCHEMAS, split, within_time
 from immortal.protocol import decoding
 from immortal.protocol.files import opener, sync_folder

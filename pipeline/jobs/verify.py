@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from immortal.coordinator.core.errors import LogError
-from immortal.pipeline.jobs.audit import results_of
-from immortal.pipeline.jobs.audit_verdict import LogReport
+from immortal.pipeline.jobs.audit import LogReport, results_of
 from immortal.pipeline.jobs.evidence import LOG
 from immortal.pipeline.jobs.sources import ExportFleet, Fleet, LogFleet, open_fleet
-from immortal.pipeline.paths import log_folders
+from immortal.pipeline.reading import log_folders
 from immortal.protocol import decoding
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from immortal.pipeline.errors import PipelineError
 from immortal.pipeline.jobs.sources import log_states, rows_of
-from immortal.pipeline.paths import log_folders
+from immortal.pipeline.reading import log_folders
 from immortal.protocol import decoding
 
 if TYPE_CHECKING:

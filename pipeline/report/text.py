@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from immortal.coordinator.core.interfaces import IMPULSES
-from immortal.pipeline.jobs.audit_verdict import AuditReport, StreamReport
+from immortal.pipeline.jobs.audit import AuditReport, StreamReport
 from immortal.pipeline.jobs.export import ExportReport
 from immortal.pipeline.jobs.stats import Figures, Stats
 from immortal.pipeline.jobs.verify import VerifyReport
@@ -106,11 +106,11 @@ def verify_lines(report: VerifyReport, limit: int) -> Iterator[str]:
 
 # --- stats -----------------------------------------------------------------------------------------------------------
 
-_FIGURES = ("calls", "bytes", "median ms", "95 %", "99 %", "longest")
+_FIGURES_OF_CALLS = ("calls", "bytes", "median ms", "95 %", "99 %", "longest")
 
 
 def stats_lines(stats: Stats, top: int) -> Iterator[str]:
-    heads = ("service", *_FIGURES, "records", "messages/record", "damaged")
+    heads = ("service", *_FIGURES_OF_CALLS, "records", "messages/record", "damaged")
     services = [
         (
             service.instance,
@@ -124,7 +124,7 @@ def stats_lines(stats: Stats, top: int) -> Iterator[str]:
     yield from table_lines(heads, services, right=heads[1:])
     for pair, rows in ((("service", "method"), method_rows(stats)), (("from", "to"), talker_rows(stats))):
         yield ""
-        yield from table_lines((*pair, *_FIGURES), rows[:top], right=_FIGURES)
+        yield from table_lines((*pair, *_FIGURES_OF_CALLS), rows[:top], right=_FIGURES_OF_CALLS)
         if len(rows) > top:
             yield f"and {len(rows) - top:,} more; --top shows them"
 

@@ -25,7 +25,7 @@ from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from immortal.pipeline.sql.states import state_tables, with_instance
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import ExecutionsError, open_index
-from immortal.replay.errors import LogViewError
+from immortal.replay.plan import LogViewError
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -310,7 +310,7 @@ _INSTANCES = pa.schema(
 
 def _time_of(log: Log, cut: LogCut) -> int | None:
     """Return when the last record that is shown came, in ns since the Unix epoch; None where it does not say."""
-    from immortal.coordinator.log.record_decoder import read_record
+    from immortal.coordinator.log.record_contents import read_record
 
     for logged in log.reader.records(cut.last, cut.last) if cut.last >= cut.first else ():
         committer_id = log.reader.summary().committer_id

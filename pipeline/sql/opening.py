@@ -15,10 +15,10 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log import log_exists
-from immortal.coordinator.log.moment import MomentError, Time, parse_moment
+from immortal.coordinator.log.identity import MomentError, Time, parse_moment
 from immortal.protocol import decoding, distribution
 from immortal.protocol.errors import ImmortalError
-from immortal.replay.errors import LogViewError
+from immortal.replay.plan import LogViewError
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -61,7 +61,7 @@ def open_sql(
 def _logs(
     registry: Registry, names: Sequence[str], at: int | Time | None, stack: ExitStack, *, trust_pickle: bool
 ) -> list[Log]:
-    from immortal.coordinator.log.record_decoder import first_record_at
+    from immortal.coordinator.log.record_contents import first_record_at
     from immortal.pipeline.sql.database import Log
 
     found = [registry.load(name) for name in names or registry.names()]
@@ -98,7 +98,7 @@ def _decode(settings: dict[str, InstanceSettings]) -> Decode:
     decoders: dict[str, ArgumentDecoder | None] = {}
 
     def decode(instance: str, rpc_kind: str, rpc_type: str, method_id: int, arguments: bytes) -> str | None:
-        from immortal.coordinator.log.record_decoder import RPC_KIND_NAMES, RPC_TYPE_NAMES
+        from immortal.coordinator.log.record_contents import RPC_KIND_NAMES, RPC_TYPE_NAMES
         from immortal.pipeline.arguments import decoder_for
 
         if instance not in decoders:

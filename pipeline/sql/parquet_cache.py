@@ -25,11 +25,10 @@ from immortal.coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
 from immortal.coordinator.log import LogReader
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.pipeline.reading import Gap, LogRange, read_open
-from immortal.pipeline.schema import MESSAGES, OUTPUTS, RECORDS
-from immortal.pipeline.tables import TableReader
+from immortal.pipeline.tables import MESSAGES, OUTPUTS, RECORDS, TableReader
 from immortal.protocol.files import acquire_lock, make_folder, open_lock
 from immortal.protocol.record import decode_header
-from immortal.replay.errors import LogViewError
+from immortal.replay.plan import LogViewError
 
 RANGE_MESSAGES_MAX = 1_000_000
 RANGE_MESSAGES_MIN = 100_000  # a last range with fewer is made again with what comes

@@ -17,7 +17,7 @@ from immortal.coordinator.log import LogReader
 from immortal.protocol import decoding
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
 from immortal.replay.app_process import own_code, write_rows
-from immortal.replay.errors import LogViewError, never_was
+from immortal.replay.plan import LogViewError, never_was
 from immortal.replay.verify import ProvingSink, state_problem
 
 AS_OF = "as_of_record"  # the first column of a state

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.outcome import FleetOutcome
+from immortal.replay.plan import ReplayError
 
 _OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # a hook has them, of the repository that it is of
 

@@ -22,8 +22,8 @@ from immortal.coordinator.log.record_contents import rpc_of
 from immortal.protocol import decoding
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, EffectDone, Log, LoggedRecord, Place, Player, Recorded
+from immortal.replay.plan import ReplayError
 
 DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that nobody ran
 

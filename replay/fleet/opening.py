@@ -22,10 +22,10 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import LogReader, log_exists
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import code_environment, own_code_at_end
-from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
 from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines, what_if_fleet
 from immortal.replay.fleet.player import first_checkpoint
+from immortal.replay.plan import ReplayError
 
 
 def what_if(

@@ -16,10 +16,10 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.command_line import table_lines
 from immortal.protocol.messages import RpcKind
-from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
 from immortal.replay.fleet.player import Place, Recorded
 from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Simulation, simulate
+from immortal.replay.plan import ReplayError
 from immortal.replay.result import format_failure
 
 _NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and above

@@ -31,9 +31,8 @@ from immortal.protocol.record import decode_header, encode_record
 from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
-from immortal.replay.errors import ReplayError, never_was
-from immortal.replay.local_run import LocalRun
-from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route, usable_checkpoints
+from immortal.replay.host import LocalRun
+from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_route, usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, VerdictGiven
 from immortal.replay.verify import ProvingSink

@@ -19,7 +19,6 @@ from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
-from immortal.replay.errors import ReplayError
 from immortal.replay.fleet.calls import CallComparison
 from immortal.replay.fleet.model import (
     DELAY_NS,
@@ -45,6 +44,7 @@ from immortal.replay.fleet.player import (
     Turn,
     first_checkpoint,
 )
+from immortal.replay.plan import ReplayError
 from immortal.replay.result import Sink
 
 OTHER_MESSAGES_MAX = 100_000  # that no log has: services that call each other for ever are stopped there

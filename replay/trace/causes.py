@@ -21,14 +21,13 @@ from msgspec import Struct, field
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.interfaces import LogSummary
-from immortal.coordinator.log.record_decoder import read_record
+from immortal.coordinator.log.record_contents import read_record
 from immortal.protocol import decoding
 from immortal.protocol.extensions import Origin
 from immortal.protocol.trailer import Trailer
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
 from immortal.replay.app_process import default_app, own_code_at_end
-from immortal.replay.errors import LogViewError
-from immortal.replay.plan import usable_checkpoints
+from immortal.replay.plan import LogViewError, usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.trace.messages import Executed, Source, executed
 from immortal.replay.trace.spans import DrawCollector, RecordDraws, Waits

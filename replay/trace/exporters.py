@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from immortal.replay.errors import LogViewError
+from immortal.replay.plan import LogViewError
 from immortal.replay.trace.messages import Executed
 from immortal.replay.trace.spans import Span, Spans
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from immortal.protocol import decoding
 from immortal.protocol.files import opener
 from immortal.protocol.trailer import BatchKind
-from immortal.replay.errors import LogViewError
+from immortal.replay.plan import LogViewError
 from immortal.replay.trace.causes import ShadowReplay
 from immortal.replay.trace.exporters import Send, send_all
 from immortal.replay.trace.messages import Executed, Source, by_time

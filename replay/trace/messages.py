@@ -21,8 +21,7 @@ from msgspec import Struct, field
 
 from immortal.coordinator.core.formatting import Methods, effect_words, method_name
 from immortal.coordinator.log import LogReader
-from immortal.coordinator.log.record_contents import waiting_caller
-from immortal.coordinator.log.record_decoder import DecodedMessage, DecodedRecord, read_record
+from immortal.coordinator.log.record_contents import DecodedMessage, DecodedRecord, read_record, waiting_caller
 from immortal.protocol import decoding
 from immortal.protocol.messages import IncomingRpc, RpcKind
 from immortal.protocol.system_methods import CLOCK_METHOD_ID, EFFECT_METHOD_ID

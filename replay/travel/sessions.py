@@ -24,7 +24,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import OwnCode, code_environment, own_code
-from immortal.replay.errors import ReplayError
+from immortal.replay.plan import ReplayError
 from immortal.replay.travel.traveller import MomentExplorer
 
 SESSIONS_MAX = 4

@@ -11,7 +11,7 @@ from typing import Any, Final
 from immortal.appsdk.state.tree import Fields, Members, Tree, canonical, to_json, tree
 from immortal.coordinator.log.record_contents import shown_arguments
 from immortal.protocol.messages import IncomingRpc
-from immortal.replay.errors import ReplayError
+from immortal.replay.plan import ReplayError
 
 MISSING: Final = object()
 Step = tuple[str, Any]

@@ -11,18 +11,24 @@ pytest.importorskip("obstore")
 
 from obstore.store import MemoryStore
 
-from immortal.coordinator.archive.archive import Archive, Cipher
+from immortal.coordinator.archive.archive import Archive, Cipher, restore
 from immortal.coordinator.archive.archiver import Archiver
-from immortal.coordinator.archive.chain import Retention, index_of
 from immortal.coordinator.archive.follower import Follower, Options, prune
-from immortal.coordinator.archive.format import MOMENTS, ArchiveError, ConflictError, Moment, moment_name
-from immortal.coordinator.archive.restore import restore
+from immortal.coordinator.archive.format import (
+    MOMENTS,
+    ArchiveError,
+    ConflictError,
+    Moment,
+    Retention,
+    index_of,
+    moment_name,
+)
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.log.authentication import LogKey, LogKeyError
-from immortal.coordinator.log.backup import back_up
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.format import ALL_TABLES
 from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.verify import back_up
 from immortal.coordinator.objects import DamagedObjectError, StoreError
 from immortal.coordinator.objects.store import Objects, Stored, store_of
 from immortal.log import RowLogStore, create_log, open_log, open_reader

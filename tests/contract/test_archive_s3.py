@@ -14,11 +14,10 @@ pytest.importorskip("moto.server")
 from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
-from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archive import Archive, restore
 from immortal.coordinator.archive.archiver import Archiver
-from immortal.coordinator.archive.chain import Retention
 from immortal.coordinator.archive.follower import prune
-from immortal.coordinator.archive.restore import restore
+from immortal.coordinator.archive.format import Retention
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.objects import StoreError
 from immortal.coordinator.objects.store import Objects, store_of

@@ -18,9 +18,8 @@ import pytest
 import zmq
 
 from immortal import Immortal, rpc
-from immortal.appsdk.client.clients import _Waiting
+from immortal.appsdk.client.clients import _Waiting, client_of
 from immortal.appsdk.client.methods import NamedMethod
-from immortal.appsdk.client.proxies import client_of
 from immortal.appsdk.client.session import Call
 from immortal.appsdk.client.transport import Transport
 from immortal.client import CallRefused, CallTimeout, ClientClosed, connect, start, with_timeout

@@ -17,11 +17,10 @@ from immortal.coordinator.core.errors import LogFullError
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.log import view_queries
 from immortal.coordinator.log.backend import Severity, View
-from immortal.coordinator.log.backends.lmdb import copies, high_water
-from immortal.coordinator.log.backup import BackupError, back_up
+from immortal.coordinator.log.backends.lmdb import copies, files
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.log.verify import verify_log
+from immortal.coordinator.log.verify import BackupError, back_up, verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 
@@ -68,7 +67,7 @@ def test_a_backup_says_what_the_log_says(tmp_path: Path) -> None:
 def test_a_backup_of_one_record_has_its_high_water_mark(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 1)
     assert back_up(tmp_path / "log", NAME, tmp_path / "backup").last_sequence_id == 0
-    assert (tmp_path / "backup" / high_water.FILE_NAME).exists()
+    assert (tmp_path / "backup" / files.FILE_NAME).exists()
 
 
 def test_a_log_in_the_place_of_another_has_another_version(tmp_path: Path) -> None:

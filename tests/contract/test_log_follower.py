@@ -16,8 +16,8 @@ from immortal.coordinator.core.interfaces import CheckpointHeader, OutputBatch, 
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.backend import Append
 from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log_port.endpoint import InstanceLog
 from immortal.coordinator.log_port.follower import LogFollower
-from immortal.coordinator.log_port.instance_log import InstanceLog
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices
 from immortal.protocol.checksum import crc64

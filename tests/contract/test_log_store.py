@@ -42,13 +42,12 @@ from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import reader as reader_module
 from immortal.coordinator.log.backend import Append, Options, Place, Severity
 from immortal.coordinator.log.backends import lmdb as lmdb_backend
-from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
-from immortal.coordinator.log.backup import back_up
+from immortal.coordinator.log.backends.lmdb.files import FILE_NAME as MARK_FILE_NAME
 from immortal.coordinator.log.cut import LogCutter, cut_checkpoint_ids, rows_removed_by_cut
 from immortal.coordinator.log.identity import first_and_last_sequence_id
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.log.verify import verify_log
+from immortal.coordinator.log.verify import back_up, verify_log
 from immortal.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
 from immortal.protocol.checksum import crc64
 from immortal.protocol.record import encode_record

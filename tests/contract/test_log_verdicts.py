@@ -29,7 +29,7 @@ from immortal.protocol.checksum import crc64
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import Trailer, encode_trailer
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
-from immortal.replay.sources import RecordedLog
+from immortal.replay.plan import RecordedLog
 
 COMMITTER_ID = 77
 MAP_SIZE_BYTES = 1 << 20

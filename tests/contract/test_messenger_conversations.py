@@ -16,13 +16,13 @@ from immortal.coordinator.messenger import listener as messenger_listener
 from immortal.coordinator.messenger.envelope import (
     Envelope,
     Kind,
+    UnknownEnvelopeError,
     as_conversation_message,
     decode_envelope,
     encode_message,
     encode_parts,
     encode_reply,
 )
-from immortal.coordinator.messenger.errors import UnknownEnvelopeError
 from immortal.coordinator.messenger.listener import Listener
 from immortal.messenger import Answer, Messenger, MessengerError, Outcome, Received, RetryPolicy, ServerLoop
 from tests.helpers.lossy import LossyNetwork

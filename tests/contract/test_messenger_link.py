@@ -10,10 +10,10 @@ import pytest
 import zmq
 
 from immortal.coordinator.messenger import link as messenger_link
-from immortal.coordinator.messenger.handshake_guard import HandshakeGuard
 from immortal.coordinator.messenger.limits import RECONNECT_REFUSED_NS, SILENCE_NS
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.outbox import Outbox
+from immortal.coordinator.messenger.security import HandshakeGuard
 from immortal.coordinator.messenger.sockets import Context, Shared, Warnings
 from immortal.messenger import KeyPair, Messenger, RetryPolicy, Security
 

@@ -25,13 +25,12 @@ from immortal.coordinator.archive.archive import Archive, Cipher
 from immortal.coordinator.archive.archiver import Archiver
 from immortal.coordinator.archive.place import KEY_FILE_VARIABLE
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log.backup import back_up
 from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.verify import back_up
 from immortal.coordinator.objects.store import Objects, store_of
 from immortal.log import open_log, open_reader
 from immortal.pipeline.errors import LogChangedError, SourceError
-from immortal.pipeline.paths import log_folders
-from immortal.pipeline.reading import close_shared
+from immortal.pipeline.reading import close_shared, log_folders
 from immortal.pipeline.source import SCHEMAS, Options, RangePartition, Reader, StreamReader
 from tests.faults.sample_log import put_checkpoint
 from tests.helpers.pipeline_logs import (
@@ -354,7 +353,7 @@ def test_without_the_extra_one_line_says_so(tmp_path: Path, package: str) -> Non
     ship(make_log(tmp_path / "log", "alice", []), url, "alice")
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "from immortal.pipeline.paths import log_folders\n"
+        "from immortal.pipeline.reading import log_folders\n"
         f"log_folders([{f'{url}#alice'!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

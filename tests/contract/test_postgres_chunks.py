@@ -16,9 +16,8 @@ from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.log.authentication import LogKey
 from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.postgres import chunks
-from immortal.coordinator.log.backup import back_up
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.log.verify import verify_log
+from immortal.coordinator.log.verify import back_up, verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
 from immortal.protocol.checksum import crc64
 from tests.contract.test_postgres_log import COMMITTER_ID, records, until

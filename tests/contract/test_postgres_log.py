@@ -30,11 +30,11 @@ from immortal.coordinator.core.interfaces import StreamStart, Transaction
 from immortal.coordinator.log.authentication import LogKey
 from immortal.coordinator.log.backend import Append, Options, Place, Row, Span, View
 from immortal.coordinator.log.backends.postgres import statements
-from immortal.coordinator.log.backup import BackupError, back_up
 from immortal.coordinator.log.format import FORMAT_VERSION, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id
 from immortal.coordinator.log.open import Log, place_of
 from immortal.coordinator.log.store import RowLogStore
+from immortal.coordinator.log.verify import BackupError, back_up
 from immortal.log import create_log, open_log, open_reader
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import Trailer, encode_trailer
@@ -43,7 +43,7 @@ from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from immortal.coordinator.log.backends.postgres import connections, schema, standby, write_lease  # noqa: E402  # which needs it
+from immortal.coordinator.log.backends.postgres import connections, schema, standby  # noqa: E402
 from immortal.coordinator.log.backends.postgres import statements as written  # noqa: E402
 from immortal.coordinator.log.backends.postgres.connections import Address  # noqa: E402
 
@@ -439,7 +439,7 @@ def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
     backend._sender.send(arguments)
     while (answer := backend._sender.answer()) is None:
         backend._sender.wait()
-    assert answer == (False, late.fence + 1, 0, 0, write_lease.own_name())
+    assert answer == (False, late.fence + 1, 0, 0, connections.own_name())
     store.commit(records(1), 2)
     assert store.tail() == (2, 1)
 
@@ -480,18 +480,18 @@ def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
     """On this machine; of another one nobody knows until it has run out."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    own = write_lease.own_process()
+    own = connections.own_process()
     gone = msgspec.structs.replace(own, pid=ended.pid)
     elsewhere = msgspec.structs.replace(gone, space="another boot")
     later = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=own.process_start_ticks + 1)
     living = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=0)
 
-    def is_gone(process: write_lease.Process) -> bool:
-        return write_lease.is_process_gone(msgspec.json.encode(process).decode())
+    def is_gone(process: connections.Process) -> bool:
+        return connections.is_process_gone(msgspec.json.encode(process).decode())
 
     assert [is_gone(one) for one in (gone, later, elsewhere, living)] == [True, True, False, False]
     assert is_gone(own), "this process holds no such lease"
-    assert not write_lease.is_process_gone("of a later version")
+    assert not connections.is_process_gone("of a later version")
 
 
 def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: RowLogStore, url: str) -> None:
@@ -535,7 +535,7 @@ def test_a_log_that_is_left_to_one_standby_is_not_for_others(
     assert place_of(url).holder() == "b (process 7)"
     with pytest.raises(LogLockedError, match=r"is in use by b \(process 7\)"):
         open_log(url, "alice")
-    monkeypatch.setattr(write_lease, "own_name", lambda: "b (process 7)")
+    monkeypatch.setattr(connections, "own_name", lambda: "b (process 7)")
     successor = open_log(url, "alice", endpoint="tcp://10.0.0.2:7001")
     successor.commit(records(0), 1)
     assert place_of(url).endpoint() == "tcp://10.0.0.2:7001"
@@ -545,7 +545,7 @@ def test_a_log_that_is_left_to_one_standby_is_not_for_others(
 def test_a_log_that_its_heir_does_not_take_is_for_others_again(
     store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_lease, "HANDOVER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connections, "HANDOVER_TIMEOUT_S", 0.05)
     store.backend.successor = "b (process 7)"
     store.close()
     until(lambda: place_of(url).holder() is None)
@@ -570,9 +570,9 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
             postgres.execute("SELECT pg_terminate_backend(%s, 10000)", connection.info.backend_pid)
         return connection
 
-    monkeypatch.setattr(write_lease, "connect", connect)
+    monkeypatch.setattr(connections, "connect", connect)
     address = Address.of(postgres.url("another").removeprefix("postgresql:"))
-    held = write_lease.Lease(address, 0.1, "")
+    held = connections.Lease(address, 0.1, "")
     with connections.connect(address) as connection, connection.transaction():
         held.take_over(connection)
 

@@ -21,7 +21,7 @@ from tests.helpers.postgres import Postgres
 
 pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from immortal.coordinator.log.backends.postgres import write_lease  # which needs it
+from immortal.coordinator.log.backends.postgres import connections  # which needs it
 
 COMMITTER_ID = 77
 WAIT_S = 20.0
@@ -65,7 +65,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def asked(store: RowLogStore, standby: StandbyRegistration) -> StandbyCheckpointRequest:
-    store.backend.request_standby_checkpoint(write_lease.own_name(), HEADER.checkpoint_id, 3)
+    store.backend.request_standby_checkpoint(connections.own_name(), HEADER.checkpoint_id, 3)
     until(lambda: standby.asked is not None)
     assert standby.asked is not None
     assert (standby.asked.checkpoint_id, standby.asked.epoch) == (5, 3)
@@ -101,7 +101,7 @@ def test_what_a_standby_has_put_is_adopted_by_a_header_alone(store: RowLogStore,
 
 def test_another_standby_is_asked_nothing(store: RowLogStore, standby: StandbyRegistration) -> None:
     store.backend.request_standby_checkpoint("somebody else (process 1)", 5, 3)
-    store.backend.request_standby_checkpoint(write_lease.own_name(), 6, 3)
+    store.backend.request_standby_checkpoint(connections.own_name(), 6, 3)
     until(lambda: standby.asked is not None)
     assert standby.asked is not None
     assert standby.asked.checkpoint_id == 6

@@ -26,7 +26,7 @@ from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.log.open import create_log, open_log, place_of
 from immortal.coordinator.operator.unregister import unregister
 from immortal.coordinator.peers import keys
-from immortal.coordinator.peers.machine_keys import ensure_machine_keys
+from immortal.coordinator.peers.keys import ensure_machine_keys
 from immortal.coordinator.peers.security import Keyring
 from immortal.messenger import Role
 from immortal.protocol import shared_registry

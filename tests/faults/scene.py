@@ -13,7 +13,7 @@ import pytest
 
 from immortal.coordinator.core.errors import LogLockedError
 from immortal.coordinator.fault_points import VARIABLE, FaultPoint
-from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.files import FILE_NAME as MARK_FILE_NAME
 from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME
 from immortal.coordinator.operator import control
 from immortal.log import open_log

@@ -13,7 +13,7 @@ from typing import Any
 
 from immortal.coordinator.core.interfaces import OutputBatch
 from immortal.coordinator.fault_points import FaultPoint
-from immortal.coordinator.log import spilled
+from immortal.coordinator.log import view_queries
 from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
 from immortal.coordinator.log.verify import verify_log
@@ -212,7 +212,7 @@ def _spilled(folder: Path) -> list[OutputBatch]:
         first, last = (reader.summary().spilled[PEER][at] for at in (0, -1))
         span = (first.first_position, last.last_position, 1 << 30)
         with reader.view() as view:
-            return spilled.read(view, PEER, *span)
+            return view_queries.read(view, PEER, *span)
 
 
 @shows(Fault.BIT_FLIP)

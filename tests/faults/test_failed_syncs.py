@@ -14,8 +14,7 @@ import pytest
 
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.log.backend import Severity
-from immortal.coordinator.log.backends.lmdb.files import structure_problems
-from immortal.coordinator.log.backends.lmdb.locks import READERS_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.files import READERS_FILE_NAME, structure_problems
 from immortal.coordinator.log.backends.lmdb.pages import check_pages
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import create_log, open_log, open_reader

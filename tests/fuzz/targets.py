@@ -16,6 +16,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
+    EnvelopeError,
     Kind,
     as_conversation_message,
     decode_envelope,
@@ -26,7 +27,6 @@ from immortal.coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from immortal.coordinator.messenger.errors import EnvelopeError
 from immortal.coordinator.messenger.inbox import Arrival, Inbox
 from immortal.coordinator.messenger.limits import CALLBACKS_MAX, SPAN_MAX
 from immortal.protocol import app_handshake, extensions

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from immortal.coordinator.messenger.envelope import Kind, decode_envelope
-from immortal.coordinator.messenger.errors import EnvelopeError
+from immortal.coordinator.messenger.envelope import EnvelopeError, Kind, decode_envelope
 from immortal.protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
 from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, encode_message

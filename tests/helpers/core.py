@@ -13,8 +13,7 @@ from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.permissions import Permission
-from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
-from immortal.coordinator.driver.ports import Read, Write
+from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers, Read, Write
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, decode_record_time, encode_hello

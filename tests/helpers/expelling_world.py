@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from immortal.appsdk.ordering.fences import Ready
+from immortal.appsdk.ordering.groups import Ready
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Cancel, Scope
 from tests.helpers.ordering_world import Message, Op, Script, Step, ViolationError, World

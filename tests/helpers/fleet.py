@@ -15,8 +15,7 @@ import pyarrow as pa
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.log import open_log, open_reader, verify_value
-from immortal.pipeline.jobs.audit import audit_rows
-from immortal.pipeline.jobs.audit_verdict import AuditReport, judge
+from immortal.pipeline.jobs.audit import AuditReport, audit_rows, judge
 from immortal.pipeline.jobs.evidence import Row, evidence_of_values, gap_rows
 from immortal.pipeline.jobs.sources import LogState, log_ranges, log_states
 from immortal.pipeline.reading import Gap, close_shared, read_range

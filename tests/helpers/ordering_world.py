@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import msgspec
 
-from immortal.appsdk.ordering.fences import State
+from immortal.appsdk.ordering.groups import State
 from immortal.appsdk.ordering.machine import Ordering, Release, RunsCommitted, Send
 from immortal.appsdk.ordering.messages import Commit, Propose
 from immortal.appsdk.ordering.send_queue import Held, Run, Sending, Waiting

@@ -9,7 +9,7 @@ import pytest
 
 from immortal.appsdk.calls.outbox import Outbox
 from immortal.appsdk.ordering import multicasts
-from immortal.appsdk.ordering.fences import QueuedRun, Sent
+from immortal.appsdk.ordering.groups import QueuedRun, Sent
 from immortal.appsdk.ordering.machine import Key, Ordering
 from immortal.appsdk.ordering.messages import Timestamp
 from immortal.appsdk.ordering.multicasts import Multicasts

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from immortal.appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
+from immortal.appsdk.ordering.groups import Kind, Membership, Message, Outgoing, View
 
 FIRST = View(1, ("a", "b"))
 NAMES = ("a", "b", "c", "d")

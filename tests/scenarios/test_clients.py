@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from immortal.appsdk.client.proxies import client_of
+from immortal.appsdk.client.clients import client_of
 from immortal.client import (
     CallCancelled,
     CallConflict,

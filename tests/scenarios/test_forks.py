@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from immortal.appsdk.client.proxies import client_of
+from immortal.appsdk.client.clients import client_of
 from immortal.client import CallTimeout, ClientClosed, connect, handle, start, with_key, with_timeout
 from immortal.embedded import Embedded
 from immortal.embedded import start as embed

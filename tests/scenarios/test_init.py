@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.project.new_project import TEMPLATES
+from immortal.coordinator.project.project import TEMPLATES
 from tests.helpers.projects import Development, immortal
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.project.new_project import make_project
+from immortal.coordinator.project.project import make_project
 from scripts import release
 from scripts.release import run
 from tests.helpers.cli import Run, immortal

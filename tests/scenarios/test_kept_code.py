@@ -10,7 +10,7 @@ import pytest
 from immortal.appsdk.running.user_modules import sources_of
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import kept_code
-from immortal.replay.errors import ReplayError
+from immortal.replay.plan import ReplayError
 from immortal.replay.travel.sessions import Sessions
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.projects import SHOP

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from immortal.log import open_reader
-from immortal.replay.sources import RecordedLog
+from immortal.replay.plan import RecordedLog
 from immortal.testing import assert_replays
 from tests.helpers.bank_apps import Bank, Teller
 from tests.helpers.cli import HOME, immortal

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from immortal.pipeline.errors import SourceError
-from immortal.pipeline.views import make_views
+from immortal.pipeline.session import make_views
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.sight_fleet import make_fleet
 

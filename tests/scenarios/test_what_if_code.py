@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from immortal.cli import main
-from immortal.replay.errors import ReplayError
+from immortal.replay.plan import ReplayError
 from immortal.web.jobs import Order, run_what_if_order
 from immortal.web.rendering import render
 from tests.helpers.flow import STATUSES, app_of, record_flow, source_of, write_code

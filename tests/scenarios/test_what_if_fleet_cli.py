@@ -18,7 +18,7 @@ from immortal.cli import main
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader
-from immortal.replay.errors import ReplayError
+from immortal.replay.plan import ReplayError
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SHOP = """

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.cli import main
-from immortal.coordinator.audit import audit_log as audit
-from immortal.coordinator.audit.audit_log import FIRST, OLD_FILES_MAX, TALLIES_MAX, TALLY_NS, AuditLog
+from immortal.coordinator import audit as audit
+from immortal.coordinator.audit import FIRST, OLD_FILES_MAX, TALLIES_MAX, TALLY_NS, AuditLog
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
 from immortal.messenger import KeyPair, Messenger, Role, Security

@@ -19,7 +19,7 @@ from immortal.cli import main
 from immortal.coordinator.core.errors import LogLockedError
 from immortal.coordinator.instances import registry
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.log.backends.lmdb.locks import FolderLock, is_locked
+from immortal.coordinator.log.backends.lmdb.files import FolderLock, is_locked
 from immortal.coordinator.peers import keys
 from immortal.log import open_log
 from immortal.protocol.files import make_folder, opener, restrict_mode

@@ -15,10 +15,9 @@ from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogK
 from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME as JOURNAL
 from immortal.coordinator.log.backends.lmdb.journal import Place, decode_entry, encode_entry
-from immortal.coordinator.log.backup import BackupError, back_up
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from immortal.coordinator.log.verify import verify_log
+from immortal.coordinator.log.verify import BackupError, back_up, verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
 from tests.faults.sample_log import CHUNKS, COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 from tests.security import log_forger as forger

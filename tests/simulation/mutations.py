@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from immortal.appsdk.dispatch.lifecycle import Life
-from immortal.appsdk.dispatch.records import Records
-from immortal.appsdk.dispatch.rewinds import Rewinds
+from immortal.appsdk.dispatch.records import Records, Rewinds
 from immortal.appsdk.waiting.impulses import Clock as AppTimers
 from immortal.appsdk.waiting.tasks import Tasks
 from immortal.coordinator.core.availability.failover import Failover
@@ -39,7 +38,7 @@ from immortal.coordinator.core.output.output_stream import OutputStream
 from immortal.coordinator.core.output.replay_check import FollowerOutputs
 from immortal.coordinator.core.output.send_buffer import SendBuffer
 from immortal.coordinator.core.state import CoreState, Versions
-from immortal.coordinator.log import checkpoints, spilled, verdicts
+from immortal.coordinator.log import checkpoints, verdicts, view_queries
 from immortal.log import RowLogStore
 from immortal.protocol.compiled import SETS
 from tests.simulation.disk import Disk
@@ -442,7 +441,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spilled messages are removed before they are acknowledged",
-        spilled,
+        view_queries,
         "trim",
         "or first_position > position:\n            break\n        if first",
         "or (table == 'impulses' and first_position > position):\n            break\n"

@@ -17,7 +17,7 @@ from immortal.appsdk.dispatch.lifecycle import HookGate
 from immortal.appsdk.handlers.proxy import Impulses as ImpulsesOf
 from immortal.appsdk.testing.instance import HookQueue
 from immortal.appsdk.testing.world import NoAnswerError
-from immortal.appsdk.waiting.operator import describe_all
+from immortal.appsdk.waiting.tasks import describe_all
 from immortal.coordinator.core import events as ev
 from immortal.patterns.groups import Grouped, group
 from immortal.protocol.system_methods import Order

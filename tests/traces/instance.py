@@ -16,7 +16,7 @@ from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
+from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.project.new_project import TEMPLATES, make_project
+from immortal.coordinator.project.project import TEMPLATES, make_project
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

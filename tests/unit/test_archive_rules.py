@@ -13,23 +13,21 @@ pytest.importorskip("obstore")
 import zstandard
 from msgspec.structs import replace
 
-from immortal.coordinator.archive.chain import (
-    NeededObjects,
-    Retention,
-    check_follows,
-    index_of,
-    needed_objects,
-    object_names_kept,
-)
 from immortal.coordinator.archive.format import (
     ArchivedCheckpoint,
     Moment,
+    NeededObjects,
     Part,
+    Retention,
     Segment,
+    check_follows,
     decode_moment,
     digest,
     encode_moment,
+    index_of,
+    needed_objects,
     object_name,
+    object_names_kept,
     pack,
     unpack,
 )

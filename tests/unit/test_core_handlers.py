@@ -7,7 +7,7 @@ import pytest
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import AuditEntry
-from immortal.coordinator.core.life_cycle.waiting_handlers import OPEN_MAX
+from immortal.coordinator.core.life_cycle.feeding import OPEN_MAX
 from immortal.protocol.extensions import Hello, encode_hello
 from immortal.protocol.messages import MessageType, decode_messages
 from immortal.protocol.system_methods import (

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from immortal.cli import main
 from immortal.coordinator.doctor.installation import EXTRAS
-from immortal.coordinator.project.new_project import make_project
+from immortal.coordinator.project.project import make_project
 from immortal.protocol import distribution
 from scripts.release import ReleaseError, notes_of
 

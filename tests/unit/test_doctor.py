@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.cli import main
-from immortal.coordinator.doctor import Finding, Level, disk, home, installation, machine
+from immortal.coordinator.doctor import Finding, Level, home, installation, machine
 from immortal.coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
@@ -256,10 +256,10 @@ def mountinfo(tmp_path: Path) -> Path:
     ],
 )
 def test_filesystems(mountinfo: Path, folder: str, kind: str, level: Level, words: str) -> None:
-    mount = disk.mount_of(Path(folder), mountinfo)
+    mount = machine.mount_of(Path(folder), mountinfo)
     assert mount is not None
     assert mount.kind == kind
-    found = disk._kind(Path(folder), mount)
+    found = machine._kind(Path(folder), mount)
     assert found.level is level
     assert words in found.what
 
@@ -273,34 +273,34 @@ def test_filesystems(mountinfo: Path, folder: str, kind: str, level: Level, word
     ],
 )
 def test_what_times_of_syncs_say(median_s: float, level: Level, words: str) -> None:
-    found = disk.judge_sync_times(Path("/x"), disk.SyncTimes([median_s] * 9, 1e-6), None)
+    found = machine.judge_sync_times(Path("/x"), machine.SyncTimes([median_s] * 9, 1e-6), None)
     assert found.level is level
     assert words in found.why
     assert "4 KiB takes " in found.what
 
 
 def test_a_disk_that_rotates_faster_than_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_rotates", lambda device: True)
-    mount = disk.Mount(Path("/"), "ext4", "8:1", frozenset())
-    found = disk.judge_sync_times(Path("/x"), disk.SyncTimes([100e-6] * 9, 1e-6), mount)
+    monkeypatch.setattr(machine, "_rotates", lambda device: True)
+    mount = machine.Mount(Path("/"), "ext4", "8:1", frozenset())
+    found = machine.judge_sync_times(Path("/x"), machine.SyncTimes([100e-6] * 9, 1e-6), mount)
     assert found.level is Level.NOTE
     assert "it rotates" in found.why
 
 
 def test_barriers_that_a_mount_leaves_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mount = disk.Mount(tmp_path, "ext4", "8:1", frozenset({"rw", "nobarrier"}))
-    monkeypatch.setattr(disk, "mount_of", lambda folder: mount)
-    assert f"{tmp_path} is mounted with 'nobarrier'" in of_level(disk.findings(tmp_path), Level.PROBLEM)
+    mount = machine.Mount(tmp_path, "ext4", "8:1", frozenset({"rw", "nobarrier"}))
+    monkeypatch.setattr(machine, "mount_of", lambda folder: mount)
+    assert f"{tmp_path} is mounted with 'nobarrier'" in of_level(machine.findings(tmp_path), Level.PROBLEM)
 
 
 def test_a_disk_that_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(disk, "FREE_SIZE_BYTES_MIN", 1 << 70)
-    assert any(what.endswith(f"are free at {tmp_path}") for what in of_level(disk.findings(tmp_path), Level.PROBLEM))
+    monkeypatch.setattr(machine, "FREE_SIZE_BYTES_MIN", 1 << 70)
+    assert any(what.endswith(f"are free at {tmp_path}") for what in of_level(machine.findings(tmp_path), Level.PROBLEM))
 
 
 def test_the_measurement_leaves_nothing(tmp_path: Path) -> None:
-    times = disk.measure(tmp_path)
-    assert len(times.synced_s) >= disk.SAMPLES_MIN
+    times = machine.measure(tmp_path)
+    assert len(times.synced_s) >= machine.SAMPLES_MIN
     assert times.synced_s == sorted(times.synced_s)
     assert list(tmp_path.iterdir()) == []
 
@@ -371,8 +371,8 @@ def test_memory_that_is_promised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests have their files in memory, which is a problem."""
-    monkeypatch.setattr(disk, "mount_of", lambda folder: None)
-    monkeypatch.setattr(disk, "UNTRUE_S", 0.0)
+    monkeypatch.setattr(machine, "mount_of", lambda folder: None)
+    monkeypatch.setattr(machine, "UNTRUE_S", 0.0)
 
 
 @pytest.mark.usefixtures("on_a_disk")

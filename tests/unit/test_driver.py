@@ -12,7 +12,7 @@ from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
+from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.peer_frames import FrameType, PeerFrame

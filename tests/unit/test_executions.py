@@ -20,7 +20,7 @@ from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.running import executions
 from immortal.appsdk.running.executions import ExecutionWriter
 from immortal.appsdk.state.journal import TIMER, Entry, SavedTask, decode_journal
-from immortal.appsdk.waiting.operator import describe_step
+from immortal.appsdk.waiting.tasks import describe_step
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from immortal.appsdk.ordering.fences import Fences, FenceState, Sent
+from immortal.appsdk.ordering.groups import Fences, FenceState, Sent
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Resolve
 from tests.helpers.expelling_world import expel, explore_expelling, to_group, walk

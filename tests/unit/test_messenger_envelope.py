@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Envelope,
+    EnvelopeError,
     Kind,
     as_conversation_message,
     decode_envelope,
@@ -22,7 +23,6 @@ from immortal.coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from immortal.coordinator.messenger.errors import EnvelopeError
 from immortal.coordinator.messenger.limits import SPAN_MAX
 
 REPLIES = [kind for kind in Kind if kind not in (Kind.MESSAGE, Kind.TURN)]

@@ -9,7 +9,7 @@ import pytest
 
 import immortal
 from immortal import CalleeFailed, Immortal, peer, rpc
-from immortal.appsdk.client.proxies import with_key
+from immortal.appsdk.client.clients import with_key
 from immortal.appsdk.patterns.queue.model import Submission
 from immortal.errors import DefinitionError, UsageError
 from immortal.patterns.groups import group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from immortal.appsdk.ordering.fences import QueuedRun, Sent
+from immortal.appsdk.ordering.groups import QueuedRun, Sent
 from immortal.appsdk.ordering.machine import Key, Ordering
 from immortal.appsdk.ordering.messages import Scope, Timestamp
 from tests.helpers.ordering_world import Script, ViolationError, explore, multicast, plain

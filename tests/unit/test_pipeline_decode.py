@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from immortal.coordinator.log.record_decoder import read_record
+from immortal.coordinator.log.record_contents import read_record
 from immortal.pipeline.decode import (
     decode_headers,
     decode_messages,

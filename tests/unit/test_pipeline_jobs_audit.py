@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, impossible_orders, judge
+from immortal.pipeline.jobs.audit import AuditReport, LogReport, impossible_orders, judge
 from immortal.pipeline.jobs.evidence import LOG, Row, evidence_of_raw, evidence_of_record, evidence_of_values
 from immortal.pipeline.jobs.sources import log_states
 from immortal.pipeline.jobs.stream_audit import Needs, Violation

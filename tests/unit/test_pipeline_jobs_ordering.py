@@ -13,7 +13,7 @@ from immortal.pipeline.jobs.audit import audit_rows
 from immortal.pipeline.jobs.evidence import evidence_of_record
 from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit
 from immortal.pipeline.jobs.stream_audit import Result, Violation
-from immortal.replay.sources import RecordedLog
+from immortal.replay.plan import RecordedLog
 from immortal.testing import Environment
 from tests.helpers.ordering_runs import NAMES, Member
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from immortal.pipeline.errors import SourceError
-from immortal.pipeline.paths import log_folders, paths_of
+from immortal.pipeline.reading import log_folders, paths_of
 from tests.helpers.pipeline_logs import make_log
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.pipeline.jobs.audit_verdict import AuditReport, LogReport, StreamReport
+from immortal.pipeline.jobs.audit import AuditReport, LogReport, StreamReport
 from immortal.pipeline.jobs.export import ExportReport, InstanceExport
 from immortal.pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats, bin_size_ns
 from immortal.pipeline.jobs.stream_audit import Violation

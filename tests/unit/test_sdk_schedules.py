@@ -11,9 +11,8 @@ import pytest
 
 import immortal
 from immortal import Immortal, cron, every, rpc
-from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, TIME_NS_MAX, Cron
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.handlers.schedules import TIME_NS_MAX, Cron
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.waiting.impulses import ToldTime
 from immortal.coordinator.core import events as ev

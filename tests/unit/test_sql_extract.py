@@ -15,7 +15,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from immortal.coordinator.log.authentication import ForgedLogError, LogKey
 from immortal.coordinator.log.format import META_TRIMMED, SEQUENCE_KEY
 from immortal.log import LogReader, create_log, open_log, open_reader
-from immortal.pipeline import schema, source
+from immortal.pipeline import source, tables
 from immortal.pipeline.sql import parquet_cache
 from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from tests.helpers.fleet import flip_byte
@@ -78,7 +78,7 @@ def files(log: Path) -> set[str]:
 
 
 def test_the_columns_are_those_of_spark() -> None:
-    for table, ours in schema.TABLES.items():
+    for table, ours in tables.TABLES.items():
         assert ours == to_arrow_schema(source.SCHEMAS[table], timezone="UTC")
 
 

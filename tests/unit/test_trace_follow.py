@@ -13,7 +13,7 @@ import pytest
 
 from immortal.log import open_reader
 from immortal.protocol.trailer import BatchKind
-from immortal.replay.errors import LogViewError
+from immortal.replay.plan import LogViewError
 from immortal.replay.trace import follower as follow
 from immortal.replay.trace.follower import Follower, Positions, ShadowFollower
 from immortal.replay.trace.messages import Executed, Source

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.appsdk.state.tree import Fields, differences, tree
-from immortal.replay.errors import ReplayError
+from immortal.replay.plan import ReplayError
 from immortal.replay.travel.values import (
     MISSING,
     NODES_MAX,

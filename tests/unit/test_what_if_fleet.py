@@ -14,10 +14,10 @@ from immortal import Immortal, peer, rpc, upgrades
 from immortal.appsdk.testing.instance import MemorySource
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.errors import UsageError
-from immortal.replay.errors import ReplayError
 from immortal.replay.fleet import simulation
 from immortal.replay.fleet.model import Call
 from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance, crash_everywhere
 from tests.helpers.recorded import load_module
 

@@ -25,8 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from immortal.appsdk.calls.codec import resolve_hints
+from immortal.appsdk.client.clients import Proxy, handle, start, with_key
 from immortal.appsdk.client.errors import CallTimeout, ClientError
-from immortal.appsdk.client.proxies import Proxy, handle, start, with_key
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition

@@ -12,10 +12,9 @@ from typing import Any, Generic, TypeVar, overload
 from starlette.requests import HTTPConnection
 
 from immortal.appsdk.client import Connector, connect
-from immortal.appsdk.client.clients import AsyncClient
+from immortal.appsdk.client.clients import AsyncClient, Proxy, ProxyMethod
 from immortal.appsdk.client.errors import ClientError
 from immortal.appsdk.client.methods import Method
-from immortal.appsdk.client.proxies import Proxy, ProxyMethod
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.definition import Definition, definition_of
 

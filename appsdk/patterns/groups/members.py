@@ -16,8 +16,8 @@ from immortal.appsdk.handlers.definition import Definition, Peer, definition_of
 from immortal.appsdk.handlers.multicast import Destination, Multicast
 from immortal.appsdk.handlers.proxy import find_handler, make_fork
 from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.ordering.groups import Kind, Membership, Message, Outgoing, View
 from immortal.appsdk.ordering.messages import Scope
-from immortal.appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
 from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
 from immortal.protocol.identity import IdentityConflict
 from immortal.protocol.safe_output import is_encodable
@@ -406,7 +406,7 @@ class Grouped(Immortal):
         return source, known
 
     def _immortal_groups(self) -> list[dict[str, Any]]:
-        """Return the groups that the class declares in plain values, for :mod:`immortal.appsdk.waiting.operator`."""
+        """Return the groups that the class declares in plain values, for :mod:`immortal.appsdk.waiting.tasks`."""
         found = []
         for name, source in groups_of(type(self)).items():
             known = (self.groups_known or {}).get(name)

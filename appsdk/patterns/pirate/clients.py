@@ -9,11 +9,11 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import zmq
 
+from immortal.appsdk.client.clients import KEY_SIZE_BYTES_MAX, Proxy
 from immortal.appsdk.client.connection import random_client_id
 from immortal.appsdk.client.discovery import Finder, home_of, is_local
 from immortal.appsdk.client.errors import NotConnectable
 from immortal.appsdk.client.methods import Method, TypedMethod
-from immortal.appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
 from immortal.appsdk.client.shells import LoopShell, OwnId, ThreadShell
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.patterns.pirate.driver import (

@@ -26,13 +26,15 @@ from immortal.coordinator.log.backends.lmdb.environment import (
 )
 from immortal.coordinator.log.backends.lmdb.files import (
     DATA_FILE_NAME,
+    FolderLock,
     check_data_file,
     first_unreadable,
+    is_locked,
+    lock_holder,
     log_exists,
     structure_problems,
     sync_names,
 )
-from immortal.coordinator.log.backends.lmdb.locks import FolderLock, is_locked, lock_holder
 from immortal.coordinator.log.backends.lmdb.pages import PageError, check_pages
 from immortal.coordinator.log.backends.lmdb.tables import make_tables
 from immortal.coordinator.log.backends.lmdb.writer import LmdbBackend

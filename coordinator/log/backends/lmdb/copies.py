@@ -17,9 +17,15 @@ from immortal.coordinator.log.backends.lmdb.environment import (
     open_environment,
     restrict_log_modes,
 )
-from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, log_exists, sync_names
-from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
-from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, READERS_FILE_NAME, FolderLock
+from immortal.coordinator.log.backends.lmdb.files import (
+    DATA_FILE_NAME,
+    LOCK_FILE_NAME,
+    READERS_FILE_NAME,
+    FolderLock,
+    HighWaterMark,
+    log_exists,
+    sync_names,
+)
 from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, TableWriter, make_tables, open_tables
 from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity

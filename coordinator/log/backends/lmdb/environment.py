@@ -24,10 +24,17 @@ from immortal.coordinator.core.errors import (
     LogSyncError,
     LogUnavailableError,
 )
-from immortal.coordinator.log.backends.lmdb import locks
-from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, FILES_BESIDE, check_data_file
+from immortal.coordinator.log.backends.lmdb import files
+from immortal.coordinator.log.backends.lmdb.files import (
+    DATA_FILE_NAME,
+    FILES_BESIDE,
+    LOCK_FILE_NAME,
+    READERS_FILE_NAME,
+    READERS_MAX,
+    check_data_file,
+    is_locked,
+)
 from immortal.coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
-from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, READERS_FILE_NAME, READERS_MAX, is_locked
 from immortal.coordinator.log.backends.lmdb.pages import PageError, UnnamedTransaction, check_pages, name_transaction
 from immortal.protocol.files import FILE_MODE, FOLDER_MODE, restrict_mode
 
@@ -89,9 +96,9 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
         try:
             environment = _open_lmdb(folder, **options)
         except lmdb.ReadersFullError as error:
-            holders = locks.clear_dead_readers(folder)
+            holders = files.clear_dead_readers(folder)
             if holders.total() >= READERS_MAX and time.monotonic() >= until_s:
-                raise readers_full_error(folder, locks.describe_readers(holders)) from error
+                raise readers_full_error(folder, files.describe_readers(holders)) from error
             time.sleep(_READERS_POLL_INTERVAL_S)
         else:
             clear_dead_readers(environment, folder)
@@ -100,7 +107,7 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
 
 def clear_dead_readers(environment: lmdb.Environment, folder: Path) -> None:
     """Clear the places of readers that were killed: these would keep freed pages from being used again."""
-    with contextlib.suppress(OSError), locks.clearing(folder):
+    with contextlib.suppress(OSError), files.clearing(folder):
         environment.reader_check()
 
 
@@ -132,7 +139,7 @@ def unreadable(folder: Path, error: lmdb.Error | struct.error, environment: lmdb
     if isinstance(error, lmdb.ReadersFullError):
         lines = [line.split() for line in environment.readers().splitlines()]
         holders = Counter(int(line[0]) for line in lines if line and line[0].isdecimal())
-        return readers_full_error(folder, locks.describe_readers(holders))
+        return readers_full_error(folder, files.describe_readers(holders))
     unavailable = unavailable_error(folder, error) if isinstance(error, lmdb.Error) else None
     return unavailable or DamagedLogError(f"the log in {folder} cannot be read: {error}", -1)
 
@@ -145,7 +152,7 @@ def _allocate_readers_table(folder: Path) -> None:
     """Allocate LMDB's table of readers, a mapped hole: on a full disk it would kill the process. Raises OSError."""
     path = folder / READERS_FILE_NAME
     # To close a file drops the locks that this process has on it, and LMDB's would be: it is opened when there is need.
-    if path.exists() and path.stat().st_blocks * 512 >= locks.TABLE_SIZE_BYTES:
+    if path.exists() and path.stat().st_blocks * 512 >= files.TABLE_SIZE_BYTES:
         return
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
@@ -154,7 +161,7 @@ def _allocate_readers_table(folder: Path) -> None:
             return  # a reader that may not write there gets along, or LMDB says what is wrong
         raise
     try:
-        os.posix_fallocate(descriptor, 0, locks.TABLE_SIZE_BYTES)
+        os.posix_fallocate(descriptor, 0, files.TABLE_SIZE_BYTES)
     finally:
         os.close(descriptor)
 

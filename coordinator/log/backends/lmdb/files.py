@@ -1,32 +1,62 @@
-"""Checks LMDB's data file without mapping it: that it is one, and is complete."""
+"""Files of a log's folder: LMDB's data file, checked without mapping it, the locks, and the high-water mark.
+
+Checks LMDB's data file without mapping it: that it is one, and is complete.
+
+Locks of a log's folder: one keeps a second coordinator off, the others are LMDB's table of readers.
+
+The high-water mark of a log: its last committed record, in a file of its own that damage to the log leaves alone.
+
+It is written after the commit and without a sync, so it can only be older than the log. docs/decisions/0014 has the
+reasons.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import importlib
 import os
 import struct
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from immortal.coordinator.core.errors import LogError, LogFormatError
+from msgspec import Struct
+
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogLockedError
+from immortal.coordinator.log.backend import Mac, View
 from immortal.coordinator.log.backends.lmdb.pages import decode_meta
-from immortal.protocol.files import sync_folder
+from immortal.coordinator.log.format import MAC_SIZE_BYTES, SEQUENCE_KEY
+from immortal.coordinator.log.identity import LogIdentity, check_value, first_and_last_sequence_id
+from immortal.protocol.checksum import crc64
+from immortal.protocol.files import FILE_MODE, acquire_lock, describe_lock_holder, open_lock, sync_folder
+from immortal.protocol.varint import Readable
 
 DATA_FILE_NAME = "data.mdb"
+
 FILES_BESIDE = ("journal", "high-water-mark")  # only a complete log has them
 
 # LMDB 0.9's meta pages: a page header of 16 bytes, then MDB_meta (64-bit): magic, version, address, map size, two
 # MDB_db of 48 bytes (the first begins with the page size), last page, transaction ID.
 _META_OFFSET_BYTES = 16
+
 _META_START = struct.Struct("=IIQQI")
+
 _META_END = struct.Struct("=QQ")
+
 _META_END_OFFSET_BYTES = 24 + 2 * 48
+
 _MAGIC = 0xBEEFC0DE
+
 _META_SIZE_BYTES = _META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size
+
 _DATA_VERSION = 1
+
 _READ_SIZE_BYTES = 1 << 20
+
 _READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 
@@ -218,3 +248,257 @@ def sync_names(path: Path) -> None:
             sync_folder(folder)
         except PermissionError:
             return  # a folder that we can't read has nothing of ours in it
+
+
+LOCK_FILE_NAME = "lock"
+
+_TIMEOUT_S = 0.03  # :func:`is_locked` of a reader holds the lock for some microseconds: not worth a failed start
+
+
+class FolderLock:
+    """Holds the folder's lock file until :meth:`release`, or until the process ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock. Raises LogLockedError, which names the folder and the process that holds it."""
+        path = folder / LOCK_FILE_NAME
+        self._descriptor = open_lock(path)
+        try:
+            acquire_lock(self._descriptor, _TIMEOUT_S)
+        except OSError as error:
+            holder = describe_lock_holder(self._descriptor)
+            os.close(self._descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise LogLockedError(f"the log folder {folder} cannot be locked: {error}") from error
+            raise LogLockedError(
+                f"the log folder {folder} is in use by {holder}: two coordinators must not write one log; stop that"
+                " process first"
+            ) from None
+        with contextlib.suppress(OSError):  # a full disk: the lock is held without its text as well
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def lock_holder(folder: Path) -> str | None:
+    """Describe the process that holds the lock; None where the lock's file does not name it yet."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = describe_lock_holder(descriptor)
+    finally:
+        os.close(descriptor)
+    return found if found.startswith("process") else None
+
+
+def is_locked(folder: Path) -> bool:
+    """True while a process writes this log."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+# The table of readers of a log's LMDB environment (lock.mdb), cleaned when it has no free place left.
+#
+# LMDB clears the places of killed processes only in an open environment, which itself needs a place. So this clears
+# them from outside, as LMDB does: a live process has a lock on the byte with its number. It holds a lock of ours on
+# the log's folder meanwhile: a place that two processes clear could belong to a third one in between.
+
+
+READERS_FILE_NAME = "lock.mdb"
+
+READERS_MAX = 512  # the first opener's value counts for all, so every opener passes the same
+
+_LOCK_WAIT_S = 1.0  # it is held for a millisecond
+
+_HEAD_SIZE_BYTES = 128
+
+_PLACE_SIZE_BYTES = 64
+
+TABLE_SIZE_BYTES = _HEAD_SIZE_BYTES + _PLACE_SIZE_BYTES * READERS_MAX  # as LMDB lays it out
+
+_PID_OFFSET_BYTES = 8
+
+_PID = struct.Struct("=i")
+
+_FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
+
+_descriptors: dict[Path, int] = {}  # never closed: that would drop the locks that this process has on the file by then
+
+
+@contextlib.contextmanager
+def clearing(folder: Path) -> Iterator[None]:
+    """Lock out others that would clear readers' places meanwhile. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        acquire_lock(descriptor, _LOCK_WAIT_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def clear_dead_readers(folder: Path) -> Counter[int]:
+    """Free the places of ended processes; returns the number of places of each other process. Raises OSError."""
+    with clearing(folder):
+        descriptor = _descriptors.get(folder)
+        if descriptor is None:
+            descriptor = _descriptors[folder] = os.open(folder / READERS_FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
+        table = os.pread(descriptor, TABLE_SIZE_BYTES, 0)
+        living: dict[int, bool] = {}
+        found: Counter[int] = Counter()
+        for start in range(_HEAD_SIZE_BYTES, len(table) - _PLACE_SIZE_BYTES + 1, _PLACE_SIZE_BYTES):
+            (pid,) = _PID.unpack_from(table, start + _PID_OFFSET_BYTES)
+            if pid <= 0:
+                continue
+            if pid not in living:
+                living[pid] = _is_living(descriptor, pid)
+            if living[pid]:
+                found[pid] += 1
+            else:
+                os.pwrite(descriptor, bytes(_PID.size), start + _PID_OFFSET_BYTES)
+        return found
+
+
+def _is_living(descriptor: int, pid: int) -> bool:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, pid, 1, 0)
+    kind = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
+    return pid == os.getpid() or kind != fcntl.F_UNLCK
+
+
+def describe_readers(readers: Counter[int]) -> str:
+    """Describe the processes that hold readers' places, largest number first."""
+    found = [f"process {pid}{_named(pid)} has {count}" for pid, count in readers.most_common(3)]
+    return ", ".join(found) + (", others the rest" if len(readers) > len(found) else "")
+
+
+def _named(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f" ({' '.join(command.split())[:80]})"
+    return ""
+
+
+FILE_NAME = "high-water-mark"
+
+_MARK_MAGIC = b"IMH1"
+
+_MAGIC_AUTHENTICATED = b"IMH2"  # has a MAC in place of the CRC
+
+_CHECKED = struct.Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
+
+_CRC_SIZE_BYTES = 8
+
+
+class Mark(Struct, frozen=True):
+    sequence_id: int
+    check: int  # the last 8 bytes of the record's value: the CRC of its trailer, which covers the record
+
+
+class HighWaterMark:
+    """The mark of the log in ``folder``; the file is opened by the first :meth:`put`."""
+
+    def __init__(self, folder: Path, identity: LogIdentity, mac: Mac | None = None) -> None:
+        """``mac``: that of an authenticated log, where its key is at hand."""
+        self.path = folder / FILE_NAME
+        self._mac = mac
+        self._seed = identity.check
+        self._descriptor: int | None = None
+
+    def read(self) -> Mark | None:
+        """Read the mark. None where there is none, or it can't be checked without the log's key.
+
+        Raises ValueError for a damaged one, or one that the log's key did not make; OSError.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if not data:
+            return None  # left by a process that ended right after creating it
+        if len(data) >= _CHECKED.size:
+            magic, _, sequence_id, check = _CHECKED.unpack_from(data)
+            if data == self._encode(sequence_id, check):
+                return Mark(sequence_id, check)
+            if magic == _MAGIC_AUTHENTICATED and len(data) == _CHECKED.size + MAC_SIZE_BYTES and self._mac is None:
+                return None
+            if self._mac is not None:
+                raise ValueError(
+                    f"{self.path} is not authentic, or damaged: it is left out, and records that were removed at the"
+                    " end of the log would not be missed"
+                )
+        raise ValueError(f"{self.path} is damaged, or of another log: it is left out")
+
+    def missing_data(self, view: View, mark: Mark | None) -> str | None:
+        """Describe committed data that the log lacks, compared with ``mark``; None: nothing is missing."""
+        if mark is None:
+            return None
+        _, last = first_and_last_sequence_id(view)
+        if mark.sequence_id > last:
+            what = f"record {mark.sequence_id} is missing"
+            if mark.sequence_id > last + 1:
+                what = f"records {last + 1} to {mark.sequence_id} are missing"
+            return f"{what}: the log in {self.path.parent} ends with record {last}, {self._way_out(mark)}"
+        value = view.get("records", SEQUENCE_KEY.pack(mark.sequence_id))
+        if value is None or check_of(value) == mark.check or not _is_sound(value, mark.sequence_id):
+            return None  # trimmed; equal; or damaged, which reading it reports
+        return (
+            f"record {mark.sequence_id} is not the one that was committed: the log in {self.path.parent} is another"
+            f" copy, {self._way_out(mark)}"
+        )
+
+    def _way_out(self, mark: Mark) -> str:
+        return (
+            f"and record {mark.sequence_id} with check {mark.check:016x} was committed; restore data.mdb and journal"
+            f" from a copy that has it (where there is none, 'rm {self.path}' lets the log go on without: others may"
+            " have been told of what is lost then)"
+        )
+
+    def put(self, sequence_id: int, value: Readable) -> None:
+        """Note that a record is durable. If the mark can't be written, it stays older than it could be."""
+        with contextlib.suppress(OSError):
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+            os.pwrite(self._descriptor, self._encode(sequence_id, check_of(value)), 0)
+
+    def remove(self) -> None:
+        """Remove the mark after an operator has cut the log. Raises OSError."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _encode(self, sequence_id: int, check: int) -> bytes:
+        if self._mac is not None:
+            checked = _CHECKED.pack(_MAGIC_AUTHENTICATED, 0, sequence_id, check)
+            return checked + self._mac(checked)
+        checked = _CHECKED.pack(_MARK_MAGIC, 0, sequence_id, check)
+        return checked + crc64(checked, self._seed).to_bytes(_CRC_SIZE_BYTES, "little")
+
+
+def _is_sound(value: Readable, sequence_id: int) -> bool:
+    try:
+        check_value(bytes(value), sequence_id, int.from_bytes(value[:4], "little"))
+    except DamagedLogError:
+        return False
+    return True
+
+
+def check_of(value: Readable) -> int:
+    return int.from_bytes(value[-_CRC_SIZE_BYTES:], "little")

@@ -26,11 +26,9 @@ from immortal.coordinator.log.backends.lmdb.environment import (
     open_environment,
     unreadable,
 )
-from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, extend_data_file
-from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
+from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, FolderLock, HighWaterMark, extend_data_file
 from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal
-from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
-from immortal.coordinator.log.backends.lmdb.locks import FolderLock
+from immortal.coordinator.log.backends.lmdb.reader import JournalReader
 from immortal.coordinator.log.backends.lmdb.tables import (
     JournalRows,
     LmdbView,

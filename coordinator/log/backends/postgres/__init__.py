@@ -22,8 +22,8 @@ except ImportError as error:  # first: the modules below need it too
     raise LogError(f"a log in PostgreSQL needs psycopg ({error}): {distribution.add_extra('postgres')}") from None
 
 from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
+from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres import schema
-from immortal.coordinator.log.backends.postgres import write_lease as leases
 from immortal.coordinator.log.backends.postgres.chunks import remove_objects
 from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
 from immortal.coordinator.log.backends.postgres.durability import Durability

@@ -1,31 +1,57 @@
-"""Connects to the database of a log, and translates its failures."""
+"""Connections to the database of a log, and the lease that a writer renews over one.
+
+Connects to the database of a log, and translates its failures.
+
+The lease on a log, renewed by its writer.
+
+It tells others when to ask for the right to write; the log's head alone decides who may (writer.py).
+
+A lease ends when it runs out by the database's clock, when it is released, or when its process is known to be gone; on
+the holder's own machine that is seen at once. A holder that releases it may name a standby: for a moment only that one
+can take it. Changes are announced on the channel CHANNEL.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 import psycopg
 from msgspec import Struct
 from psycopg import conninfo, errors, pq
 
 from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
+from immortal.coordinator.core.interfaces import Standby
+from immortal.protocol import decoding
+from immortal.protocol.files import ProcessFile, is_living, own_fields
 from immortal.protocol.shared_registry import error_line, secured
 
 VERSION_MIN = 150000  # 15.0 in libpq's form
+
 CONNECT_TIMEOUT_S = 5
+
 DEAD_MS = 10_000
+
 """Silence on the wire after which a connection counts as broken.
 
 A live server that waits for its standbys is not silent: TCP answers.
 """
+
 # No timeout may end an append: its changes may already be visible, and be on no standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
+
 _DURABLE = (
     "; SELECT set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'remote_apply'"
     " THEN 'remote_apply' ELSE 'on' END, false)"
 )
+
 """Session settings, which override those of the server, its database and its role."""
 
 
@@ -154,3 +180,192 @@ class Connections:
         with contextlib.suppress(IndexError):  # threads may do it at once
             while True:
                 self._idle.pop().close()
+
+
+CHANNEL = "immortal"
+
+RENEWALS = 2.5  # per lease time: one may fail. Few are better: when its holder dies, less of the lease is left
+
+HANDOVER_TIMEOUT_S = 2.0  # a log that was left to one standby is not for others
+
+RELEASED = "left"  # stored in place of a process: the holder is then the standby that may take it
+
+STANDBY_TIMEOUT_S = 3.0  # a standby that says nothing counts for so long
+
+_OURS: set[str] = set()  # the nonces of this process's leases that are held
+
+
+class Process(ProcessFile, frozen=True, kw_only=True):
+    """Process that holds a lease.
+
+    ``space``: where its process ID is valid: its machine's boot, and its PID namespace.
+    """
+
+    space: str
+    nonce: str
+
+
+def own_process() -> Process:
+    return Process(space=_space(), nonce=secrets.token_hex(8), **own_fields())
+
+
+def own_name() -> str:
+    """Return the name of this process for messages."""
+    return f"{socket.gethostname()} (process {os.getpid()})"
+
+
+def _space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(8)  # matches no process: the lease has to run out
+
+
+def is_process_gone(text: str) -> bool:
+    """True if the process named by a lease is known to have ended."""
+    try:
+        process = decoding.decode_json(text, type=Process)
+    except decoding.DecodeError:
+        return False
+    if process.space != _space():
+        return False
+    if process.pid == os.getpid() and is_living(process):
+        return process.nonce not in _OURS
+    return not is_living(process)
+
+
+class Holder(NamedTuple):
+    """Holder of the lease that is valid now."""
+
+    name: str  # for messages
+    endpoint: str  # where peers reach it
+    left_s: float  # until the lease runs out
+
+
+def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
+    """Return the holder of the valid lease; None: this process may take the log. ``lock``: lock its row meanwhile."""
+    row = connection.execute(
+        "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
+        " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
+        [instance],
+    ).fetchone()
+    if row is None or (row[1] == own_name() if row[0] == RELEASED else is_process_gone(row[0])):
+        return None
+    return Holder(*row[1:])
+
+
+def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> list[Standby]:
+    """Return the other processes that follow the log."""
+    rows = connection.execute(
+        "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
+        " WHERE instance = %s AND name <> %s AND seen > clock_timestamp() - make_interval(secs => %s) ORDER BY name",
+        [instance, own_name(), STANDBY_TIMEOUT_S],
+    ).fetchall()
+    return [Standby(*row) for row in rows]
+
+
+def notify(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+    """Notify listeners of a changed lease, once the transaction is committed."""
+    connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, instance])
+
+
+def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, str]:
+    """Read the epoch of a log and its writer's name."""
+    row = connection.execute(
+        "SELECT epoch, holder FROM immortal.heads WHERE instance = %s AND is_there", [instance]
+    ).fetchone()
+    return (0, "whoever has removed it") if row is None else (row[0], row[1])
+
+
+def head_count(
+    connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False
+) -> tuple[int, int]:
+    """Return the epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
+    row = connection.execute(
+        "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s" + (" FOR UPDATE" if lock else ""),
+        [instance],
+    ).fetchone()
+    return (0, 0) if row is None else (row[0], row[1])
+
+
+class Lease:
+    """HeldLog from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
+
+    ``lost_to``: epoch and name of a later writer. ``standbys``: as of the last renewal.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        length_s: float,
+        endpoint: str,
+        look: Callable[[psycopg.Connection[tuple[Any, ...]]], None] = lambda connection: None,
+    ) -> None:
+        """``look``: called by the thread with its connection, each time that it is renewed."""
+        self.lost_to: tuple[int, str] | None = None
+        self.standbys: Sequence[Standby] = ()
+        self._address, self._length_s, self._endpoint = address, length_s, endpoint
+        self._look = look
+        self._process = own_process()
+        self._text = msgspec.json.encode(self._process).decode()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-lease", daemon=True)
+
+    def take_over(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+        """Take the lease, in the transaction that takes the log."""
+        connection.execute(
+            "INSERT INTO immortal.leases (instance, process, holder, endpoint, until)"
+            " VALUES (%s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s))"
+            " ON CONFLICT (instance) DO UPDATE SET process = excluded.process, holder = excluded.holder,"
+            " endpoint = excluded.endpoint, until = excluded.until",
+            [self._address.named, self._text, own_name(), self._endpoint, self._length_s],
+        )
+        notify(connection, self._address.named)
+
+    def start_renewing(self) -> None:
+        """Renew the lease from here on; its transaction is done."""
+        _OURS.add(self._process.nonce)
+        self._thread.start()
+
+    def release(self, connection: psycopg.Connection[tuple[Any, ...]], successor: str) -> None:
+        """Release the lease before it runs out. For HANDOVER_TIMEOUT_S only ``successor`` may take it, unless it is "".
+
+        A renewal that is on its way finds that the lease is another one's. Raises as the connection does.
+        """
+        with connection.transaction():
+            connection.execute("SET LOCAL synchronous_commit = off")  # if it is lost, the lease runs out instead
+            connection.execute(
+                "UPDATE immortal.leases SET process = %s, holder = %s, endpoint = '', until = CASE WHEN %s"
+                " THEN clock_timestamp() + make_interval(secs => %s) ELSE '-infinity' END"
+                " WHERE instance = %s AND process = %s",
+                [RELEASED, successor, bool(successor), HANDOVER_TIMEOUT_S, self._address.named, self._text],
+            )
+            notify(connection, self._address.named)
+
+    def end(self) -> None:
+        """Stop renewing the lease."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        _OURS.discard(self._process.nonce)
+
+    def _run(self) -> None:
+        connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        while not self._ended.wait(self._length_s / RENEWALS):
+            # A failed renewal is tried again the next time, or the lease runs out: no append depends on it.
+            with contextlib.suppress(LogError), reaching(self._address):
+                if connection is None or is_broken(connection):
+                    connection = connect(self._address)
+                    connection.execute("SET synchronous_commit = off")  # nothing of value can be lost
+                renewed = connection.execute(
+                    "UPDATE immortal.leases SET until = clock_timestamp() + make_interval(secs => %s)"
+                    " WHERE instance = %s AND process = %s",
+                    [self._length_s, self._address.named, self._text],
+                )
+                if not renewed.rowcount:
+                    self.lost_to = head(connection, self._address.named)
+                self.standbys = standbys(connection, self._address.named)
+                self._look(connection)
+        if connection is not None:
+            connection.close()

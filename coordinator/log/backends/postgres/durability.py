@@ -20,8 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from immortal.coordinator.core.errors import LogError, LogLostError, LogUnavailableError
-from immortal.coordinator.log.backends.postgres.connections import Address, reaching
-from immortal.coordinator.log.backends.postgres.write_lease import head_count
+from immortal.coordinator.log.backends.postgres.connections import Address, head_count, reaching
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 

@@ -21,7 +21,7 @@ import psycopg
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.backend import Append, EndpointWatch, StandbyCheckpointRequest, StandbyRegistration
-from immortal.coordinator.log.backends.postgres import write_lease as leases
+from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
 from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY

@@ -34,8 +34,8 @@ from immortal.coordinator.core.errors import (
 from immortal.coordinator.core.interfaces import Standby
 from immortal.coordinator.fault_points import armed, reach
 from immortal.coordinator.log.backend import Append, Backend, Options, Space, Span, StandbyCheckpointRequest
+from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres import standby as standbys
-from immortal.coordinator.log.backends.postgres import write_lease as leases
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
 from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, is_broken, reaching
 from immortal.coordinator.log.backends.postgres.durability import DurabilityGuard

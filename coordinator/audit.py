@@ -1,10 +1,14 @@
-"""The audit log: accepted and refused peers and operators' commands, one line of JSON each, chained by hashes.
+"""Security audit: who was refused and what operators did, in one audit log for each instance.
+
+The audit log: accepted and refused peers and operators' commands, one line of JSON each, chained by hashes.
 
 <home>/counter/audit.log      mode 0600; the newest lines. Full, it becomes audit.log.1, and that audit.log.2 ...
 
 So a line that was changed, or taken out, shows: the next one does not fit. That the last ones were cut off shows by the
 hash of the newest line, where somebody has kept it elsewhere. What strangers can make happen at any rate is counted,
 and written now and then.
+
+Writes news of a running coordinator to its audit log, once a second.
 """
 
 from __future__ import annotations
@@ -13,22 +17,30 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
+from immortal.coordinator.messenger import Counters, Role, Security
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 
 FILE_NAME = "audit.log"
+
 FILE_SIZE_BYTES_MAX = 8 << 20
+
 OLD_FILES_MAX = 7
+
 TEXT_CHARACTERS_MAX = 2000  # limit of one value
+
 FIRST = "0" * 64  # previous hash in the very first line
+
 TALLIES_MAX = 1000  # kinds of counted entries that are told apart
+
 TALLY_NS = 600_000_000_000  # between two lines of one of them
 
 
@@ -255,3 +267,75 @@ def lines(folder: Path) -> Iterator[Line]:
             previous = hash_of(line)
         if rest and file != path(folder):
             yield Line(file, whole.count(b"\n") + 2, hash_of(rest), {}, "was not written to its end")
+
+
+READ_ONLY = frozenset({"status", "peers", "clients", "clock", "handlers"})  # verbs that change nothing
+
+
+class Auditor:
+    """Auditor of one coordinator. Clocks are monotonic, in ns."""
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log = log
+        self._has_started = False
+        self._seen: Counter[tuple[str, str]] = Counter()  # (what, who): how often, as of the last look
+        self._callers: dict[str, list[str]] = {}
+        self._limited: list[str] = []
+
+    def started(self, **fields: object) -> None:
+        self._has_started = True
+        self._log.write_through("started", **fields)
+
+    def observe(
+        self,
+        counters: Counters,
+        security: Security | None,
+        limited: Mapping[str, object],
+        refusals: Mapping[str, Mapping[str, int]],
+        impostors: int,
+        now_ns: int,
+    ) -> None:
+        """Write what is new.
+
+        ``limited``: callers with limited permissions. ``refusals``: numbers of refusals by kind and caller.
+        """
+        self._changes(security, sorted(limited))
+        if security is not None:
+            for key, count in counters.let_in_by.items():
+                name = security.callers.get(key, "")
+                self._count("let in", f"{name} {key}".strip(), count, now_ns)
+        for name, count in counters.refused_by.items():
+            self._count("refused: its role does not send that", name, count, now_ns)
+        for what, by_caller in refusals.items():
+            for name, count in by_caller.items():
+                self._count(what, name, count, now_ns)
+        last = counters.last_refused
+        self._count("refused: no key, or nobody's", "strangers", counters.strangers_refused, now_ns, last)
+        self._count("dropped: a key that may not call any more", "strangers", counters.strangers_dropped, now_ns)
+        self._count("dropped: another's name", "impostors", impostors, now_ns)
+        self._log.settle(now_ns)
+
+    def _count(self, what: str, who: str, count: int, now_ns: int, last: str = "") -> None:
+        new = count - self._seen[what, who]
+        if new > 0:
+            self._seen[what, who] = count
+            self._log.count(what, who, now_ns, new, **({"last": last} if last else {}))
+
+    def _changes(self, security: Security | None, limited: list[str]) -> None:
+        """Keys, roles and permissions, as they are from now on."""
+        callers: dict[str, list[str]] = {}
+        roles = {} if security is None else security.roles
+        for key, name in () if security is None else security.callers.items():
+            callers.setdefault(f"{name} ({roles.get(key, Role.INSTANCE)})", []).append(key)
+        if (callers, limited) != (self._callers, self._limited):
+            self._callers, self._limited = callers, limited
+            self._log.write_through("may call from now on", callers=callers, limited=limited)
+
+    def operator(self, who: str, verb: str, argument: str) -> None:
+        """Write that an operator has asked for ``verb``, unless that only reads."""
+        if verb not in READ_ONLY:
+            self._log.write_through("operator", who=who, verb=verb, argument=argument)
+
+    def close(self, **fields: object) -> None:
+        if self._has_started:
+            self._log.close(**fields)
