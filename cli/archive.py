@@ -16,9 +16,8 @@ from immortal.coordinator.config import ConfigError, InstanceSettings, check_ins
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import log_exists
 from immortal.coordinator.log.identity import Time
-from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.operator import control
 from immortal.presenters.status import age_text
 from immortal.protocol import distribution

@@ -24,7 +24,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.interfaces import Letter
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.operator import control
 from immortal.pipeline.arguments import ArgumentDecoder, decoder_for
 from immortal.presenters.operations import letter_method, letter_values, letter_why

@@ -20,8 +20,7 @@ from immortal.cli.options import ask_coordinator, name_argument, pass_registry, 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import is_locked, log_exists
-from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.open import is_locked, log_exists, place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
 from immortal.presenters.status import operator_name

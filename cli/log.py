@@ -16,9 +16,8 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.log import log_exists, open_reader
 from immortal.coordinator.log.backend import Place
-from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.open import log_exists, open_reader, place_of
 from immortal.coordinator.log.verify import Backup, back_up
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
 from immortal.coordinator.operator import control

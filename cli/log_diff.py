@@ -14,7 +14,8 @@ from msgspec import Struct, field
 
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary
-from immortal.coordinator.log import LoggedValue, LogReader, verify_value
+from immortal.coordinator.log.identity import verify_value
+from immortal.coordinator.log.reader import LoggedValue, LogReader
 from immortal.coordinator.log.record_contents import batches, record_of
 from immortal.presenters.records import describe_record, record_lines
 from immortal.protocol.command_line import counted

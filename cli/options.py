@@ -224,7 +224,7 @@ def debugpy_option(help_text: str) -> Callable[[Function], Function]:
 
 def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
     """Raises RegistryError where the instance has not been started yet, ConfigError."""
-    from immortal.coordinator.log import log_exists
+    from immortal.coordinator.log.open import log_exists
 
     settings = registry.load(name)
     if not log_exists(settings.log):

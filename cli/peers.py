@@ -15,7 +15,7 @@ from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary
 from immortal.coordinator.core.peers import reclaim_transaction, reset_transaction
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import log_exists, open_log
+from immortal.coordinator.log.open import log_exists, open_log
 from immortal.coordinator.operator import control
 from immortal.presenters.operations import Peer, consequences, live_peers
 from immortal.protocol.command_line import (

@@ -31,9 +31,9 @@ from immortal.cli.options import (
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.log import LogReader, open_reader
 from immortal.coordinator.log.identity import Time
-from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.open import open_reader, place_of
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import first_record_at
 from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, echo_lines, json_option
 from immortal.protocol.files import opener

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log import LogReader, log_exists, open_reader
 from immortal.coordinator.log.authentication import Macs, authenticate_records, forged_record
 from immortal.coordinator.log.backend import View
 from immortal.coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
 from immortal.coordinator.log.identity import meta_value, read_identity
-from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.open import log_exists, open_reader, place_of
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import first_record_at
 from immortal.coordinator.log_url import FOLDERS, split_url
 from immortal.pipeline.decode import PADDING, Values

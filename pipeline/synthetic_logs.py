@@ -27,7 +27,8 @@ from immortal.coordinator.core.interfaces import (
     SourcePosition,
     Transaction,
 )
-from immortal.coordinator.log import RowLogStore, create_log
+from immortal.coordinator.log.open import create_log
+from immortal.coordinator.log.store import RowLogStore
 from immortal.protocol.batch import encode_batch, offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
-from immortal.coordinator.log import LogReader
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import view_queries as log_reading
 from immortal.coordinator.log.format import StoredHeader
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import (
     KIND_NAMES,
     RPC_KIND_NAMES,

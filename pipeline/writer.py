@@ -24,9 +24,11 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
-from immortal.coordinator.log import RowLogStore, create_log, log_exists, verify_value
 from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.identity import verify_value
+from immortal.coordinator.log.open import create_log, log_exists
 from immortal.coordinator.log.record_contents import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
+from immortal.coordinator.log.store import RowLogStore
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.reading import folder_of, paths_of
 from immortal.pipeline.source import number

@@ -10,7 +10,8 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import Letter
-from immortal.coordinator.log import LogReader, verify_value
+from immortal.coordinator.log.identity import verify_value
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.operator import control
 from immortal.protocol.safe_output import printable
 from immortal.protocol.trailer import BatchKind

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.appsdk.types.registry import show_custom
 from immortal.coordinator.core.formatting import CallText, Methods, method_name, time_text
-from immortal.coordinator.log import LoggedValue, verify_value
+from immortal.coordinator.log.identity import verify_value
+from immortal.coordinator.log.reader import LoggedValue
 from immortal.coordinator.log.record_contents import batches, waiting_caller
 from immortal.pipeline.arguments import ArgumentDecoder
 from immortal.protocol.extensions import decode_record_time

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core.errors import LogError, LogFormatError
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
-from immortal.coordinator.log import LogIdentity, check_value
+from immortal.coordinator.log.identity import LogIdentity, check_value
 from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64

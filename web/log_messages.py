@@ -19,9 +19,10 @@ from msgspec import Struct, structs
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances import own_logs
-from immortal.coordinator.log import LogReader, log_exists
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.identity import logged_time_ns, verify_value
+from immortal.coordinator.log.open import log_exists
+from immortal.coordinator.log.reader import LogReader
 from immortal.presenters.records import describe_record
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.trailer import BatchKind, BatchSource

@@ -18,7 +18,7 @@ from msgspec import Struct
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.reader import LogReader
 from immortal.presenters.records import describe_record
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.log import log_exists
+from immortal.coordinator.log.open import log_exists
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import ImmortalError
 from immortal.replay import ReplayError

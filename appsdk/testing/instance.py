@@ -25,8 +25,8 @@ from immortal.appsdk.testing.node import Node
 from immortal.appsdk.testing.world import World
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSummary
-from immortal.coordinator.log import LogIdentity
 from immortal.coordinator.log.format import FORMAT_VERSION
+from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.verdicts import Verdict
 from immortal.replay.plan import RecordedLog

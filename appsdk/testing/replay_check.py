@@ -21,7 +21,7 @@ from immortal.coordinator.core.errors import require
 from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.instances.own_logs import refuse_pickle
-from immortal.coordinator.log import open_reader
+from immortal.coordinator.log.open import open_reader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.checksum import crc64

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING
 from immortal.coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from immortal.coordinator.core.errors import DamagedCheckpointError, LogError
 from immortal.coordinator.core.interfaces import LogStore
-from immortal.coordinator.log import LogIdentity, RowLogStore, create_log, log_exists
-from immortal.coordinator.log import open_log as open_log_folder
-from immortal.coordinator.log import open_reader as open_folder_reader
 from immortal.coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated_message
 from immortal.coordinator.log.backend import Place
+from immortal.coordinator.log.identity import LogIdentity
+from immortal.coordinator.log.open import create_log, log_exists
+from immortal.coordinator.log.open import open_log as open_log_folder
+from immortal.coordinator.log.open import open_reader as open_folder_reader
+from immortal.coordinator.log.store import RowLogStore
 from immortal.protocol.state_envelope import PICKLE, serializer_of
 
 if TYPE_CHECKING:
-    from immortal.coordinator.log import LogReader
-    from immortal.coordinator.log.reader import RecordSource
+    from immortal.coordinator.log.reader import LogReader, RecordSource
     from immortal.coordinator.log.verify import LogVerification
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from immortal.coordinator.log import LogReader, verify_value
+from immortal.coordinator.log.identity import verify_value
+from immortal.coordinator.log.reader import LogReader
 from immortal.protocol import decoding
 from immortal.protocol.batch import (
     decode_batch,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
-from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log.backend import Options, StandbyRegistration
 from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.notices import Notices
 
 if TYPE_CHECKING:

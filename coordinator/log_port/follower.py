@@ -17,9 +17,9 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.driver.ports import Offered, StoreRead, failed, problem_of
-from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log.backend import StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
+from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_port.writer import Mailbox
 from immortal.protocol.errors import ImmortalError
 

@@ -30,7 +30,7 @@ from immortal.coordinator.core.errors import FencedError, LogError, LogUnavailab
 from immortal.coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.fault_points import FaultPoint, armed, reach
-from immortal.coordinator.log import RowLogStore
+from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.notices import Sink
 from immortal.coordinator.notices.sinks import CommitTimed
 

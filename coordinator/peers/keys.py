@@ -31,7 +31,7 @@ from immortal.coordinator.instances.registry import (
     remove_file,
     write_text,
 )
-from immortal.coordinator.log import log_exists
+from immortal.coordinator.log.open import log_exists
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.messenger.security import KeyPair, Role
 from immortal.protocol.errors import ImmortalError

@@ -29,7 +29,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.instances.upgrade_mark import UpgradeMark
-from immortal.coordinator.log import log_exists
+from immortal.coordinator.log.open import log_exists
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.unregister import delete_log_of
 from immortal.coordinator.project.project import Project, ServiceSpec

@@ -12,7 +12,7 @@ import msgspec
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import log_exists
+from immortal.coordinator.log.open import log_exists
 from immortal.coordinator.operator import control
 from immortal.coordinator.project.code_change import (
     LOOK_INTERVAL_S,

@@ -43,8 +43,8 @@ from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.own_logs import PickleRefusedError
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log.authentication import LogKeyError
+from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_port.endpoint import InstanceLog, LogEndpoint
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices, Sink

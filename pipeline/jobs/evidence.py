@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from immortal.coordinator.core.interfaces import IMPULSES
-from immortal.coordinator.log import verify_value
+from immortal.coordinator.log.identity import verify_value
 from immortal.coordinator.log.record_contents import packed_batches
 from immortal.pipeline.decode import (
     PADDING,

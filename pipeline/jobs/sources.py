@@ -17,7 +17,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from immortal.coordinator.core.interfaces import ONESELF, LogSummary
-from immortal.coordinator.log import LogIdentity, is_locked, open_reader
+from immortal.coordinator.log.identity import LogIdentity
+from immortal.coordinator.log.open import is_locked, open_reader
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE, evidence_of_log, evidence_of_raw
 from immortal.pipeline.reading import LogRange, close_shared, log_folders, whole_range

@@ -20,7 +20,7 @@ from msgspec import Struct
 from immortal.appsdk.state import tree as state_rows
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
-from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.reader import LogReader
 from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from immortal.pipeline.sql.states import state_tables, with_instance
 from immortal.protocol.errors import ImmortalError

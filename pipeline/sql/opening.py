@@ -14,8 +14,8 @@ import msgspec
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.log import log_exists
 from immortal.coordinator.log.identity import MomentError, Time, parse_moment
+from immortal.coordinator.log.open import log_exists
 from immortal.protocol import decoding, distribution
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.plan import LogViewError

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from msgspec import Struct
 
 from immortal.coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
-from immortal.coordinator.log import LogReader
 from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.reader import LogReader
 from immortal.pipeline.reading import Gap, LogRange, read_open
 from immortal.pipeline.tables import MESSAGES, OUTPUTS, RECORDS, TableReader
 from immortal.protocol.files import acquire_lock, make_folder, open_lock

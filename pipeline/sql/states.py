@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from immortal.appsdk.state.tree import STATE
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.reader import LogReader
 from immortal.protocol import decoding
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
 from immortal.replay.app_process import own_code, write_rows

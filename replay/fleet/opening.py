@@ -19,7 +19,8 @@ from immortal.appsdk.running.user_modules import add_to_path, is_users
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import LogReader, log_exists
+from immortal.coordinator.log.open import log_exists
+from immortal.coordinator.log.reader import LogReader
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import code_environment, own_code_at_end
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct, field
 
 from immortal.coordinator.core.formatting import Methods, effect_words, method_name
-from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import DecodedMessage, DecodedRecord, read_record, waiting_caller
 from immortal.protocol import decoding
 from immortal.protocol.messages import IncomingRpc, RpcKind

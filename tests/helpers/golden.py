@@ -25,7 +25,7 @@ from immortal.appsdk.testing.replay_check import LocalReplay, problems_of
 from immortal.client import connect, handle, with_key
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry, free_port
-from immortal.coordinator.log import open_reader
+from immortal.coordinator.log.open import open_reader
 from immortal.embedded import start
 from immortal.patterns import clone, harmony, queue
 from immortal.replay.plan import ReplayPlan
