@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,37 @@ class BuildCompiled(build_ext):
         return {}
 
 
+class BuildSideBySide(build_ext):
+    """Compiles the files of an extension side by side: setuptools does so with extensions only, and the core is one."""
+
+    def build_extensions(self) -> None:
+        compiler, count = self.compiler, os.cpu_count()
+
+        def compile_all(
+            sources: Sequence[str],
+            output_dir: Any = None,
+            macros: Any = None,
+            include_dirs: Any = None,
+            debug: bool = False,
+            extra_preargs: Any = None,
+            extra_postargs: Any = None,
+            depends: Any = None,
+        ) -> list[str]:
+            _, objects, after, options, build = compiler._setup_compile(
+                output_dir, macros, include_dirs, sources, depends, extra_postargs
+            )
+            before = compiler._get_cc_args(options, debug, extra_preargs)
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(lambda one: compiler._compile(one, *build[one], before, after, options), objects))
+            return list(objects)
+
+        compiler.compile = compile_all
+        super().build_extensions()
+
+
 def compile_set(translate: Callable[[Path], list[Any]], scratch: Path, modules: Sequence[str]) -> dict[str, Path]:
     """Compile a set; return where in ``scratch`` each module is. Raises what the compilers raise."""
-    command = build_ext(Distribution({"ext_modules": translate(scratch)}))
+    command = BuildSideBySide(Distribution({"ext_modules": translate(scratch)}))
     command.build_lib, command.build_temp = str(scratch / "lib"), str(scratch / "objects")
     command.parallel = os.cpu_count()
     command.ensure_finalized()
