@@ -258,7 +258,7 @@ class Permissions:
         """Return the packed RPC messages that ``caller`` is not allowed to send: (index, method name).
 
         Answers are never among them. ``calls`` were checked before. ``is_instance``: they are from a peer, not a
-        client. """
+        client."""
         allowed = self._allowed.get(caller)
         denied: frozenset[int] = frozenset()
         if allowed is None:
