@@ -250,8 +250,7 @@ class LogCapacity:
         self._asked = 0  # number of requests at that record
 
     def measured(self, space: LogSpace) -> bool:
-        """Note a measurement; return True if :attr:`full` has changed. A full log has room again at 90 % of its
-        limit."""
+        """Note a measurement; return True if :attr:`full` has changed. A full log has room at 90 % of its limit."""
         self.space = space
         limits, was_full = self._limits, bool(self.full)
         most_bytes = limits.log_limit_bytes

@@ -1,8 +1,7 @@
 """Notices: reports of the core to its operator, each a small struct with a level, fields and a text.
 
 A :class:`Report` effect carries a notice out of the machine; the driver gives it to sinks (coordinator/notices/). A new
-notice is a class here, reported with ``state.report(...)``; docs/reference/notices.md has a table made of these
-classes.
+notice is a class here, reported with ``state.report(...)``; docs/reference/notices.md has a table of these classes.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ Level = Literal["trace", "debug", "info", "warning", "error"]
 
 class Notice(Struct, kw_only=True):
     """Base of all notices. ``template``: its text with field names as in ``str.format``. Fields that it does not name,
-    and ``peer``, by which lines are searched, follow it as named values. The text is built only when a sink asks for
-    it.
+    and ``peer``, by which lines are searched, follow it as named values. The text is built once a sink asks for it.
 
     ``left_out``: number of notices of its kind that the sink did not get before it.
     """
@@ -258,8 +256,7 @@ class CheckpointFailed(Notice):
 
 
 class StateUnsaved(Notice):
-    """The app has no checkpoint to give: its state can't be saved, and no message was found that could be taken
-    back."""
+    """The app has no checkpoint to give: its state can't be saved, and no message to take back was found."""
 
     level = "error"
     template = (

@@ -120,8 +120,7 @@ class OutboundReplay:
             stream.spilled_by_writer(summary.spilled.get(destination, ()))
 
     def take_over(self) -> None:
-        """Place the app's outputs and greet receivers: the log was read to its end, and this process's epoch is
-        durable."""
+        """Place the app's outputs and greet receivers: the log was read to its end, and the own epoch is durable."""
         state, outbound = self.state, self.outbound
         state.use_epoch()
         state.following = False

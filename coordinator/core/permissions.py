@@ -160,8 +160,7 @@ class Permissions:
         self._below = {caller: below for caller in self._allowed if (below := self._subtrees_of(caller))}
 
     def _subtrees_of(self, caller: str) -> dict[int, tuple[str, ...]]:
-        """Return the methods that ``caller`` can call only for some subtrees ("@writer:stocks"). Queries are left
-        out."""
+        """Return the methods that ``caller`` can call only for some subtrees ("@writer:stocks"), without queries."""
         found: dict[int, tuple[str, ...]] = {}
         for given in sorted(self._given[caller].methods or ()):
             group, _, subtree = given.partition(":")
@@ -257,8 +256,7 @@ class Permissions:
     def forbidden(self, caller: str, calls: bytes, *, is_instance: bool = False) -> list[tuple[int, str]]:
         """Return the packed RPC messages that ``caller`` is not allowed to send: (index, method name).
 
-        Answers are never among them. ``calls`` were checked before. ``is_instance``: they are from a peer, not a
-        client."""
+        Answers are never among them. ``calls`` were checked before. ``is_instance``: they are a peer's, not a client's."""
         allowed = self._allowed.get(caller)
         denied: frozenset[int] = frozenset()
         if allowed is None:

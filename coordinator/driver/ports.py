@@ -102,8 +102,7 @@ class LogPort(Protocol):
     def cancel_standby_request(self, effect: ef.DropAsked, /) -> None: ...
 
     def offer(self, effect: Offered, /) -> None:
-        """Write a follower's chunk to the log of another process. Each chunk is answered, even if the log is
-        unreachable."""
+        """Write a follower's chunk to the writer's log. Each chunk is answered, even if the log is unreachable."""
 
     @property
     def has_inline(self) -> bool:

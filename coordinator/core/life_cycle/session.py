@@ -54,8 +54,7 @@ class Phase(Enum):
 
 
 NORMAL = Phase.NORMAL
-"""Alias for code that runs in each turn: on Python 3.11 an enum member's look-up takes ten times as long as a
-name's."""
+"""Alias for each turn's code: on Python 3.11 an enum member's look-up takes ten times as long as a name's."""
 
 
 class Step(Enum):

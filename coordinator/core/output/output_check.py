@@ -171,8 +171,7 @@ class OutputCheck:
         return expected[-1]
 
     def _divergence(self, sequence_id: int | None, mark: OutputMark, through: int | None = None) -> Divergence:
-        """Describe a divergence. ``through``: compare calls with the log's up to this position; None: up to the
-        mark."""
+        """Describe a divergence. ``through``: compare calls with the log's up to there; None: up to the mark."""
         after, last = self._confirmed.position, max(mark.position, through or 0)
         made = _messages([entry.batch for entry in self._made], after, last)
         logged = _messages(self._logged, after, last)

@@ -87,8 +87,7 @@ class SendBuffer:
         return batch
 
     def take_all(self, durable_ticket: int, last_position: int | None = None) -> list[OutputBatch]:
-        """Take everything that can be sent, for a local receiver without a window. It is in flight until
-        acknowledged."""
+        """Take everything that can be sent, for a local receiver without a window; it is in flight then."""
         taken = self._take(durable_ticket, self.unsent_bytes, last_position)
         self._in_flight.extend(taken)
         return taken
