@@ -256,7 +256,7 @@ class Permissions:
     def forbidden(self, caller: str, calls: bytes, *, is_instance: bool = False) -> list[tuple[int, str]]:
         """Return the packed RPC messages that ``caller`` is not allowed to send: (index, method name).
 
-        Answers are never among them. ``calls`` were checked before. ``is_instance``: they are a peer's, not a client's."""
+        Answers are never among them. ``calls`` were checked before. ``is_instance``: the caller is a peer."""
         allowed = self._allowed.get(caller)
         denied: frozenset[int] = frozenset()
         if allowed is None:
