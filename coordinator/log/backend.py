@@ -212,8 +212,7 @@ class Backend(ReadBackend, Protocol):
     def space(self) -> Space: ...
 
     def check_end(self, mac: Mac | None) -> list[str]:
-        """Check that all committed data is there, if the backend can tell. Return messages about the check's own
-        damage.
+        """Check that all committed data is there, if the backend can tell. Return messages about the check itself.
 
         ``mac``: computes MACs with the log's key, or None; data beside the rows is checked and written with it. Raises
         DamagedLogError.

@@ -297,8 +297,7 @@ def _lost(
 
 
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
-    """Return the spans of records from ``sequence_id`` on, their verdicts and dead letters, and the given
-    checkpoints."""
+    """Return the spans of records from ``sequence_id`` on, their verdicts and dead letters, and these checkpoints."""
     spans = [Span("records", SEQUENCE_KEY.pack(sequence_id))]
     spans += [Span(table, record_key(sequence_id)) for table in ("verdicts", "letters")]
     for checkpoint_id in checkpoint_ids:

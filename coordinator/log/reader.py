@@ -57,8 +57,7 @@ class LoggedValue(Struct, frozen=True):
 
 
 class LogReader:
-    """Reader of one log, from :func:`immortal.coordinator.log.open_reader`. One thread; no view stays open between
-    calls."""
+    """Reader of one log, from :func:`immortal.coordinator.log.open_reader`. No view stays open between calls."""
 
     def __init__(self, backend: ReadBackend) -> None:
         self.where = backend.where
@@ -231,8 +230,7 @@ class LogReader:
             return verdicts.load_dead_letter(view, key)
 
     def letters(self) -> Iterator[Letter]:
-        """Read dead letters in the order of their records; leave out damaged ones and describe them in
-        :attr:`problems`."""
+        """Read dead letters in the order of their records; damaged ones are described in :attr:`problems`."""
         self.problems = []
         with self.view() as view:
             keys = list(verdicts.dead_letter_sizes(view))
@@ -279,8 +277,7 @@ class LogReader:
             return view_queries.load_outputs(view, stored)
 
     def _scan_to_last(self, first: int, last: int | None) -> tuple[list[tuple[int, bytes]], list[bool], int]:
-        """Return rows, whether each is authentic, and the last record's ID at that time, to tell the log's end from a
-        gap."""
+        """Return rows, whether each is authentic, and the last record's ID then, to tell the log's end from a gap."""
         with self.view() as view:
             rows = _scan(view, first, last)
             last_there = first_and_last_sequence_id(view)[1]

@@ -84,8 +84,7 @@ def _damaged_rows(view: View) -> Iterator[tuple[bytes, bytes, str]]:
 
 
 def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePosition] | None:
-    """Return the row with the right CRC that differs from this one by one bit, of key or value; None if there is
-    none."""
+    """Return the row with the right CRC that differs from this one by one bit, of key or value; None: no row."""
     row = bytearray(key + value)
     for bit in range(8 * len(row)):
         row[bit // 8] ^= 1 << bit % 8

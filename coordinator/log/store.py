@@ -266,8 +266,7 @@ class RowLogStore(LogStore):
     def finish_oldest(self, *, wait: bool) -> bool:
         """Finish the oldest commit in flight; return True if it is durable now. ``wait``: block until it is.
 
-        Raises like ``commit``: then the outcome of all commits in flight is as known, or unknown, as that of the
-        oldest.
+        Raises like ``commit``: then the outcome of all commits in flight is known, or unknown, like the oldest one's.
         """
         with self._write_lock:
             with self._open():
