@@ -240,6 +240,8 @@ def reclaim_transaction(summary: LogSummary) -> Transaction:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PeerResets:
+    """Resets of streams on an operator's request, while the coordinator runs."""
+
     state: CoreState
     peers: Peers
     _resets: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit to wait for, token)

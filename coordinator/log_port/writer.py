@@ -78,6 +78,8 @@ Work = Callable[[], Event | None]
 
 
 class ReadThread(Mailbox[Event]):
+    """Thread for slow reads, with a mailbox for their events."""
+
     def __init__(self) -> None:
         super().__init__()
         self.closing = False

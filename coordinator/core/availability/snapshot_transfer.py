@@ -196,6 +196,8 @@ class AdoptionStage(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SnapshotReceiver:
+    """Writer's side: asks a follower for a checkpoint, checks it and adopts it."""
+
     state: CoreState
     peers: Peers
     call_failures: CallFailures

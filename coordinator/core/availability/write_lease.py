@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class LeaseRole(Enum):
+    """Relation of this coordinator to the write lease."""
+
     STARTING = "waiting for the right to write the log"
     FOLLOWING = "following"
     LOADING = "loading the log"

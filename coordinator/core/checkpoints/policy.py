@@ -14,6 +14,8 @@ from immortal.protocol.checksum import crc64
 
 
 class CheckpointPolicy:
+    """Decides when a checkpoint is due, and holds the one being taken."""
+
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._next_id = 1

@@ -59,7 +59,7 @@ class Client:
     replies: dict[int, bytes] = field(default_factory=dict)  # as the log has them, oldest first
     gone: dict[int, bytes] = field(
         default_factory=dict
-    )  # behind the window, and above an open one; as the log has them
+    )  # beyond the window, and above an open one; as the log has them
     identities: dict[int, bytes] = field(default_factory=dict)  # of open requests; an earlier version stored none
     size_bytes: int = 0  # of the replies
     token: Token = None  # where it was last heard

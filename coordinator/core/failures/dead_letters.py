@@ -47,6 +47,8 @@ class _RefusedError(ImmortalError):
 
 @dataclass(slots=True, eq=False, repr=False)
 class OperatorActions:
+    """Carries out operators' actions on failed messages, and answers them."""
+
     state: CoreState
     call_failures: CallFailures
     impulses: Impulses

@@ -43,6 +43,8 @@ _DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH}
 
 @dataclass(slots=True, eq=False, repr=False)
 class Calls:
+    """Packed calls of the app to one destination: all impulses, or none."""
+
     destination: str
     count: int
     payload: bytes

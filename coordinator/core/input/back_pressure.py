@@ -118,6 +118,8 @@ class _ReportedLoad:
 
 @dataclass(slots=True, eq=False, repr=False)
 class BackPressure:
+    """Pauses and resumes reading from the app, and reports the load of streams."""
+
     state: CoreState
     outbound: Outbound
     impulses: Impulses

@@ -44,6 +44,8 @@ from immortal.protocol.trailer import decode_trailer
 
 @dataclass(slots=True, eq=False, repr=False)
 class RecordFeeder:
+    """Feeds the app with its checkpoint's blob and the log's records."""
+
     state: CoreState
     peers: Peers
     lifecycle: Lifecycle

@@ -66,6 +66,8 @@ class Pause:
 
 
 class StopStage(IntEnum):
+    """Stage of a requested stop; stages only rise."""
+
     NOT_ASKED = 0
     ASKED = 1  # no more input is accepted
     LAST_CHECKPOINT = 2  # the app was asked for its last checkpoint: it gets no more records

@@ -363,6 +363,8 @@ class Lifecycle:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Upgrades:
+    """Upgrades of the app: the past ones of the log, and a new one."""
+
     state: CoreState
     operator: OperatorActions
     _replayed_version: VersionStart | None = None  # the past version to which the app is being upgraded

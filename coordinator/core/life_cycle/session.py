@@ -36,6 +36,8 @@ INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})
 
 
 class Phase(Enum):
+    """Phase of a session with the app."""
+
     WAITING = "waiting for the app"
     LOADING = "loading"
     FIRST_START = "first start"
@@ -58,6 +60,8 @@ NORMAL = Phase.NORMAL
 
 
 class Step(Enum):
+    """Event that moves a session to its next phase."""
+
     APP_CONNECTED = "an app connected"
     LOG_IS_NEW = "the log is new"
     CHECKPOINT_CHOSEN = "a checkpoint was chosen"

@@ -31,6 +31,8 @@ from immortal.protocol.client_frames import CLIENTS
 
 
 class StreamState(Enum):
+    """State of an output stream."""
+
     CLOSED = "closed"
     GREETING = "greeting"
     OPEN = "open"

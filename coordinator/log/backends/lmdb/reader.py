@@ -213,8 +213,7 @@ class LmdbReader(ReadBackend):
     """Reader of a log in a folder, beside its writer. No transaction stays open between two views."""
 
     def __init__(self, folder: Path, instance_name: str | None) -> None:
-        """Open the log. Raises LogFormatError, LogIdentityError, DamagedLogError, LogLockedError (already open
-        here)."""
+        """Open the log. Raises LogFormatError, LogIdentityError, DamagedLogError, LogLockedError (open here)."""
         self.where = str(folder)
         self._folder = folder
         self._environment = open_environment(folder, readonly=True, map_size_bytes=0)

@@ -38,6 +38,8 @@ POLL_INTERVAL_S = 0.1  # between two reads of the lease's holder, unless the lea
 
 
 class PostgresReader(ReadBackend):
+    """Reader of a log in PostgreSQL, beside its writer."""
+
     def __init__(self, address: Address, instance_name: str | None) -> None:
         self.where = address.where
         self._address = address
@@ -61,8 +63,7 @@ class PostgresReader(ReadBackend):
 
 
 class PostgresPlace(Place):
-    """Place of a log in PostgreSQL. It keeps a connection for checks of the lease, which a follower repeats all the
-    time."""
+    """Place of a log in PostgreSQL. It keeps a connection for a follower's frequent checks of the lease."""
 
     scheme = "postgresql"
     is_shared = True

@@ -85,8 +85,7 @@ class PostgresView(View):
     def _pages(
         self, query: LiteralString, table: str, first: bytes, limit_after: Callable[[list[tuple[Any, ...]]], int]
     ) -> Iterator[tuple[bytes, Any]]:
-        """Run ``query`` page by page. ``limit_after``: returns the next page's number of rows, from the current
-        rows."""
+        """Run ``query`` page by page. ``limit_after``: returns the next page's number of rows, from this one's."""
         limit = FIRST_ROWS_MAX
         while True:
             rows = self.rows(query, table=table, key=bytes(first), limit=limit)
