@@ -168,7 +168,7 @@ class CheckpointWriter:
 
 
 def without_outputs(header: CheckpointHeader) -> CheckpointHeader:
-    """Return the header without the output streams' contents, which may be many megabytes."""
+    """Return the header without the output streams' contents, which can be many megabytes."""
     return replace(header, unacknowledged={})
 
 

@@ -323,7 +323,7 @@ class TokenBucket:
 
     def is_left(self, now_ns: int) -> bool:
         """Return True if anything can be sent now."""
-        elapsed_ns = min(max(0, now_ns - self._at_ns), 3600 * S_NS)  # the clock may jump
+        elapsed_ns = min(max(0, now_ns - self._at_ns), 3600 * S_NS)  # the clock can jump
         self._left_bytes = min(self._bytes_max, self._left_bytes + self._bytes_max * elapsed_ns // S_NS)
         self._at_ns = now_ns
         return self._left_bytes > 0
