@@ -1,14 +1,13 @@
-"""Security audit: who was refused and what operators did, in one audit log for each instance.
+"""Security audit: accepted and refused peers, and operators' commands, in one audit log for each instance.
 
-The audit log: accepted and refused peers and operators' commands, one line of JSON each, chained by hashes.
+The log has one line of JSON for each entry. The lines are chained by hashes.
 
-<home>/counter/audit.log      mode 0600; the newest lines. Full, it becomes audit.log.1, and that audit.log.2 ...
+<home>/counter/audit.log      mode 0600; the newest lines. When full, it becomes audit.log.1, and that audit.log.2 ...
 
-So a line that was changed, or taken out, shows: the next one does not fit. That the last ones were cut off shows by the
-hash of the newest line, where somebody has kept it elsewhere. What strangers can make happen at any rate is counted,
-and written now and then.
+So a changed or removed line shows: the next line does not fit. Removed last lines show if the hash of the newest line
+was kept elsewhere. Entries that strangers can cause at any rate are counted, and written from time to time.
 
-Writes news of a running coordinator to its audit log, once a second.
+An Auditor writes news of a running coordinator to this log, once a second.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ TEXT_CHARACTERS_MAX = 2000  # limit of one value
 
 FIRST = "0" * 64  # previous hash in the very first line
 
-TALLIES_MAX = 1000  # kinds of counted entries that are told apart
+TALLIES_MAX = 1000  # kinds of counted entries that are kept apart
 
-TALLY_NS = 600_000_000_000  # between two lines of one of them
+TALLY_NS = 600_000_000_000  # between two lines of one kind
 
 
 class AuditError(ImmortalError):
@@ -74,9 +73,9 @@ def hash_of(line: bytes) -> str:
 
 
 class AuditLog:
-    """Appends to the log of one instance; one process at a time does, the one that has its log open.
+    """Audit log of one instance, for appending. Only the process that has the instance's log open writes to it.
 
-    What can't be written does not stop the coordinator: ``warn`` is told, and the next line says how many are lost.
+    A failed write does not stop the coordinator: ``warn`` gets a text, and the next line has the number of lost lines.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class AuditLog:
     def _write(self, what: str, fields: dict[str, object]) -> None:
         if self._descriptor is None:
             cut_bytes = self._open()
-            if cut_bytes:  # a crash, or a full disk, in the middle of a line
+            if cut_bytes:  # a crash, or a full disk, had cut a line
                 self._append("cut", {"bytes": cut_bytes})
         if self._size_bytes >= self._size_bytes_max:
             self._rotate()
@@ -130,7 +129,7 @@ class AuditLog:
             raise
 
     def _open(self) -> int:
-        """Open the file behind its last whole line. Returns how many bytes of an unfinished line were cut off."""
+        """Open the file after its last whole line. Return how many bytes of an unfinished line were cut off."""
         self._folder.mkdir(parents=True, exist_ok=True)
         file = path(self._folder)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -169,14 +168,13 @@ class AuditLog:
         path(self._folder).replace(_old_path(self._folder, 1))
         self._open()
 
-    # --- what may happen at any rate ---------------------------------------------------------------------------------
+    # --- entries that can occur at any rate --------------------------------------------------------------------------
 
     def count(self, what: str, who: str, now_ns: int, count: int = 1, **fields: object) -> None:
-        """Count ``count`` more occurrences.
+        """Count ``count`` more occurrences. The first one writes a line at once; later ones are summed up, one line per
+        TALLY_NS.
 
-        The first writes a line at once; later ones are summed up, one line per TALLY_NS.
-
-        ``fields``: of the last time. ``now_ns``: monotonic.
+        ``fields``: of the last occurrence. ``now_ns``: monotonic.
         """
         key = what, who
         if key not in self._tallies and len(self._tallies) >= TALLIES_MAX:
@@ -188,7 +186,7 @@ class AuditLog:
             self._write_tally(key, tally, now_ns)
 
     def settle(self, now_ns: int) -> None:
-        """Write what was counted and is due."""
+        """Write the counts that are due."""
         for key, tally in self._tallies.items():
             if tally.count and now_ns >= tally.due_ns:
                 self._write_tally(key, tally, now_ns)
@@ -199,7 +197,7 @@ class AuditLog:
         self.write(key[0], **{"who": key[1] or "others", "count": count, **tally.fields})
 
     def close(self, **fields: object) -> None:
-        """Write all open counts, then close the file."""
+        """Write all open counts and a last line, then close the file."""
         for key, tally in self._tallies.items():
             if tally.count:
                 self._write_tally(key, tally, tally.due_ns)
@@ -241,7 +239,7 @@ class Line(Struct, frozen=True):
 
 
 def lines(folder: Path) -> Iterator[Line]:
-    """Read all kept lines, oldest first, and check each against the one before. Raises AuditError."""
+    """Read all kept lines, oldest first, and check each against the line before. Raises AuditError."""
     previous: str | None = None
     for file in paths(folder):
         try:
@@ -278,7 +276,7 @@ class Auditor:
     def __init__(self, log: AuditLog) -> None:
         self._log = log
         self._has_started = False
-        self._seen: Counter[tuple[str, str]] = Counter()  # (what, who): how often, as of the last look
+        self._seen: Counter[tuple[str, str]] = Counter()  # count at the last look, by (what, who)
         self._callers: dict[str, list[str]] = {}
         self._limited: list[str] = []
 
@@ -295,7 +293,7 @@ class Auditor:
         impostors: int,
         now_ns: int,
     ) -> None:
-        """Write what is new.
+        """Write entries for what has changed since the last call.
 
         ``limited``: callers with limited permissions. ``refusals``: numbers of refusals by kind and caller.
         """
@@ -322,7 +320,7 @@ class Auditor:
             self._log.count(what, who, now_ns, new, **({"last": last} if last else {}))
 
     def _changes(self, security: Security | None, limited: list[str]) -> None:
-        """Keys, roles and permissions, as they are from now on."""
+        """Write the keys, roles and permissions if they have changed."""
         callers: dict[str, list[str]] = {}
         roles = {} if security is None else security.roles
         for key, name in () if security is None else security.callers.items():
@@ -332,7 +330,7 @@ class Auditor:
             self._log.write_through("may call from now on", callers=callers, limited=limited)
 
     def operator(self, who: str, verb: str, argument: str) -> None:
-        """Write that an operator has asked for ``verb``, unless that only reads."""
+        """Write that an operator has asked for ``verb``, unless the verb only reads."""
         if verb not in READ_ONLY:
             self._log.write_through("operator", who=who, verb=verb, argument=argument)
 

@@ -1,9 +1,9 @@
-"""Clock of a running instance: reads the machine's clocks, and keeps what the next process must know.
+"""Clock of a running instance: reads the machine's clocks, and saves their state for the next process.
 
-The file `clock` in the instance's folder says how the instance's time stands to the machine's steady clock, so that a
-process which is started while the wall clock is wrong goes on as the one before; and when the instance ran. A steady
+The file `clock` in the instance's folder has the difference between the instance's time and the machine's steady clock,
+so that a process started while the wall clock is wrong continues the earlier time; and when the instance ran. A steady
 clock counts from the machine's start: after another start of the machine (a boot) the wall clock has to be believed.
-The file is not synced, and may be lost: then the log alone says how long the instance has run.
+The file is not synced, and can be lost: then only the log says how long the instance has run.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from immortal.protocol import decoding
 from immortal.protocol.files import make_folder, opener
 
 FILE_NAME = "clock"
-TICK_NS = 1_000_000_000  # how often it is looked at, whatever else happens: so a jump is never seen twice only
+TICK_NS = 1_000_000_000  # interval of readings when nothing happens, so that the end of a jump is not missed
 SAVE_NS = 60_000_000_000
-FAR_NS = 7 * 86_400 * 1_000_000_000  # more than this between two starts is said
+FAR_NS = 7 * 86_400 * 1_000_000_000  # a longer gap between two starts is reported
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # it counts while the machine is suspended, too
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # it also counts while the machine is suspended
 
 
 def steady_ns() -> int:
-    """Return ns since the machine's start: nobody can set this clock."""
+    """Return ns since the machine's start, from a clock that nobody can set."""
     return time.clock_gettime_ns(_STEADY)
 
 
 class _Saved(msgspec.Struct):
-    """Clock state kept on disk. ``boot``: ID of the machine's boot, for which the fields after it hold."""
+    """Clock state in the file. ``boot``: ID of the machine's boot for which the other fields hold."""
 
     boot: str
     offset_ns: int
@@ -50,7 +50,7 @@ class _Saved(msgspec.Struct):
 
 class InstanceClock:
     """Clock of one instance. ``hold_ns``: how long a jump must last before it counts. ``log``: takes reports.
-    ``is_ours``: no other process runs the instance, so the state on disk is ours to write."""
+    ``is_ours``: no other process runs the instance, so this one writes the file."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class InstanceClock:
         self._save()
 
     def take_over(self, summary: LogSummary) -> None:
-        """Run the instance's clock from now on: its time continues that of the process before."""
+        """Run the instance's clock from now on: its time continues that of the earlier process."""
         before, self._keeper = self._keeper, self._continued(summary, self._hold_ns)
         now, running = self._keeper, before.running
         now.clock.offset_ns = max(now.clock.offset_ns, before.clock.offset_ns)
         running.past, running.first_ns, running.last_ns = now.running.past, now.running.first_ns, now.running.last_ns
-        now.running = running  # others have it
+        now.running = running  # other objects hold it
         self._is_ours = True
         self._save()
 
     def _continued(self, summary: LogSummary | None, hold_ns: int) -> Timekeeper:
-        """Continue the clock of the process before; time goes on after the last record at least."""
+        """Return a clock that continues the earlier process's, and is not behind the log's last record."""
         checkpoints_ns = [] if summary is None else [header.time_ns for header in summary.checkpoints]
         logged_ns = max(0 if summary is None else summary.last_time_ns, *checkpoints_ns, 0)
         saved = self._load()
@@ -104,7 +104,7 @@ class InstanceClock:
                 " started anew, it is believed; nothing is forgotten or trimmed for it"
             )
         clock.offset_ns = max(clock.offset_ns, logged_ns - self._read_ns)
-        # Without the file, what the log has counts as time in which it ran.
+        # Without the file, the whole time of the log counts as running time.
         spans = saved.spans if saved is not None and saved.spans else ((min(checkpoints_ns, default=0), logged_ns),)
         running = RunningTime(spans[:-1], *spans[-1])
         running.begin(self._read_ns + clock.offset_ns)
@@ -115,7 +115,7 @@ class InstanceClock:
         return self._keeper.running
 
     def take_events(self) -> list[ClockMoved]:
-        """Return events for the core, before it gets the next time."""
+        """Return clock events that the core must get before the next time."""
         return self._keeper.take_events()
 
     def now_ns(self, *, accept: bool = False) -> int:
@@ -147,7 +147,7 @@ class InstanceClock:
             self._log.info("the machine's clock agrees with the instance's time again")
 
     def wake_at(self, effect: WakeAt) -> None:
-        """Ask for a Tick once as much time has passed as is left to ``time_ns``, whatever the wall clock does
+        """Ask for a Tick after the time that is left to ``time_ns`` has passed, whatever the wall clock does
         meanwhile."""
         self.wake_due_ns = time.monotonic_ns() + effect.time_ns - self.now_ns()
 
@@ -160,14 +160,14 @@ class InstanceClock:
         return events
 
     def tick(self) -> None:
-        """Read the clocks although nothing happens. Call it each TICK_NS."""
+        """Read the clocks when nothing happens. Call it every TICK_NS."""
         self.running.reached(self.now_ns())
         if self._read_ns - self._saved_ns >= SAVE_NS:
             self._save()
 
     def status(self) -> dict[str, object]:
-        """Return the clock's status. ``ahead_s``: of the machine's clock, while it is not believed or waited for;
-        negative: behind."""
+        """Return the clock's status. ``ahead_s``: how far the machine's clock is ahead, while that is held back or time
+        runs slower; negative: behind."""
         time_ns, clock = self.now_ns(), self._keeper.clock
         held_ns = clock.held_ns
         return {
@@ -206,7 +206,7 @@ class InstanceClock:
         )
         temporary = self._path.with_name(f".{FILE_NAME}.new")
         try:
-            make_folder(self._path.parent)  # the log may be elsewhere
+            make_folder(self._path.parent)  # the log can be elsewhere
             with open(temporary, "wb", opener=opener) as file:
                 file.write(msgspec.json.encode(saved))
             os.replace(temporary, self._path)
@@ -220,7 +220,7 @@ class InstanceClock:
 
 
 def remove(folder: Path) -> None:
-    """Forget when the instance of ``folder`` ran, as its log is gone."""
+    """Forget when the instance of ``folder`` ran, because its log was removed."""
     (folder / FILE_NAME).unlink(missing_ok=True)
 
 

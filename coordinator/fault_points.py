@@ -1,8 +1,8 @@
-"""Named points at which a test kills, stops or delays a process of ours. In ordinary life reaching one does nothing.
+"""Fault points: named places at which a test kills, stops or delays a process. Without a test they do nothing.
 
-IMMORTAL_FAULT_POINTS, looked at once when this is imported, names a file. While that file says "2 kill after commit",
-the process that reaches the point for the second time removes the file, so that its successor is spared, and kills
-itself with SIGKILL. Actions: kill; stop (SIGSTOP, until somebody sends SIGCONT); delay=SECONDS.
+IMMORTAL_FAULT_POINTS, read once at import, names a file. If that file says "2 kill after commit", the process that
+reaches the point for the second time removes the file, so that its successor is spared, and kills itself with SIGKILL.
+Actions: kill; stop (SIGSTOP, until somebody sends SIGCONT); delay=SECONDS.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class FaultPoint(enum.Enum):
     """Names of all fault points. "before" and "after" a commit: before its transaction begins, and after its sync."""
 
     BEFORE_COMMIT = "before commit"
-    DURING_COMMIT = "during commit"  # all is put, LMDB's own commit has not begun
-    AFTER_COMMIT = "after commit"  # durable, and nobody has been told
+    DURING_COMMIT = "during commit"  # all rows are put, LMDB's own commit has not begun
+    AFTER_COMMIT = "after commit"  # durable, and not answered yet
     BEFORE_EPOCH = "before epoch"
     AFTER_EPOCH = "after epoch"
     AFTER_CHUNK = "after chunk"
     BEFORE_HEADER = "before header"  # all chunks of a checkpoint are durable
     AFTER_HEADER = "after header"
     BEFORE_VERSION = "before version"
-    AFTER_VERSION = "after version"  # an upgrade is durable, its wish not yet forgotten
+    AFTER_VERSION = "after version"  # an upgrade is durable, its request not yet forgotten
     BEFORE_RESET = "before reset"
     AFTER_RESET = "after reset"
     BEFORE_SPILL = "before spill"
-    AFTER_SPILL = "after spill"  # what memory had no room for is durable
+    AFTER_SPILL = "after spill"  # the spilled messages are durable
     SPILL_READ = "spill read"  # on its way back to memory
-    DURING_SPILL_TRIM = "during spill trim"  # its removal is put, and not committed
+    DURING_SPILL_TRIM = "during spill trim"  # the removal is put, and not committed
     AFTER_SPILL_TRIM = "after spill trim"
     DURING_TRIM = "during trim"
     AFTER_TRIM = "after trim"
-    LOG_CREATED = "log created"  # its identity is durable, its folder's name may not be
+    LOG_CREATED = "log created"  # its identity is durable, its folder's name perhaps not
     LOG_LOADED = "log loaded"
     CHECKPOINT_READ = "checkpoint read"
     RECORDS_READ = "records read"  # on their way to the app, at a recovery or because it lagged behind
@@ -54,7 +54,7 @@ class FaultPoint(enum.Enum):
 
 
 class _Plan:
-    """The file that says what is to happen, and how often its point has been reached since it was there."""
+    """Plan for one fault, in a file; counts how often its point was reached since the file was written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,16 +89,16 @@ def _act(action: str) -> None:
     if verb == "delay":
         time.sleep(float(argument))
     elif verb in ("kill", "stop"):
-        # To this thread: one that any thread may take stops this one only once that thread is scheduled.
+        # Sent to this thread: a signal to the whole process stops this thread only once it is scheduled.
         signal.pthread_kill(threading.get_ident(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
     else:
         raise ValueError(f"{action!r} is no action of a fault point: kill, stop or delay=SECONDS is expected")
 
 
 def _nothing(point: FaultPoint) -> None:
-    """Do nothing: the default where no test plants a fault."""
+    """Do nothing: the default if no test plants a fault."""
 
 
 _PATH = os.environ.get(VARIABLE)
-armed = bool(_PATH)  # what happens often asks only for this
+armed = bool(_PATH)  # frequent code checks only this
 reach = _Plan(Path(_PATH)).reach if _PATH else _nothing

@@ -1,4 +1,4 @@
-"""The state machines: events in, effects out. No I/O, no clock, no randomness, no thread."""
+"""State machine of a coordinator: events in, effects out. No I/O, no clock, no randomness, no thread."""
 
 from immortal.protocol.compiled import CORE
 

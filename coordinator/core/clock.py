@@ -1,18 +1,17 @@
-"""Time of one instance, and the timers of the machine, which are set in it.
+"""Instance time, and the machine's timers, which are set in it.
 
-Time of one instance: it follows the machine's wall clock, but does not believe a jump at once.
+Instance time follows the machine's wall clock, but does not accept a jump at once.
 
-What is read is the wall clock, which anybody may set, and a steady one, which nobody can: it counts from the machine's
-start (the driver reads both). Between two readings the wall clock may move as far as the steady one did. Whatever else
-it does is a jump: it is held back, and told once. It is taken when it has stood for a while, or an operator says so.
+It is computed from the wall clock, which anybody can set, and a steady clock, which nobody can set: it counts from the
+machine's start (the driver reads both). Between two readings the wall clock should move as far as the steady one did.
+Any other movement is a jump: it is held back, and reported once. It is taken after it has lasted for a while, or when
+an operator accepts it.
 
     the wall clock agrees within a second    followed, half a millisecond in each second: no step, in any direction
     ... is ahead of that                     held; once taken, a step
     ... is behind                            held; once taken, time runs 5 % slower until the clock has caught up
 
 So time never goes back, and never stands still.
-
-Timers: when the machine must look at things although nothing happens, in instance time (core/clock.py).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 TOLERANCE_NS = 1_000_000_000
 
-"""More is a jump. Leap seconds, and small corrections of a clock that is set by NTP, are less."""
+"""Difference above which a reading is a jump. Leap seconds, and small corrections by NTP, are smaller."""
 
 NOISE_NS = 1_000_000  # not worth correcting: the two clocks are read one after the other
 
@@ -42,9 +41,9 @@ FOLLOWED_PER_NS = 1 / 2000  # as fast as NTP corrects a clock
 
 SLOWED_PER_NS = 1 / 20  # while time is ahead of the clock: an hour takes 20 hours
 
-TOLD_NS = 50_000_000  # the app is told of a difference of this
+TOLD_NS = 50_000_000  # difference above which the app gets the time again
 
-STEPS_MAX = 16  # that apps are told of: older ones are in their logs, or of no use
+STEPS_MAX = 16  # steps that apps are told of: older ones are in their logs, or not needed
 
 SPANS_MAX = 1000
 
@@ -56,9 +55,9 @@ class Reading:
     """Result of one reading of the clock. Steps and jumps in ns; ahead is positive."""
 
     time_ns: int  # of the instance, since the Unix epoch
-    begun_ns: int | None = None  # a jump of so much is held back from now on
-    taken_ns: int | None = None  # a jump was taken
-    ended: bool = False  # what was held is over: the clock is right again
+    begun_ns: int | None = None  # size of a jump that is held back from now on
+    taken_ns: int | None = None  # size of a jump that was taken
+    ended: bool = False  # a held jump is over: the clock is right again
 
     @property
     def is_news(self) -> bool:
@@ -74,7 +73,7 @@ class SteadyClock:
     hold_ns: int
     held_ns: int | None = None  # by how much the wall clock is ahead, while that is held back
     held_since_ns: int = 0  # on the steady clock
-    slowed: bool = False  # the clock behind is taken: time runs slower
+    slowed: bool = False  # a jump back was taken: time runs slower
     read_ns: int | None = None  # when it was read last, on the steady clock
 
     def read(self, wall_ns: int, steady_ns: int) -> Reading:
@@ -97,7 +96,7 @@ class SteadyClock:
         return Reading(steady_ns + self.offset_ns)
 
     def accept(self, wall_ns: int, steady_ns: int) -> Reading:
-        """Accept the wall clock, on an operator's word."""
+        """Accept the wall clock, because an operator says that it is right."""
         reading = self.read(wall_ns, steady_ns)
         if self.held_ns is None or self.slowed or reading.taken_ns is not None:
             return reading
@@ -116,7 +115,7 @@ class SteadyClock:
 class RunningTime:
     """Spans of instance time in which the instance ran; ages are counted in running time only.
 
-    A jump that was taken and the time between two starts are in no span. ``past``: the spans before the current one, as
+    A taken jump, and the time between two starts, are in no span. ``past``: the spans before the current one, as
     (from, to) in ns, oldest first. A new object counts as having always run.
     """
 
@@ -131,7 +130,7 @@ class RunningTime:
     def begin(self, time_ns: int) -> None:
         """Start a span at ``time_ns``; the instance did not run since the end of the last one.
 
-        Spans that lie in the future, from a clock that was wrong, are dropped if nothing was logged in them.
+        Spans in the future, from a clock that was wrong, are dropped if nothing was logged in them.
         """
         if 0 <= time_ns - self.last_ns <= JOINED_NS:
             self.last_ns = time_ns
@@ -145,7 +144,7 @@ class RunningTime:
             self.last_ns = time_ns
 
     def before(self, age_ns: int) -> int:
-        """Return the latest time whose age is at least ``age_ns``; 0 where the instance has not run for so long."""
+        """Return the latest time whose age is at least ``age_ns``; 0 if the instance has not run for so long."""
         for first_ns, last_ns in reversed(self.spans):
             if age_ns <= last_ns - first_ns:
                 return last_ns - age_ns
@@ -154,17 +153,17 @@ class RunningTime:
 
 
 class Timekeeper:
-    """The clock of one instance, when it ran, and what its core is to hear of it."""
+    """Clock of one instance, its running time, and the clock events that its core must get."""
 
     def __init__(self, clock: SteadyClock, running: RunningTime, steps: Iterable[ClockMoved] = ()) -> None:
         self.clock = clock
         self.running = running
-        self.steps = list(steps)  # those of before, too
+        self.steps = list(steps)  # earlier ones, too
         self._told_offset_ns: int | None = None
         self._events: list[ClockMoved] = list(self.steps)
 
     def time_if_calm(self, wall_ns: int, steady_ns: int) -> int | None:
-        """Return the time if both clocks agree, which costs little; None: :meth:`read` it."""
+        """Return the time if both clocks agree, which costs little; None: call :meth:`read`."""
         clock = self.clock
         if clock.held_ns is None and self._told_offset_ns is not None:
             ahead_ns = wall_ns - steady_ns - clock.offset_ns
@@ -195,27 +194,27 @@ class Timekeeper:
         return events
 
 
-# The app has no clock of its own: it is told the instance's time, so both processes have one time.
+# The app has no clock of its own: it gets the instance's time, so both processes have one time.
 #
-# It is told before its first record, and whenever the clock has moved differently from the machine's steady clock.
-# Clock steps are told with it. The app logs each of them once, so that no timeout becomes shorter by a step.
+# It gets the time before its first record, and whenever the clock has moved differently from the machine's steady
+# clock. It gets the clock steps with it. It logs each step once, so that no step makes a timeout shorter.
 
 
 class AppClock:
-    """Tells the app the time, since the app has no clock. ``send``: gives the app a control record."""
+    """Tells the app the time, since the app has no clock. ``send``: sends the app a control record."""
 
     def __init__(self, session: AppSession, send: Callable[[MessageType, bytes], None]) -> None:
         self._session = session
         self._send = send
         self._steps: list[ClockMoved] = []
         self._last: ClockMoved | None = None
-        self._introduced = False  # the app may be sent control records
+        self._introduced = False  # the app can get control records
 
     def connected(self) -> None:
         self._introduced = False
 
     def introduce(self) -> None:
-        """Tell the app all clock steps; it knows which of them its log has."""
+        """Tell the app all clock steps; it knows which of them its log already has."""
         if not self._introduced:
             self._introduced = True
             for event in self._steps:
@@ -237,21 +236,21 @@ class AppClock:
 
 
 class Timers:
-    """Times in ns since the Unix epoch; None where nothing is waited for.
+    """Timers of the machine: times in ns since the Unix epoch, None if nothing waits.
 
-    No dataclass: mypyc makes those read the types of their fields at import, where CoreState is not there yet.
+    Not a dataclass: mypyc makes dataclasses read their fields' types at import, when CoreState does not exist yet.
     """
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._checkpoint_ns: int | None = None  # one is due by age
+        self._checkpoint_ns: int | None = None  # a checkpoint is due by age
         self._retry_ns: int | None = None  # for streams that have stopped
-        self._spill_ns: int | None = None  # for streams whose receivers, or whose log's writer, are waited for
+        self._spill_ns: int | None = None  # for streams that wait for their receiver, or for their log's writer
         self._held_back_ns: int | None = None  # for senders that have used up their rate
         self._barrier_ns: int | None = None  # for calls whose receiver does not answer
         self._turn_ns: int | None = None  # for batches that wait for their turn
         self._log_ns: int | None = None  # for a log that does not answer
-        self._standby_ns: int | None = None  # for a checkpoint of who follows
+        self._standby_ns: int | None = None  # for a follower's checkpoint
 
     def checkpoint_at(self, time_ns: int) -> None:
         self._checkpoint_ns = time_ns
@@ -267,7 +266,7 @@ class Timers:
         self._plan()
 
     def schedule_wakes(self, peers: Peers) -> None:
-        """Wake for streams that have stopped, and for those that wait for their receivers."""
+        """Set the timers for streams that have stopped or wait for their receivers."""
         state, now_ns = self._state, self._state.now_ns
         if self._retry_ns is None and peers.outbound.any_failed:
             self._retry_ns = now_ns + state.limits.stream_retry_ns
@@ -287,7 +286,7 @@ class Timers:
             self._plan()
 
     def tick(self, peers: Peers) -> None:
-        """Clear the timers that are due. Checkpoints, spilling and turns are looked at in each turn anyway."""
+        """Clear the timers that are due. Checkpoints, spilling and turns are checked in each turn anyway."""
         now_ns = self._state.now_ns
         if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
             self._checkpoint_ns = None
@@ -310,7 +309,7 @@ class Timers:
         self._plan()
 
     def _plan(self) -> None:
-        """Ask for one WakeAt at the earliest due time; it replaces the one before."""
+        """Ask for one WakeAt at the earliest due time; it replaces the earlier WakeAt."""
         wishes_ns = (
             self._checkpoint_ns,
             self._retry_ns,

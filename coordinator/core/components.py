@@ -26,12 +26,12 @@ from immortal.coordinator.core.state import CoreState
 
 
 class Components:
-    """Components of one machine, made in the order in which they need each other.
+    """Components of one machine, created in the order in which they need each other.
 
-    ``name``: the instance. ``upgrade_to``: the version of the app that its next recovery is to end in. ``promote``: a
-    recovered app begins to work without a checkpoint first. ``follow``: where another writes the log, follow it until
-    the right to write is ours. ``permissions``: of callers, by name; others may call what is for no role.
-    ``has_keys``: callers prove their names. ``running``: when it ran before; by default, always.
+    ``name``: the instance. ``upgrade_to``: the version of the app in which the next recovery must end. ``promote``: a
+    recovered app begins to work before it has given a checkpoint. ``follow``: follow a log that another process writes,
+    until this one gets the write lease. ``permissions``: by caller; other callers can call the methods without a role.
+    ``has_keys``: callers prove their names. ``running``: when the instance ran before; by default, always.
     """
 
     def __init__(

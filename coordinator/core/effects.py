@@ -1,19 +1,19 @@
-"""Effects: what a machine asks its driver to do, in this order.
+"""Effects: actions that a machine asks its driver to do, in the given order.
 
 Duties of a driver:
 
-1. Commit and WriteCheckpointChunk reach the log in the order in which they were asked for, and are answered in it.
-   One that fails holds those behind it: none is answered up to the answer to the next ReadTail, and none is done but
-   one that was under way with it, where it was done itself.
-2. Nothing is answered as done before it is: Committed means durable. A log that another has taken answers Fenced.
-3. SendToApp's bytes go to the connection that was up when it was asked for, in order, or nowhere.
-4. SendToPeer is at least once and may be reordered; after ResetPeer nothing asked for before it is sent any more.
-5. LoadLog, CheckCheckpoint and the reads are answered once each, LogFailed counting as an answer. AcquireWriteLease is
-   answered by WriteLeaseHeld while another has it, and by WriteLeaseGranted once it is ours.
-6. WakeAt is answered by one Tick once as much time has passed as was left to it, whatever the wall clock does
-   meanwhile; a later WakeAt takes its place.
+1. Commit and WriteCheckpointChunk reach the log in the order in which they were requested, and are answered in that
+   order. One that fails blocks those after it: none of them is answered before the answer to the next ReadTail, and
+   none is carried out except one that was in flight with it, and only if the failed one was itself carried out.
+2. Nothing is answered as done before it is done: Committed means durable. A log with another writer answers Fenced.
+3. SendToApp's bytes go, in order, to the connection that was up at the time of the request, or nowhere.
+4. SendToPeer is at least once and can be reordered; after ResetPeer no earlier request is sent any more.
+5. LoadLog, CheckCheckpoint and the reads are answered once each; LogFailed counts as an answer. AcquireWriteLease is
+   answered by WriteLeaseHeld while another process has the lease, and by WriteLeaseGranted once this one has it.
+6. WakeAt is answered by one Tick after the time that was left to it has passed, whatever the wall clock does
+   meanwhile; a later WakeAt replaces it.
 7. After Stop nothing else is carried out.
-8. AskStandby and OfferCheckpoint get there, or not; OfferChunk is answered once each, in order.
+8. AskStandby and OfferCheckpoint can get lost; each OfferChunk is answered once, in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SendToApp(Struct):
 
 
 class CloseApp(Struct):
-    """Close the app's connection once what was asked to be sent is sent."""
+    """Close the app's connection once everything requested before is sent."""
 
 
 class PauseApp(Struct):
@@ -47,12 +47,12 @@ class ResumeApp(Struct):
 
 
 class AcquireWriteLease(Struct):
-    """Ask for the write lease, which one process holds at a time. It is waited for while another holds it."""
+    """Request the write lease, which one process holds at a time. Wait for it while another process holds it."""
 
 
 class Commit(Struct):
-    """An append. It counts only where the log ends with the record ``expected_last_sequence_id`` (-1: it has none), and
-    nobody was given the right to write since ``fence``, the term of this writer's."""
+    """Append a transaction. It counts only if the log ends with the record ``expected_last_sequence_id`` (-1: it has
+    none) and no other process got the write lease after ``fence``, the term of this writer's lease."""
 
     ticket: int
     transaction: Transaction
@@ -68,18 +68,18 @@ class WriteCheckpointChunk(Struct):
 
 
 class AskStandby(Struct):
-    """Ask a follower that has caught up for this checkpoint. CheckpointOffered may answer much later."""
+    """Ask a follower that has caught up for a checkpoint with this ID. CheckpointOffered can follow much later."""
 
     checkpoint_id: int
     epoch: int
 
 
 class DropAsked(Struct):
-    """Cancel AskStandby: what the follower writes from now on is not taken."""
+    """Cancel AskStandby: reject what the follower writes from now on."""
 
 
 class OfferChunk(Struct):
-    """Write a chunk of the checkpoint that a follower was asked for, like WriteCheckpointChunk. It may be refused."""
+    """Write a chunk of the checkpoint that a follower takes, like WriteCheckpointChunk. The log can refuse it."""
 
     checkpoint_id: int
     index: int
@@ -87,28 +87,28 @@ class OfferChunk(Struct):
 
 
 class OfferCheckpoint(Struct):
-    """Tell the writer that the checkpoint is complete; its chunks are durable by then."""
+    """Tell the writer that the checkpoint is complete; its chunks are already durable."""
 
     offer: Offer
 
 
 class Trim(Struct):
-    """Remove what no kept checkpoint needs, in small steps, when there is time."""
+    """Remove data that no kept checkpoint needs, in small steps, when there is time."""
 
 
 class ReadTail(Struct):
-    """Ask which of this writer's appends the log has, after one whose outcome is unknown."""
+    """Ask which of this writer's appends the log has, after an append with an unknown outcome."""
 
 
 class LoadLog(Struct):
-    """Load the log's summary. ``with_clients``: also the clients, for a new writer. A follower is answered once
+    """Load the log's summary. ``with_clients``: also the clients, for a new writer. A follower gets the answer once
     there is a checkpoint."""
 
     with_clients: bool = False
 
 
 class CheckCheckpoint(Struct):
-    """Read the whole blob of ``header``'s checkpoint and compare it with what was written."""
+    """Read the whole blob of ``header``'s checkpoint and compare its check."""
 
     header: CheckpointHeader
 
@@ -119,11 +119,11 @@ class ReadCheckpointChunk(Struct):
 
 
 class ReadRecords(Struct):
-    """Read records. A follower is answered once there are new ones, or the write lease is granted."""
+    """Read records. A follower gets the answer once there are new ones, or the write lease is granted."""
 
     first_sequence_id: int
     size_bytes_max: int
-    session: int  # of the app: the answer has it, too
+    session: int  # of the app; repeated in the answer
 
 
 class ReadSpilled(Struct):
@@ -136,13 +136,13 @@ class ReadSpilled(Struct):
 
 
 class ReadLetters(Struct):
-    """Read dead letters; unreadable ones are left out."""
+    """Read dead letters; leave out unreadable ones."""
 
     keys: Sequence[MessageKey]
 
 
 class OpenPeer(Struct):
-    """Find out where ``destination`` is. What is sent there before that is known may be dropped; PeerMoved follows."""
+    """Find the address of ``destination``. Frames sent before it is known can be dropped; PeerMoved follows."""
 
     destination: str
 
@@ -160,14 +160,14 @@ class ResetPeer(Struct):
 
 
 class PeerResetDone(Struct):
-    """Answer PeerReset, once it is durable. ``found`` False: nothing is known of that peer."""
+    """Answer PeerReset, once the reset is durable. ``found`` False: nothing is known of that peer."""
 
     token: Token
     found: bool
 
 
 class OperatorAnswered(Struct):
-    """Answer an operator's request, once what was done is durable; plain values."""
+    """Answer an operator's request with plain values, once its result is durable."""
 
     token: Token
     answer: Mapping[str, object]
@@ -179,8 +179,8 @@ class ReplyToPeer(Struct):
 
 
 class ReplyToClient(Struct):
-    """Send a reply to a client, at most once: a client asks again. ``token``: of any frame of this client; it stays
-    usable."""
+    """Send a reply to a client, at most once: a client repeats its request. ``token``: of any frame of this client; it
+    stays usable."""
 
     token: Token
     frame: ClientFrame
@@ -193,21 +193,20 @@ class WakeAt(Struct):
 
 
 class UpgradeEnded(Struct):
-    """Report that the upgrade to ``version`` is durable, or given up (with a ``problem``): then it is not tried
-    again."""
+    """Report the end of the upgrade to ``version``: durable, or given up because of ``problem`` and not tried again."""
 
     version: int
     problem: str | None = None
 
 
 class Report(Struct):
-    """Tell the operator something."""
+    """Report a notice to the operator."""
 
     notice: Notice
 
 
 class Stop(Struct):
-    """Stop; cleanly if ``error`` is None."""
+    """Stop the process; cleanly if ``error`` is None."""
 
     error: ImmortalError | None = None
 

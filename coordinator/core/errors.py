@@ -1,4 +1,4 @@
-"""Errors of a log, an app or a peer, as the core raises them."""
+"""Errors of a log, an app or a peer, raised by the core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 
 
 class LogError(ImmortalError):
-    """Raised for a problem with the log; the coordinator stops rather than guess."""
+    """Raised for a problem with the log: the coordinator stops, because it must not guess."""
 
 
 class LogLockedError(LogError):
@@ -24,7 +24,7 @@ class LogIdentityError(LogError):
 
 
 class FencedError(LogError):
-    """Raised if the log has another writer now and takes nothing more from this one. ``holder`` says who."""
+    """Raised if the log has another writer now and refuses this one's writes. ``holder``: the other writer."""
 
     def __init__(self, holder: str, message: str = "") -> None:
         super().__init__(holder, message)
@@ -35,11 +35,11 @@ class FencedError(LogError):
 
 
 class LogUnavailableError(LogError):
-    """Raised if the log can't be reached for now. Nobody knows whether a write was done."""
+    """Raised if the log can't be reached for now. It is unknown whether a write was done."""
 
 
 class LogLostError(LogError):
-    """Raised if the log lacks what was acknowledged, since an older copy has taken its place."""
+    """Raised if the log lacks acknowledged messages, since an older copy has replaced it."""
 
 
 class LogFullError(LogError):
@@ -47,11 +47,11 @@ class LogFullError(LogError):
 
 
 class LogSyncError(LogError):
-    """Raised if a write or sync failed: what is on disk is unknown until the log is opened again."""
+    """Raised if a write or sync failed: it is unknown what is on disk until the log is opened again."""
 
 
 class DamagedLogError(LogError):
-    """Raised if a record or its trailer is not what was written."""
+    """Raised if a record or its trailer differs from what was written."""
 
     def __init__(self, message: str, sequence_id: int) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class DamagedLogError(LogError):
 
 
 class DamagedCheckpointError(LogError):
-    """Raised if a checkpoint's blob or header is not what was written."""
+    """Raised if a checkpoint's blob or header differs from what was written."""
 
     def __init__(self, message: str, checkpoint_id: int) -> None:
         super().__init__(message)
@@ -71,19 +71,19 @@ class AppProtocolError(RemoteProtocolError):
 
 
 class DivergenceError(ImmortalError):
-    """Raised if a replay did not do what was done before."""
+    """Raised if a replay differs from the logged execution."""
 
 
 class FollowerError(ImmortalError):
-    """Raised if the log goes on in a way that this follower can't follow, such as with another version of the app."""
+    """Raised if the log continues in a way that this follower can't follow, such as another version of the app."""
 
 
 class InvariantError(ImmortalError):
-    """Raised for a bug of the core, which stops before anything false becomes durable or visible."""
+    """Raised for a bug of the core, which stops before anything wrong becomes durable or visible."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Check an invariant. Unlike ``assert`` it stays under ``python -O``. Raises InvariantError."""
+    """Check an invariant, also under ``python -O``, unlike ``assert``. Raises InvariantError."""
     if not condition:
         fail(message)
 

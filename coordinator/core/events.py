@@ -1,4 +1,4 @@
-"""Events: what can happen to a coordinator. The runtime or a simulator makes them; the machine handles them."""
+"""Events: all that can happen to a coordinator. The runtime or a simulator creates them; the machine handles them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from immortal.protocol.verdicts import MessageKey
 
 
 class Started(Struct):
-    """The first event of all: the process has begun."""
+    """The process has started: the first event of all."""
 
 
 class AppConnected(Struct):
-    """An app has connected. Only one at a time: the runtime turns others away."""
+    """An app has connected. There is one at a time: the runtime rejects others."""
 
 
 class AppData(Struct):
@@ -51,16 +51,16 @@ class AppClosed(Struct):
 
 
 class PeerFrameReceived(Struct):
-    """A peer coordinator says something; ``token`` is to be given back in ReplyToPeer, once."""
+    """A peer coordinator has sent a frame; ReplyToPeer must give back ``token`` once."""
 
     token: Token
     frame: PeerFrame
 
 
 class ClientFrameReceived(Struct):
-    """A client, which is no instance, says something; ``token`` is for ReplyToClient, as often as there is need.
+    """A client, which is not an instance, has sent a frame; ReplyToClient can use ``token`` any number of times.
 
-    ``caller``: the name that its key stands for, "" without keys.
+    ``caller``: the name that its key proves, "" without keys.
     """
 
     token: Token
@@ -69,7 +69,7 @@ class ClientFrameReceived(Struct):
 
 
 class PermissionsChanged(Struct):
-    """The settings give callers other permissions; see :class:`immortal.coordinator.core.permissions.Permissions`.
+    """Callers' permissions have changed; see :class:`immortal.coordinator.core.permissions.Permissions`.
 
     ``has_keys``: callers prove their names.
     """
@@ -79,7 +79,7 @@ class PermissionsChanged(Struct):
 
 
 class PeerReplied(Struct):
-    """A peer has answered a frame of ours; ``tag`` is that of the SendToPeer it answers."""
+    """A peer has answered a frame of this instance; ``tag`` is that of the answered SendToPeer."""
 
     destination: str
     tag: int
@@ -87,7 +87,7 @@ class PeerReplied(Struct):
 
 
 class PeerMoved(Struct):
-    """A destination is reached at another place, or for the first time: nothing in flight to it will arrive."""
+    """A destination has another address, or its first one: nothing in flight to it will arrive."""
 
     destination: str
 
@@ -100,13 +100,13 @@ class PeerReset(Struct):
 
 
 class Reclaimed(Struct):
-    """An operator says that this log counts, and no copy of it that has run; answered by PeerResetDone."""
+    """An operator declares this log valid, and no copy of it that has run; answered by PeerResetDone."""
 
     token: Token
 
 
 class LettersDropped(Struct):
-    """An operator, ``who``, removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
+    """The operator ``who`` removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
 
     keys: Sequence[MessageKey] | None
     who: str
@@ -114,7 +114,7 @@ class LettersDropped(Struct):
 
 
 class LettersRetried(Struct):
-    """An operator, ``who``, gives dead letters, as they are in the log (None: it has none), to the app once more.
+    """The operator ``who`` retries dead letters, given as the log has them (None: the log has none).
 
     Answered by OperatorAnswered with ``token``.
     """
@@ -125,9 +125,9 @@ class LettersRetried(Struct):
 
 
 class MessageSkipped(Struct):
-    """An operator, ``who``, wants this message passed over; answered by OperatorAnswered with ``token``.
+    """The operator ``who`` asks to skip this message; answered by OperatorAnswered with ``token``.
 
-    ``message``: as it is in the log, from its size on; None: there is no such message.
+    ``message``: as the log has it, from its size on; None: there is no such message.
     """
 
     sequence_id: int
@@ -139,24 +139,23 @@ class MessageSkipped(Struct):
 
 
 class InstancePaused(Struct):
-    """An operator, ``who``, wants the app to get no more input; answered by OperatorAnswered with ``token``."""
+    """The operator ``who`` asks to pause the app's input; answered by OperatorAnswered with ``token``."""
 
     who: str
     token: Token
 
 
 class InstanceResumed(Struct):
-    """An operator, ``who``, wants the app to get its input again; answered by OperatorAnswered with ``token``."""
+    """The operator ``who`` asks to resume the app's input; answered by OperatorAnswered with ``token``."""
 
     who: str
     token: Token
 
 
 class HandlersAsked(Struct):
-    """An operator asks for the handlers that wait (``task`` 0), or for all that the app knows of one; answered by
-    OperatorAnswered with ``token``.
+    """An operator asks for the waiting handlers (``task`` 0), or for all details of one.
 
-    ``retries``: effects of that one that wait for their next attempt are to be tried at once.
+    Answered by OperatorAnswered with ``token``. ``retries``: also try that handler's waiting effects again at once.
     """
 
     task: int
@@ -165,16 +164,16 @@ class HandlersAsked(Struct):
 
 
 class HandlerOrdered(Struct):
-    """An operator orders a handler to do something; answered by OperatorAnswered with ``token``, once that is done."""
+    """An operator gives an order to a waiting handler; answered by OperatorAnswered with ``token``, once it is done."""
 
     order: Order
     token: Token
 
 
 class WriteLeaseGranted(Struct):
-    """Answers AcquireWriteLease: this coordinator is the log's writer, and nobody else is from now on.
+    """Answers AcquireWriteLease: from now on this coordinator alone writes the log.
 
-    ``term``: rises with each that is given the right. ``appends_max``: as many Commits are worth handing over at once.
+    ``term``: rises each time that a process gets the lease. ``appends_max``: how many Commits can be in flight.
     """
 
     term: int
@@ -188,22 +187,22 @@ class WriteLeaseHeld(Struct):
 
 
 class Committed(Struct):
-    """The transaction of the Commit with this ticket is durable, and all before it."""
+    """The transaction of the Commit with this ticket, and all before it, are durable."""
 
     ticket: int
 
 
 class Fenced(Struct):
-    """The log did not take the Commit with this ticket, nor will it take later ones: ``holder``, in words, writes
-    it."""
+    """The log refused the Commit with this ticket, and will refuse later ones: ``holder`` (a text) writes the log
+    now."""
 
     ticket: int
     holder: str
 
 
 class TailRead(Struct):
-    """Answers ReadTail: the log ends with the record ``last_sequence_id``, and of this writer's appends it has those up
-    to ``ticket`` (0: none)."""
+    """Answers ReadTail: the log ends with the record ``last_sequence_id``, and has this writer's appends up to
+    ``ticket`` (0: none)."""
 
     ticket: int
     last_sequence_id: int
@@ -216,7 +215,7 @@ class ChunkWritten(Struct):
 
 
 class StandbysChanged(Struct):
-    """The log's followers have changed. ``is_ready``: one of them has all but the last moment of the log."""
+    """The set of the log's followers has changed. ``is_ready``: one of them has nearly all of the log."""
 
     is_ready: bool
 
@@ -235,7 +234,7 @@ class CheckpointAsked(Struct):
 
 
 class ChunkOffered(Struct):
-    """Answers OfferChunk. ``problem``: why it was not taken; the checkpoint is not wanted any more, or can't be had."""
+    """Answers OfferChunk. ``problem``: why it was refused: the checkpoint is no longer wanted, or can't be stored."""
 
     checkpoint_id: int
     size_bytes: int
@@ -250,14 +249,14 @@ class LogLoaded(Struct):
 
 
 class CheckpointChecked(Struct):
-    """Answers CheckCheckpoint: ``problem`` is None where every byte is what was written."""
+    """Answers CheckCheckpoint. ``problem``: None if every byte is as it was written."""
 
     checkpoint_id: int
     problem: str | None
 
 
 class CheckpointChunkRead(Struct):
-    """Answers ReadCheckpointChunk; empty behind the last chunk."""
+    """Answers ReadCheckpointChunk; ``data`` is empty after the last chunk."""
 
     data: bytes
 
@@ -265,12 +264,12 @@ class CheckpointChunkRead(Struct):
 class RecordsRead(Struct):
     """Answers ReadRecords: verified values (record + trailer), in order.
 
-    ``summary``: for who follows, the log as it was once these were in it.
+    ``summary``: for a follower, the state of the log when these records were in it.
     """
 
     values: Sequence[bytes]
     summary: LogSummary | None = None
-    session: int | None = None  # that of the ReadRecords; None: that of now
+    session: int | None = None  # of the ReadRecords; None: the current one
 
 
 class SpilledRead(Struct):
@@ -282,14 +281,14 @@ class SpilledRead(Struct):
 
 
 class LettersRead(Struct):
-    """Answers ReadLetters; ``problems``: what is wrong with those that can't be read, in words."""
+    """Answers ReadLetters. ``problems``: texts about the letters that can't be read."""
 
     letters: Sequence[Letter]
     problems: Sequence[str] = ()
 
 
 class LogMeasured(Struct):
-    """Measured size of the log and free room. Sent now and then, at least while room is short."""
+    """The log's size and free space were measured. Sent from time to time, at least while room is short."""
 
     space: LogSpace
 
@@ -310,8 +309,8 @@ Asked = (
 class LogFailed(Struct):
     """The log could not be read or written.
 
-    ``retryable``: it may be possible later, and ``request`` says what. Of a write nobody knows then whether it was
-    done. Else there is no way on.
+    ``retryable``: ``request`` may succeed later. It is unknown then whether a write was done. Otherwise the coordinator
+    can't continue.
     """
 
     error: LogError
@@ -324,13 +323,14 @@ class CheckpointRequested(Struct):
 
 
 class Tick(Struct):
-    """The moment of a WakeAt has come."""
+    """The time of a WakeAt has passed."""
 
 
 class ClockMoved(Struct):
-    """The first reading of the instance's clock (core/clock.py), and each that differs from what the steady one says.
+    """The instance's clock (core/clock.py) was read for the first time, or differs from the steady clock's prediction.
 
-    ``time_ns``: since the Unix epoch, when the steady clock was at ``steady_ns``. ``jumped_ns``: what of it was a step.
+    ``time_ns``: since the Unix epoch, when the steady clock was at ``steady_ns``. ``jumped_ns``: the part that was a
+    step.
     """
 
     time_ns: int
@@ -339,10 +339,9 @@ class ClockMoved(Struct):
 
 
 class StopRequested(Struct):
-    """Stop cleanly: with a checkpoint where there is something to checkpoint.
+    """An operator asks for a clean stop, with a last checkpoint if there is something to checkpoint.
 
-    ``hands_over``: another one follows the log and goes on: as soon as all input that was taken is durable, and without
-    a checkpoint.
+    ``hands_over``: a follower takes over: stop as soon as all accepted input is durable, without a checkpoint.
     """
 
     hands_over: bool = False

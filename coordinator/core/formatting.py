@@ -1,4 +1,4 @@
-"""Calls in words, for the people who read a report."""
+"""Texts for reports to people: calls, answers, divergences, and problems between two logs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from immortal.protocol.system_methods import (
 )
 
 Methods = Mapping[tuple[str, int], str]
-"""(destination, method ID) to a name, as an app's AppDescription gives them."""
+"""Names of methods by (destination, method ID), from an app's AppDescription."""
 
 ARGUMENTS_SIZE_MAX = 200  # characters
 
 
 def format_call(message: bytes, destination: str, methods: Methods) -> str:
-    """Format an RPC message in incoming form: ``Counter.count('the', 3)``, or ``the answer 3 of Counter.total to
+    """Format an RPC message in incoming form, as ``Counter.count('the', 3)`` or ``the answer 3 of Counter.total to
     call 17``.
 
-    The arguments of an app that names its methods are a MessagePack array; others are shown in hex.
+    The arguments of an app that names its methods are a MessagePack array; other arguments are shown in hex.
     """
     try:
         message_type, start, end = decode_message(message, 0)
@@ -49,7 +49,7 @@ def format_call(message: bytes, destination: str, methods: Methods) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """A call or an answer in words; its method's name, which may be known only later, stands between the two."""
+    """Text of a call or an answer, in two parts around the method's name, which can be known later."""
 
     method_id: int
     kind: int
@@ -58,21 +58,19 @@ class CallText:
 
     @classmethod
     def of(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> CallText:
-        """Format a call. ``is_msgpack``: the arguments are a MessagePack array, as the SDK's are; otherwise they are
-        shown in hex.
-
-        ``size_max``: of the arguments, in characters; None: all of them.
+        """Format a call. ``is_msgpack``: the arguments are a MessagePack array, as the SDK's are; other arguments are
+        shown in hex. ``size_max``: of the arguments, in characters; None: no limit.
         """
         return cls(rpc.method_id, rpc.kind, *_around_name(rpc, is_msgpack, size_max))
 
     def with_method(self, name: str | None) -> str:
-        if self.method_id == EFFECT_METHOD_ID and self.front:  # which says it in the user's words
+        if self.method_id == EFFECT_METHOD_ID and self.front:  # this text already names the effect
             return self.front
         return f"{self.front}{name or f'method {self.method_id}'}{self.behind}"
 
 
 def method_name(method_id: int, kind: int, destination: str, methods: Methods) -> str | None:
-    """Return the method's name for a call to ``destination`` or an answer; None if nobody has said it."""
+    """Return the method's name for a call to ``destination`` or an answer; None if it is unknown."""
     if method_id == CANCEL_CALL_METHOD_ID:
         return "the cancellation of a call"
     if method_id in (ORDERED_METHOD_ID, ORDERING_METHOD_ID, EXECUTED_METHOD_ID):
@@ -83,7 +81,7 @@ def method_name(method_id: int, kind: int, destination: str, methods: Methods) -
         return "a node" if method_id == NODE_METHOD_ID else "word of a handle"
     if kind == RpcKind.CALL:
         return methods.get((destination, method_id))
-    # An answer that an app gives is of a method of its own, one that it gets is of a method of whom it has called.
+    # An answer that the app gives names one of its own methods; an answer that it gets names a method of its receiver.
     own = methods.get(("", method_id))
     return own or next((name for (_, known_id), name in methods.items() if known_id == method_id), None)
 
@@ -100,11 +98,11 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
     try:
         values = decoding.decode_shown(rpc.arguments) if is_msgpack else None
     except decoding.DecodeError:
-        values = None  # a handler with a form of its own
+        values = None  # a handler with its own format
     if not isinstance(values, list):
         return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
     of = ""
-    if rpc.kind != RpcKind.CALL and values[1:] and isinstance(values[0], str):  # an answer to a client, on its way
+    if rpc.kind != RpcKind.CALL and values[1:] and isinstance(values[0], str):  # an answer that goes to a client
         client, *values = values
         of = f" of {client}"
     match rpc.kind, values:
@@ -116,7 +114,7 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
             raised = f"{error}({', '.join(map(safe_repr, arguments))})"
             return "the answer of ", f" to call {number}{of}: it raised {_clipped(raised, size_max)}"
     if rpc.method_id == EFFECT_METHOD_ID and 5 <= len(values) <= 7:
-        # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value, its words,
+        # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value, its text,
         # its execution.
         how, value = ("raised", _effect_error(values[4])) if values[3] else ("returned", safe_repr(values[4]))
         if values[5:]:
@@ -133,7 +131,7 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
 
 
 def effect_words(rpc: IncomingRpc) -> str:
-    """Return which effect a result is of, as ``unlock(bike=7) of Ride.ride(17)``; "" where the log does not say it."""
+    """Return the effect that a result belongs to, as ``unlock(bike=7) of Ride.ride(17)``; "" if the log lacks it."""
     try:
         values = decoding.decode_shown(rpc.arguments) if rpc.method_id == EFFECT_METHOD_ID else None
     except decoding.DecodeError:
@@ -142,7 +140,7 @@ def effect_words(rpc: IncomingRpc) -> str:
 
 
 def time_text(time_ns: int) -> str:
-    """Return a time in ns since the Unix epoch as ISO 8601 in UTC, to the microsecond."""
+    """Format a time in ns since the Unix epoch as ISO 8601 in UTC, to the microsecond."""
     try:
         time = datetime.fromtimestamp(time_ns // 1_000_000_000, UTC)
     except (OverflowError, ValueError, OSError):
@@ -164,7 +162,7 @@ def _clipped(text: str, size_max: int | None) -> str:
 
 
 def format_divergence(divergence: Divergence, name: str, methods: Methods, shown: int = 3) -> str:
-    """Describe where a replay of the instance ``name`` left its log, and what it makes there now."""
+    """Describe where a replay of the instance ``name`` diverged from its log, and what it makes there now."""
     to = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
     where = "a checkpoint" if divergence.sequence_id is None else f"record {divergence.sequence_id}"
     first, last = divergence.after_position + 1, divergence.position
@@ -188,7 +186,7 @@ def _format_calls(calls: Sequence[tuple[int, bytes]], destination: str, methods:
     return f"{'; '.join(words)}{f'; and {more} more' if more > 0 else ''}"
 
 
-# Texts about an instance and a peer with another log: who has what, and the way out.
+# Texts about an instance and a peer with another log: how much each has, and what an operator can do.
 
 
 def reset_command(name: str, peer: str) -> str:
@@ -199,7 +197,7 @@ def reclaim_command(name: str) -> str:
     return f"'immortal peers reclaim {name}'"
 
 
-# --- said by a stream's sender, ``name``, of its receiver -------------------------------------------------------------
+# --- texts of a stream's sender, ``name``, about its receiver --------------------------------------------------------
 
 
 def receiver_swapped(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
@@ -225,10 +223,10 @@ def own_log_older(name: str, receiver: str, received: int, sent: int) -> str:
 
 
 def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
-    """Describe a refusal, with the way out, which a frame from a receiver with a long name may have no room for."""
+    """Describe a refusal and what an operator can do, since a frame may have no room for a long name."""
     text = f"{receiver!r} refuses this instance's messages: {refusal.reason}"
     own, other = reset_command(name, receiver), reset_command(receiver, name)
-    if refusal.code == RefusedCode.STALE_EPOCH:  # to the newest frames: this log knows less than was sent before
+    if refusal.code == RefusedCode.STALE_EPOCH:  # to the newest frames: this log lacks an epoch that was used before
         return f"{text}; restore the log of {name!r}, or, where a copy of it has run, run {reclaim_command(name)}"
     if refusal.code not in (RefusedCode.COMMITTER_CHANGED, RefusedCode.ROLLED_BACK):
         return text
@@ -236,7 +234,7 @@ def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
     return text if command in text else f"{text}; restore the log that was replaced, or run {command}"
 
 
-# --- said by a stream's receiver, ``name``, of its sender -------------------------------------------------------------
+# --- texts of a stream's receiver, ``name``, about its sender --------------------------------------------------------
 
 
 def sender_swapped(name: str, sender: str, known: int, now: int, received: int) -> str:

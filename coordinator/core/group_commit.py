@@ -1,7 +1,7 @@
-"""Group commit: while the log is busy with as many transactions as it takes, further input gathers in the next.
+"""Group commit: while the log works on its maximum of transactions, further input gathers in the next group.
 
-A group becomes one log record (if it has input) and one transaction. Idle, a message commits at once; busy, groups grow
-up to a size. Nothing in here waits for a timer. Groups become durable in the order of their tickets.
+A group becomes one log record (if it has input) and one transaction. If the log is idle, a message commits at once; if
+it is busy, groups grow up to a size. Nothing waits for a timer. Groups become durable in the order of their tickets.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from immortal.protocol.record import encode_header
 from immortal.protocol.trailer import BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
 COMMITS_ON_THEIR_WAY_MAX = 16
-"""Full groups handed over at once: enough to keep a slow disk busy, few enough to bound what waits behind it. Whoever
-writes joins what waits: as many as this go to the disk in two turns."""
+"""Limit of full groups in flight: enough to keep a slow disk busy, few enough to bound what waits behind it. The
+writer joins waiting groups: this many go to the disk in two turns."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -31,12 +31,12 @@ class Group:
     batches: list[BatchSource] = field(default_factory=list)
     size_bytes: int = 0  # of the chunks and impulses
     transaction: Transaction = field(default_factory=Transaction)
-    impulses_accepted: int = 0  # impulses of the current app in here
+    impulses_accepted: int = 0  # number of the current app's impulses in this group
     from_app_bytes: int = 0
-    required: bool = False  # there is something besides acknowledgements, which alone are not worth a sync
+    required: bool = False  # it has more than acknowledgements, which alone are not worth a sync
     sequence_id: int | None = None  # of its record, once sealed
     expected_last_sequence_id: int = -1  # of the record before it
-    record: memoryview | None = None  # as the app gets it, once sealed
+    record: memoryview | None = None  # as the app gets it; set once sealed
 
     @property
     def empty(self) -> bool:
@@ -46,8 +46,8 @@ class Group:
 class GroupCommit:
     """Groups that take input, wait for the disk, or are on their way to it.
 
-    ``with_record_time``: records begin with their time (the app has asked for it). ``appends_max``: so many may be on
-    their way without being full. ``held``: none is handed over, for now.
+    ``with_record_time``: records begin with their time (the app has asked for it). ``appends_max``: how many groups can
+    be in flight without being full. ``held``: no group is handed over for now.
     """
 
     def __init__(self, group_size_bytes: int) -> None:
@@ -59,11 +59,11 @@ class GroupCommit:
         self._committing: deque[Group] = deque()
         self.with_record_time = False
         self.appends_max = 1
-        self.held = True  # until there is the right to write
+        self.held = True  # until this process has the write lease
         self.durable_ticket = 0
         self.durable_sequence_id = -1
-        self.from_app_bytes = 0  # waiting or on its way, from the app
-        self.pending_bytes = 0  # waiting or on its way, all of it
+        self.from_app_bytes = 0  # waiting or in flight, from the app
+        self.pending_bytes = 0  # waiting or in flight, in all
         self.logged_bytes = 0  # committed since the start
 
     def load(self, summary: LogSummary) -> None:
@@ -76,7 +76,7 @@ class GroupCommit:
 
     @property
     def open(self) -> Group:
-        """The group that takes input now."""
+        """The group that accepts input now."""
         return self._waiting[-1]
 
     @property
@@ -92,12 +92,12 @@ class GroupCommit:
 
     @property
     def is_idle(self) -> bool:
-        """True if all groups are durable, except acknowledgements that are not worth a sync."""
+        """True if all groups are durable, except for acknowledgements that are not worth a sync."""
         return not self._committing and all(group.empty for group in self._waiting)
 
     @property
     def seals_next(self) -> bool:
-        """True if the group that is ready holds input, so it becomes a record."""
+        """True if the next group to commit holds input, so it becomes a record."""
         return bool(self._waiting[0].chunks)
 
     @property
@@ -171,7 +171,7 @@ class GroupCommit:
         return group
 
     def _seal(self, group: Group, now_ns: int, marks: Mapping[str, OutputMark]) -> None:
-        # The record's time is the only clock of handlers: it never goes back, whatever the machine's does.
+        # The record's time is the only clock of handlers: it never goes back, whatever the machine's clock does.
         time_ns = self._last_time_ns = self.time_ns(now_ns)
         if self.with_record_time:
             group.chunks.insert(0, encode_record_time(time_ns))

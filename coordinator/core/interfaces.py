@@ -15,25 +15,25 @@ from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.verdicts import RECORD, MessageKey, Verdict
 
 Token: TypeAlias = Any
-"""By which a driver finds who waits for an answer. The core looks at none."""
+"""Handle by which a driver finds who waits for an answer. The core never reads it."""
 
 ONESELF = ""
-"""The name under which an instance's calls to itself are kept."""
+"""Peer name under which the core keeps an instance's calls to itself."""
 
 IMPULSES = "!impulses"
-"""The source of the impulses to oneself, in the table of sources; no instance can have this name."""
+"""Source name of the impulses to oneself, in the table of sources; no instance can have this name."""
 
 
 def is_outside(source: str) -> bool:
-    """Return whether ``source`` is no instance: impulses to oneself, and clients' requests."""
+    """Return True if ``source`` is not an instance: impulses to oneself, or clients' requests."""
     return source == IMPULSES or source.startswith(CLIENTS)
 
 
 class SourcePosition(Struct, frozen=True):
     """Position of one incoming stream in the log.
 
-    ``position`` is the last one logged (0: none yet); ``committer_id`` and ``epoch`` are the sender's, as of then.
-    A negative epoch: the stream was reset, and a sender with another log may come once, and begins at 1.
+    ``position`` is the last one logged (0: none yet); ``committer_id`` and ``epoch`` are the sender's at that time.
+    A negative epoch: the stream was reset, so a sender with another log is accepted once, and begins at 1.
     """
 
     committer_id: int
@@ -42,11 +42,11 @@ class SourcePosition(Struct, frozen=True):
 
 
 class StreamStart(Struct, frozen=True):
-    """Place at its receiver where an output stream goes on after a reset.
+    """Start of an output stream at its receiver after a reset.
 
     The receiver's position p is the position p + ``offset`` of this log, whose own numbers never change. ``pending``:
     the receiver has not said yet how much it has, which decides the offset. ``forked``: this log is known to be an
-    older copy of one that has sent more, so that what the receiver has beyond the acknowledged may be something else.
+    older copy of one that has sent more, so the receiver's messages after the acknowledged ones may be different ones.
     """
 
     offset: int = 0
@@ -57,7 +57,7 @@ class StreamStart(Struct, frozen=True):
 class OutputMark(Struct, frozen=True):
     """Position of one output stream, and the CRC-64 of its messages up to there.
 
-    Impulses take positions but are left out of the checksum: it is what a replay makes again.
+    Impulses take positions but are left out of the checksum: it covers only what a replay makes again.
     """
 
     position: int
@@ -79,8 +79,8 @@ class OutputBatch(Struct, frozen=True):
 class ImpulseBatch(OutputBatch, frozen=True):
     """Impulses to another instance, kept because no replay would make them again.
 
-    They take their positions in the stream to ``destination``. Where the payload is empty, ``left_size_bytes`` says how
-    much of it was left in the log, to be read when there is room; 0: it is needed no more.
+    They take their positions in the stream to ``destination``. If the payload is empty, ``left_size_bytes`` is the
+    number of its bytes that stay in the log until memory has room; 0: the payload is not needed any more.
     """
 
     destination: str
@@ -88,7 +88,7 @@ class ImpulseBatch(OutputBatch, frozen=True):
 
 
 class SpilledBatch(OutputBatch, frozen=True):
-    """Messages for ``destination`` that memory has no room for."""
+    """Batch of messages for ``destination`` that is spilled to the log: memory has no room for it."""
 
     destination: str
 
@@ -114,8 +114,8 @@ class CheckpointHeader(Struct, frozen=True):
 
     The blob is the app's state after the record ``sequence_id`` (-1: before any record), as the app's version
     ``version`` writes it. ``outputs`` and ``unacknowledged`` are the output streams at that moment: replay continues
-    them from there. ``open_calls``: the numbers of calls that are not answered yet, by caller, of the callers that may
-    have so many at once.
+    them from there. ``open_calls``: the numbers of the unanswered calls, by caller, for callers with a limit of
+    concurrent calls.
     """
 
     checkpoint_id: int
@@ -130,9 +130,10 @@ class CheckpointHeader(Struct, frozen=True):
 
 
 class Offer(Struct, frozen=True):
-    """A checkpoint that a follower has taken for who writes the log in ``epoch``, and whose chunks are in the log.
+    """Checkpoint that a follower has taken for the writer of ``epoch``. Its chunks are in the log.
 
-    ``verdicts``: on which messages, up to its record and behind the checkpoint that it began with, its app had one.
+    ``verdicts``: keys of the messages, up to its record, on which the follower's app got a verdict after the checkpoint
+    that it started from.
     """
 
     epoch: int
@@ -143,8 +144,8 @@ class Offer(Struct, frozen=True):
 class ClientPosition(Struct, frozen=True):
     """Request numbers of one client in the log.
 
-    ``number`` is the last one taken; the replies up to ``released`` are kept no longer. ``time_ns``: when it was last
-    heard of. ``owner``: whose keys have used the ID first, "" where none had any.
+    ``number`` is the last one taken; replies up to ``released`` are no longer kept. ``time_ns``: when the client was
+    last heard. ``owner``: the caller whose keys first used the ID, "" if it had none.
     """
 
     number: int
@@ -154,10 +155,10 @@ class ClientPosition(Struct, frozen=True):
 
 
 class StoredClients(Struct, frozen=True):
-    """Clients as a log holds them when it is opened, by client ID; ``replies`` by (client ID, number).
+    """Clients in a log at the time it is opened, by client ID; ``replies`` by (client ID, number).
 
-    A reply is its kind, one byte, and its value; only the kind where it is not kept any more. ``forgotten_ns``: no
-    client that is not in ``positions`` was heard of after this moment, 0 if none was ever forgotten.
+    A reply is its kind, one byte, and its value; only the kind if the value is no longer kept. ``forgotten_ns``: no
+    client missing from ``positions`` was heard after this moment; 0 if none was ever forgotten.
     """
 
     positions: Mapping[str, ClientPosition] = field(default_factory=dict)
@@ -168,7 +169,7 @@ class StoredClients(Struct, frozen=True):
 class VersionStart(Struct, frozen=True):
     """Start of the app's version ``version``: it handles the log from the record after ``sequence_id`` on.
 
-    ``app`` is what the app called itself then ("module:Class"; "" if it said nothing).
+    ``app`` is the app's name for itself at that time ("module:Class"; "" if it gave none).
     """
 
     version: int
@@ -177,11 +178,11 @@ class VersionStart(Struct, frozen=True):
 
 
 class Suspect(Struct, frozen=True):
-    """Message that the app was at when its process ended without a word, ``runs_count`` times in a row.
+    """Message that the app was handling when its process died, ``runs_count`` times in a row.
 
     ``message_index`` RECORD: some message of that record; ``sequence_id`` UNKNOWN: some record up to
-    ``last_sequence_id``, the last one that the app was given. ``task``: the handler that the message let go on, by its
-    number; 0: none in particular.
+    ``last_sequence_id``, the last one that the app got. ``task``: the number of the waiting handler that the message
+    continued; 0: none in particular.
     """
 
     sequence_id: int
@@ -196,14 +197,14 @@ NO_SUSPECT = Suspect(UNKNOWN, RECORD, 0)
 
 
 class Letter(Struct, frozen=True):
-    """A dead letter: a message that failed and that nobody waits for. ``time_ns``: when its verdict was given."""
+    """Dead letter: a failed message that no caller waits for. ``time_ns``: when its verdict was given."""
 
     verdict: Verdict
     time_ns: int
 
 
 class AuditEntry(Struct, frozen=True):
-    """Action of an operator: ``who`` did ``what`` at ``time_ns`` (ns since the Unix epoch)."""
+    """Entry of the audit log: the operator ``who`` did ``what`` at ``time_ns`` (ns since the Unix epoch)."""
 
     time_ns: int
     who: str
@@ -211,7 +212,7 @@ class AuditEntry(Struct, frozen=True):
 
 
 class Transaction(Struct):
-    """Changes that become durable in one step, or not at all. Fields left empty change nothing."""
+    """Changes that become durable together or not at all. Empty fields change nothing."""
 
     records: list[tuple[int, bytes]] = []  # (sequence ID, record + trailer)
     sources: dict[str, SourcePosition] = {}  # by sender's name
@@ -219,25 +220,25 @@ class Transaction(Struct):
     peers: dict[str, int] = {}  # destination: its committer ID
     stream_starts: dict[str, StreamStart] = {}  # destination: where its numbers begin
     impulses: list[ImpulseBatch] = []
-    impulses_removed: list[tuple[str, int]] = []  # (destination, first position); goes first
+    impulses_removed: list[tuple[str, int]] = []  # (destination, first position); applied first
     clients: dict[str, ClientPosition | None] = {}  # by client ID; None: forgotten
     replies: dict[tuple[str, int], bytes | None] = {}  # (client ID, number); None: removed
     clients_forgotten_ns: int | None = None
     spilled: list[SpilledBatch] = []
-    spilled_ends: dict[str, int] = {}  # what the log has spilled behind that position goes
+    spilled_ends: dict[str, int] = {}  # destination: position after which its spilled messages are removed
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
     adopts: bool = False  # ... by a follower
     version: VersionStart | None = None  # the version that begins with this checkpoint
-    verdicts: list[Verdict] = []  # each once; those that are letters are kept as such, too
-    letters_removed: list[MessageKey] = []  # dead letters that were retried or dropped, or that there is no room for
+    verdicts: list[Verdict] = []  # each once; verdicts that are dead letters are stored as such, too
+    letters_removed: list[MessageKey] = []  # dead letters that were retried, dropped, or have no room
     suspect: Suspect | None = None  # what may have ended the app's process; NO_SUSPECT: nothing any more
     audit: list[AuditEntry] = []  # what an operator did
-    cut_healed: bool = False  # the output streams go on behind what a cut has taken away: forget the cut
+    cut_healed: bool = False  # the output streams continue after the loss of a cut: forget the cut
     epoch: int | None = None
     extensions: frozenset[int] | None = None  # those that the app asked for at its first start
 
     def absorb(self, later: Transaction) -> None:
-        """Take in the transaction that follows this one: both become durable together."""
+        """Add the transaction that follows this one: both become durable together."""
         self.records += later.records
         self.sources.update(later.sources)
         self.acknowledged.update(later.acknowledged)
@@ -253,7 +254,7 @@ class Transaction(Struct):
             self.clients_forgotten_ns = later.clients_forgotten_ns
         self.spilled += later.spilled
         self.spilled_ends.update(later.spilled_ends)
-        if later.checkpoint is not None:  # of two, the later one makes the other superfluous
+        if later.checkpoint is not None:  # a later checkpoint makes an earlier one superfluous
             self.checkpoint, self.adopts = later.checkpoint, later.adopts
         require(self.version is None or later.version is None, "two versions begin in one transaction")
         self.version = self.version or later.version
@@ -267,7 +268,7 @@ class Transaction(Struct):
 
 
 class LogSummary(Struct, frozen=True):
-    """The state of a log as it is opened: all that the core needs to start, without reading a record."""
+    """State of a log when it is opened: all that the core needs to start, without reading a record."""
 
     committer_id: int
     epoch: int  # the last one used; 0 for a new log
@@ -298,7 +299,7 @@ class LogSummary(Struct, frozen=True):
 
 
 class Standby(NamedTuple):
-    """A process that follows a log. ``is_ready``: its app has all that the log has."""
+    """Process that follows a log. ``is_ready``: its app has handled all that the log has."""
 
     name: str  # HOST (process PID)
     host: str
@@ -307,20 +308,20 @@ class Standby(NamedTuple):
 
 
 class LogStore(Protocol):
-    """A durable log. One writer; writes come from one thread at a time, reads may come beside them.
+    """Durable log with one writer. Writes come from one thread at a time; reads can run beside them.
 
-    After LogFullError, LogSyncError or FencedError the store accepts nothing more: what is durable is unknown until
-    the log is opened anew.
+    After LogFullError, LogSyncError or FencedError the store accepts no further writes: it is unknown what is durable
+    until the log is opened again.
     """
 
     problems: list[str]
-    """Damage that the last summary left out, as messages."""
+    """Messages about the damage that the last summary left out."""
 
     def summary(self) -> LogSummary:
         """Read the log's state. A damaged checkpoint header is left out and described in :attr:`problems`.
 
-        Impulses whose batch is acknowledged whole come with an empty payload: their positions count, their bytes are
-        not needed. Raises DamagedLogError with sequence ID -1 for a damaged position, peer or meta value.
+        An acknowledged batch of impulses has an empty payload: its positions count, its bytes are not needed. Raises
+        DamagedLogError with sequence ID -1 for a damaged position, peer or meta value.
         """
 
     def clients(self) -> StoredClients:
@@ -330,35 +331,35 @@ class LogStore(Protocol):
         """
 
     def commit(self, transaction: Transaction, ticket: int = 0) -> None:
-        """Make ``transaction`` durable, whole. When this returns it survives power loss. ``ticket``: for ``tail``.
+        """Make ``transaction`` durable as a whole: on return it survives power loss. ``ticket``: for ``tail``.
 
-        Raises LogFullError, LogSyncError, FencedError; LogUnavailableError where the outcome is unknown.
+        Raises LogFullError, LogSyncError, FencedError; LogUnavailableError if the outcome is unknown.
         """
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
-        """Read checked values (record + trailer) from ``first_sequence_id`` on, in order.
+        """Read checked values (record + trailer) in order, from ``first_sequence_id`` on.
 
-        At most ``size_bytes_max`` bytes, but one value if there is one. Raises DamagedLogError if the first is damaged
-        or missing; values before a damaged one are returned.
+        Returns at most ``size_bytes_max`` bytes, but at least one value if there is one. Raises DamagedLogError if the
+        first is damaged or missing; values before a damaged one are returned.
         """
 
     def read_spilled(
         self, destination: str, first_position: int, last_position: int, size_bytes_max: int
     ) -> list[OutputBatch]:
-        """Read messages to ``destination`` that memory had no room for, impulses among them, without a gap.
+        """Read the spilled messages to ``destination``, impulses among them, without a gap.
 
-        From ``first_position`` on, in a batch that may begin before it; none begins behind ``last_position``. At most
-        ``size_bytes_max``, but one batch. Raises DamagedLogError where the first is missing or damaged.
+        The first batch contains ``first_position``; none begins after ``last_position``. Returns at most
+        ``size_bytes_max`` bytes, but at least one batch. Raises DamagedLogError if the first is missing or damaged.
         """
 
     def letter(self, key: MessageKey) -> Letter | None:
-        """Read a dead letter; None where there is none. Raises DamagedLogError."""
+        """Read a dead letter; return None if there is none. Raises DamagedLogError."""
 
     def space(self) -> LogSpace:
         """Measure the log's used and free bytes."""
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: bytes) -> None:
-        """Keep one chunk of a blob; chunks come in order, and index 0 begins anew. An empty one is not stored.
+        """Store one chunk of a blob. Chunks arrive in order; index 0 begins a new blob. An empty chunk is not stored.
 
         The blob counts once a transaction with the checkpoint's header is committed.
         """
@@ -372,14 +373,13 @@ class LogStore(Protocol):
     def trim(
         self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None, keep_bytes: int | None = None
     ) -> bool:
-        """Remove one bounded step of what need not be kept; True if more remains.
+        """Remove one bounded step of data that need not be kept; return True if more remains.
 
-        Kept are the newest ``keep_checkpoints`` with the records after them. Kept before them is what a replay from
-        ``keep_since_ns`` on needs (ns since the Unix epoch), as far as all of it has about ``keep_bytes``; with
-        ``keep_bytes`` alone, so much. ``keep_checkpoints`` None: only the other two count, and without them everything
-        is kept. The newest valid checkpoint and the records after it always stay. Spilled outputs go as soon as they
-        are acknowledged.
+        Kept are the newest ``keep_checkpoints`` with the records after them. Older data is kept if a replay from
+        ``keep_since_ns`` on (ns since the Unix epoch) needs it, up to about ``keep_bytes`` in all; with ``keep_bytes``
+        alone, up to that size. ``keep_checkpoints`` None: only the other two count; without them all is kept. The
+        newest valid checkpoint and the records after it always stay. Acknowledged spilled outputs are removed at once.
         """
 
     def close(self) -> None:
-        """Close the log and let others write it. Harmless when closed already."""
+        """Close the log and let others write it. Does nothing if it is already closed."""

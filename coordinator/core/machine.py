@@ -1,10 +1,10 @@
-"""The coordinator as one state machine: events in, effects out.
+"""State machine of a coordinator: takes events, returns effects.
 
-It routes each event to its component, and says what a turn looks at. No event waits: work that waits for durability,
-room in a window or the disk is picked up by the event that brings it.
+The machine routes each event to its component and sets the order of the work in a turn. No event waits: work that needs
+durability, room in a window or the disk continues with the event that brings it.
 
-The order that keeps the promises: input -> log -> durable -> (acknowledged to its sender, given to the app). What the
-app makes of a record is sent only after the record was given to it, so after it was durable.
+This order keeps the promises: input -> log -> durable -> (acknowledged to its sender, given to the app). The app gets a
+record only after it is durable, so the outputs that it makes of the record are sent after that, too.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class Machine:
     # --- a turn ------------------------------------------------------------------------------------------------------
 
     def take(self, events: Sequence[ev.Event], now_ns: int) -> Sequence[Effect]:
-        """Take in ``events``: what they ask for by themselves, above all the record that the app waits for.
+        """Handle ``events``, in order; above all give the app the record that it waits for. Return the effects.
 
-        A turn (driver/turn.py) is this, :meth:`advance` and :meth:`settle`: for who has something to do in between.
-        ``events``: what has come in, in order. ``now_ns``: the instance's time (core/clock.py), ns since the Unix
-        epoch. A step of it comes with the event that tells it.
+        A turn (driver/turn.py) is this, :meth:`advance` and :meth:`settle`; a driver can do other work in between.
+        ``now_ns``: the instance's time (core/clock.py), ns since the Unix epoch. A ClockMoved event announces each step
+        of the time.
         """
         state = self.state
         state.now_ns = now_ns
@@ -107,7 +107,7 @@ class Machine:
         return state.take_effects()
 
     def advance(self) -> Sequence[Effect]:
-        """Do what has become possible after :meth:`take`: read, send, commit."""
+        """Do the work that :meth:`take` has made possible: read, send, commit. Return the effects."""
         if not self.stopped:
             try:
                 self._advance()
@@ -116,8 +116,8 @@ class Machine:
         return self.state.take_effects()
 
     def settle(self) -> Sequence[Effect]:
-        """Do the rest of the turn after the last :meth:`advance`: checkpoints, back-pressure, timers. It commits
-        nothing and sends peers nothing."""
+        """Do the rest of the turn after the last :meth:`advance`: checkpoints, back-pressure, timers. Commit nothing
+        and send nothing to peers."""
         if not self.stopped:
             try:
                 self._settle()
@@ -179,7 +179,7 @@ class Machine:
     def _log_loaded(self, event: ev.LogLoaded) -> None:
         was_loaded = self._session.is_loaded
         self.components.failover.log_loaded(event)
-        if not was_loaded:  # messages that came from an app before are judged now
+        if not was_loaded:  # the app's messages that arrived before the log was loaded are judged now
             try:
                 self.components.inbox.received(ev.AppData(b""))
             except RemoteProtocolError as error:
@@ -187,14 +187,14 @@ class Machine:
 
     @property
     def waits_for_room(self) -> bool:
-        """True if the log has too little room, so it must be measured again although nothing happens."""
+        """True if the log is full, so it must be measured again even if nothing happens."""
         return bool(self.state.log_capacity.full)
 
     # --- the app's connection ----------------------------------------------------------------------------------------
 
     @property
     def waits_for_app(self) -> bool:
-        """True if an AppSent would change something now; otherwise it may come with the next event."""
+        """True if an AppSent would change something now; otherwise it can wait for the next event."""
         return self._session.unsent_bytes >= self.state.limits.app_window_bytes or self.state.shutdown.said_goodbye
 
     def _app_sent(self, event: ev.AppSent) -> None:
@@ -211,7 +211,7 @@ class Machine:
             return
         state.report(notices.AppGone(session.phase.value))
         self.components.upgrades.app_lost()
-        # While it was not read, something that it had sent may be lost.
+        # While the coordinator did not read from the app, messages that it had sent can be lost.
         at_query = self.components.call_failures.died_at_query()
         self.components.call_failures.app_lost(all_heard=not self.components.back_pressure.paused)
         caller, deaths = self.components.call_failures.poison_guard.died_of
@@ -239,7 +239,7 @@ class Machine:
 
     @property
     def waits_for_peers(self) -> bool:
-        """True if a PeerReplied would change something now; otherwise it may come with the next event."""
+        """True if a PeerReplied would change something now; otherwise it can wait for the next event."""
         return (
             self.state.wants_replies
             or self.components.back_pressure.paused
@@ -261,7 +261,7 @@ class Machine:
         self._peers.inbound.answer_parked()
 
     def _tick(self, event: ev.Tick) -> None:
-        """Handle a Tick: time has passed."""
+        """Handle a Tick: a timer is due."""
         self.state.log_requests.tick()
         self.state.timers.tick(self._peers)
 
@@ -288,11 +288,11 @@ class Machine:
         self.state.effects.append(Stop(error))
 
 
-# Commits: groups go to the log, and the log's answers are handled.
+# Commits: hands groups to the log and handles its answers.
 
 
 class LogCommitter:
-    """Hands groups to the log and handles its answers. Raises ImmortalError where there is no way on."""
+    """Hands groups to the log and handles its answers. Raises ImmortalError if the coordinator can't continue."""
 
     def __init__(self, components: Components) -> None:
         self._components = components
@@ -303,7 +303,7 @@ class LogCommitter:
         """Commit the next group, if there is one."""
         components = self._components
         log = self._log
-        # Marks are new once only: they are taken when there is a record to hold them.
+        # A mark is new only once, so marks are taken only if there is a record to hold them.
         marked = self._session.phase in WORKS and log.seals_next
         group = log.next_commit(self._state.now_ns, self._peers.outbound.new_marks(log.next_ticket) if marked else {})
         if group is not None:
@@ -358,14 +358,14 @@ class LogCommitter:
             self._log_requests.request_failed(event)
             components.state.timers.log_at(self._log_requests.due_ns)
         elif isinstance(event.request, ReadCheckpointChunk) and components.state.write_lease.follows:
-            if self._session.phase is Phase.RESTORING:  # its writer may have removed it; the next look says
+            if self._session.phase is Phase.RESTORING:  # the writer may have removed it; the next read shows whether
                 self._session.reading = False
                 components.lifecycle.start_over(f"the checkpoint can't be restored ({event.error})")
         else:
             raise event.error
 
     def fenced(self, event: ev.Fenced) -> None:
-        """Stop: another process writes the log now, so nothing more may leave. Raises FencedError."""
+        """Stop: another process writes the log now, so this one must send nothing more. Raises FencedError."""
         name, epoch = self._state.name, self._state.epoch
         raise FencedError(
             event.holder,
@@ -374,7 +374,7 @@ class LogCommitter:
         )
 
     def was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return ``then`` with a check before it whether the answer ends a silence of the log."""
+        """Return ``then`` with a step before it that notes an answered read; the answer may end the log's silence."""
         log_requests = self._log_requests
 
         def read(event: Any) -> None:
@@ -384,7 +384,7 @@ class LogCommitter:
         return read
 
     def log_measured(self, event: ev.LogMeasured) -> None:
-        """Take a measurement of the log. A full log takes only what the app makes, until a checkpoint makes room."""
+        """Note a measurement of the log. A full log takes only input from the app, until a checkpoint makes room."""
         state, session, room = self._state, self._session, self._state.log_capacity
         if room.measured(event.space):
             if room.full:

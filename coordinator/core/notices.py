@@ -1,7 +1,7 @@
-"""Notices: what the core tells its operator, each a small struct with a level, fields and a text.
+"""Notices: reports of the core to its operator, each a small struct with a level, fields and a text.
 
-A :class:`Report` carries one out of the machine; the driver gives it to sinks (coordinator/notices/). A new notice is a
-class here, reported with ``turn.report(...)``; docs/reference/notices.md has a table of all, made of these.
+A :class:`Report` effect carries a notice out of the machine; the driver gives it to sinks (coordinator/notices/). A new
+notice is a class here, reported with ``state.report(...)``; docs/reference/notices.md has a table of these classes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import msgspec
 from msgspec import Struct
 
 Level = Literal["trace", "debug", "info", "warning", "error"]
-"""Trace is for sinks that measure, and no line."""
+"""Severity of a notice. Trace is only for sinks that measure, and produces no line."""
 
 
 class Notice(Struct, kw_only=True):
-    """Base of all notices. ``template``: its text with field names as in ``str.format``. Other fields follow it as
-    named values, and so does ``peer``, by which lines are searched. The text is made only when a sink asks for it.
+    """Base of all notices. ``template``: its text with field names as in ``str.format``. Fields that it does not name,
+    and ``peer``, by which lines are searched, follow it as named values. The text is built once a sink asks for it.
 
-    ``left_out``: how many of its kind were not given to a sink before it.
+    ``left_out``: number of notices of its kind that the sink did not get before it.
     """
 
     level: ClassVar[Level] = "info"
     template: ClassVar[str]
-    apart: ClassVar[tuple[str, ...]] = ("peer",)  # fields that tell kinds of it apart
+    apart: ClassVar[tuple[str, ...]] = ("peer",)  # fields that distinguish kinds of this notice
     left_out: int = 0
 
     @property
@@ -35,7 +35,7 @@ class Notice(Struct, kw_only=True):
         return self.template.format_map(self.fields())
 
     def fields(self) -> dict[str, object]:
-        """Return the fields by the names that a reader of lines sees."""
+        """Return the fields by the names that lines show."""
         names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
         return {shown: getattr(self, name) for name, shown in names if name != "left_out" or self.left_out}
 
@@ -45,7 +45,7 @@ class Notice(Struct, kw_only=True):
         return {name: value for name, value in fields.items() if name not in said or name == "peer"}
 
     def kind(self) -> Hashable | None:
-        """Return the kind whose lines are limited to a few at once; None: no limit."""
+        """Return the kind for which the number of lines is limited; None: no limit."""
         if self.level not in ("warning", "error"):
             return None
         return type(self), *[getattr(self, name, None) for name in self.apart]
@@ -56,11 +56,11 @@ def _named_in(template: str) -> frozenset[str]:
     return frozenset(name for _, name, _, _ in Formatter().parse(template) if name)
 
 
-# --- an app's way to being primary ------------------------------------------------------------------------------------
+# --- an app's way to become primary -----------------------------------------------------------------------------------
 
 
 class NewEpoch(Notice):
-    """The number of this life is durable."""
+    """The epoch of this start or session is durable."""
 
     level = "debug"
     template = "new epoch"
@@ -68,7 +68,7 @@ class NewEpoch(Notice):
 
 
 class Recovering(Notice):
-    """An app gets a checkpoint, and then the records behind it."""
+    """An app gets a checkpoint, and then the records after it."""
 
     template = "recovering"
     checkpoint: int
@@ -86,7 +86,7 @@ class Recovered(Notice):
 
 
 class CheckpointDamaged(Notice):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from what was written."""
 
     level = "error"
     template = "checkpoint {checkpoint} is damaged ({problem}); falling back to the one before"
@@ -96,7 +96,7 @@ class CheckpointDamaged(Notice):
 
 
 class LogSilent(Notice):
-    """The log has failed to answer. Reads are repeated; writes too, once it is known whether they are there."""
+    """The log did not answer. Reads are repeated; writes also, once it is known whether the log has them."""
 
     level = "warning"
     template = "the log does not answer, trying again: {problem}"
@@ -104,14 +104,14 @@ class LogSilent(Notice):
 
 
 class LogAnswers(Notice):
-    """The log answers again, and everything it had not answered is settled."""
+    """The log answers again, and all open requests to it are settled."""
 
     template = "the log answers again"
     silent_s: float
 
 
 class Following(Notice):
-    """The process follows a log that another one writes."""
+    """The process follows a log that another process writes."""
 
     template = "following {holder}, who writes the log"
     holder: str
@@ -125,7 +125,7 @@ class TakingOver(Notice):
 
 
 class FollowerBeginsAnew(Notice):
-    """The state of the app that follows is of no use any more."""
+    """The state of a follower's app is no longer usable."""
 
     level = "warning"
     template = "{problem}; it begins anew, at the last checkpoint"
@@ -133,7 +133,7 @@ class FollowerBeginsAnew(Notice):
 
 
 class AppBeginsAnew(Notice):
-    """A checkpoint that the log has, of a follower, says otherwise than the app, which is later."""
+    """A follower's checkpoint in the log contradicts the app, whose state is later."""
 
     level = "warning"
     template = "{problem}; the app begins anew, at that checkpoint"
@@ -141,7 +141,7 @@ class AppBeginsAnew(Notice):
 
 
 class WaitsForReceivers(Notice):
-    """A log that was cut can't be recovered before all receivers of this instance's calls are up."""
+    """The log was cut, and its recovery waits until all receivers of this instance's calls are up."""
 
     level = "warning"
     template = "the log was cut: waiting for {receivers} to say how much of this instance's calls they have"
@@ -149,7 +149,7 @@ class WaitsForReceivers(Notice):
 
 
 class Diverged(Notice):
-    """A replay makes other arguments than the log says, and goes on."""
+    """A replay makes calls with other arguments than the log has, and continues."""
 
     level = "warning"
     template = "{difference}; {holds}"
@@ -159,7 +159,7 @@ class Diverged(Notice):
     holds: str
 
     def values(self) -> dict[str, object]:
-        return {"left_out": self.left_out} if self.left_out else {}  # the words name the destination
+        return {"left_out": self.left_out} if self.left_out else {}  # the text already names the destination
 
 
 class UpgradeFailed(Notice):
@@ -173,7 +173,7 @@ class UpgradeFailed(Notice):
 
 
 class UpgradeInterrupted(Notice):
-    """The app went away in the middle of an upgrade."""
+    """The app disconnected in the middle of an upgrade."""
 
     level = "warning"
     template = (
@@ -196,7 +196,7 @@ class Upgraded(Notice):
 
 
 class CheckpointBegan(Notice):
-    """The first bytes of a checkpoint come from the app."""
+    """The first bytes of a checkpoint arrive from the app."""
 
     level = "trace"
     template = "checkpoint begun"
@@ -213,7 +213,7 @@ class CheckpointTaken(Notice):
 
 
 class CheckpointAdopted(Notice):
-    """A checkpoint that a follower has taken is durable."""
+    """A follower's checkpoint is durable."""
 
     template = "checkpoint taken by a standby"
     checkpoint: int
@@ -222,7 +222,7 @@ class CheckpointAdopted(Notice):
 
 
 class CheckpointOffered(Notice):
-    """A follower's checkpoint, which the writer asked for, is in the log and may be adopted."""
+    """A follower's checkpoint, which the writer asked for, is in the log and can be adopted."""
 
     template = "checkpoint taken for the one that writes the log"
     checkpoint: int
@@ -231,7 +231,7 @@ class CheckpointOffered(Notice):
 
 
 class OfferRefused(Notice):
-    """A follower's checkpoint is not wanted any more, or can't be put into the log."""
+    """A follower's checkpoint is no longer wanted, or can't be written to the log."""
 
     level = "debug"
     template = "the checkpoint that was asked for is given up: {problem}"
@@ -240,7 +240,7 @@ class OfferRefused(Notice):
 
 
 class StandbyTakesNone(Notice):
-    """A checkpoint was to come from a follower, and is asked of the instance's own app in the end."""
+    """No follower took a checkpoint that was due, so the instance's own app must take it."""
 
     level = "warning"
     template = "no standby took the checkpoint that is due ({reason}): the app takes it"
@@ -248,7 +248,7 @@ class StandbyTakesNone(Notice):
 
 
 class CheckpointFailed(Notice):
-    """The app began a checkpoint beside its work, and gave it up."""
+    """The app began a checkpoint beside its work, and could not finish it."""
 
     level = "error"
     template = "the app could not take its checkpoint: {reason}; the one before stays in use"
@@ -256,7 +256,7 @@ class CheckpointFailed(Notice):
 
 
 class StateUnsaved(Notice):
-    """The app has no checkpoint to give: its state can't be saved, and nothing was found that could be taken back."""
+    """The app has no checkpoint to give: its state can't be saved, and no message to take back was found."""
 
     level = "error"
     template = (
@@ -270,14 +270,14 @@ class StateUnsaved(Notice):
 
 
 class StateSavedAgain(Notice):
-    """The state could not be saved, and can be again."""
+    """The state can be saved again, after failed checkpoints."""
 
     template = "the state can be saved again: {failures} checkpoints had failed"
     failures: int
 
 
 class TakenBack(Notice):
-    """A message made the state impossible to save: it counts as never handled."""
+    """A message that made the state impossible to save was taken back: it counts as never handled."""
 
     level = "warning"
     template = "{method} at {where} was taken back behind record {behind}: {reason}"
@@ -288,7 +288,7 @@ class TakenBack(Notice):
 
 
 class LogFull(Notice):
-    """The log has reached its limit, or its disk has."""
+    """The log has reached its limit, or its disk is nearly full."""
 
     level = "error"
     template = "no more input is taken from peers, and no impulses: {reason}"
@@ -296,13 +296,13 @@ class LogFull(Notice):
 
 
 class LogHasRoom(Notice):
-    """The log was full and is no longer."""
+    """The log was full and has room again."""
 
     template = "the log has room again: input is taken from peers, and impulses"
 
 
 class InstancePaused(Notice):
-    """An operator has paused the instance: its input is logged, and the app gets none of it."""
+    """An operator has paused the instance: its input is logged, and the app gets none."""
 
     level = "warning"
     template = "paused by {who}: input is logged, and the app gets none until it is resumed"
@@ -337,7 +337,7 @@ class AppCutOff(Notice):
 
 
 class AppLeaves(Notice):
-    """The app says why it goes."""
+    """The app says why it exits."""
 
     template = "the app leaves: {reason}"
     reason: str
@@ -347,7 +347,7 @@ class AppLeaves(Notice):
 
 
 class AppBrokeProtocol(Notice):
-    """The app said what it may not say."""
+    """The app sent something that the protocol forbids."""
 
     level = "error"
     template = "the app broke the protocol: {error}; its connection is closed, nothing logged is lost"
@@ -355,7 +355,7 @@ class AppBrokeProtocol(Notice):
 
 
 class CallTooLarge(Notice):
-    """A client of the base protocol made a call that is too large."""
+    """An app of the base protocol made a call that is too large."""
 
     level = "error"
     template = (
@@ -371,7 +371,7 @@ class CallTooLarge(Notice):
 
 
 class FailedBefore(Notice):
-    """A message ends the app's process whose verdict is that it failed: no other verdict can follow."""
+    """A message with a verdict of failure ends the app's process again: no other verdict can follow."""
 
     level = "error"
     template = "{reason} at {where}, which failed before: deploy code that does not end it there"
@@ -391,7 +391,7 @@ class NotCalledAgain(Notice):
 
 
 class CallForbidden(Notice):
-    """The first call of a caller that may not make it."""
+    """A caller made its first call that it is not allowed to make."""
 
     level = "warning"
     template = "{reason}: the call is refused; further ones of this caller are only counted"
@@ -399,7 +399,7 @@ class CallForbidden(Notice):
 
 
 class NestedTooDeeply(Notice):
-    """The first message of a caller that is nested too deeply."""
+    """A caller sent its first message that is nested too deeply."""
 
     level = "warning"
     template = "{reason}: it is refused; further ones of this caller are only counted"
@@ -407,7 +407,7 @@ class NestedTooDeeply(Notice):
 
 
 class CallerHeldOff(Notice):
-    """Calls of one caller have ended the app's process again and again."""
+    """Calls of one caller have repeatedly ended the app's process."""
 
     level = "warning"
     template = "calls of {caller} have ended the app's process {deaths} times: nothing of it is taken for {for_s:.0f} s"
@@ -417,7 +417,7 @@ class CallerHeldOff(Notice):
 
 
 class QueryChangedState(Notice):
-    """A query that is not logged has changed the state; the app makes it anew from the log."""
+    """A query that is not logged has changed the state; the app rebuilds it from the log."""
 
     level = "warning"
     template = (
@@ -428,15 +428,15 @@ class QueryChangedState(Notice):
 
 
 class HandlerTakesLong(Notice):
-    """A handler does not come back."""
+    """A handler has run for too long."""
 
     level = "warning"
     template = "{handler}"
-    handler: str  # which, in words
+    handler: str  # which one, as a text
 
 
 class StopWaits(Notice):
-    """A clean stop is asked for while a handler is at work."""
+    """A clean stop was requested while a handler runs."""
 
     level = "warning"
     template = "the stop waits for the app: it is {handler}"
@@ -444,7 +444,7 @@ class StopWaits(Notice):
 
 
 class MessageSkipped(Notice):
-    """An operator has passed a message over."""
+    """An operator has skipped a message."""
 
     level = "warning"
     template = "{who} {what}"
@@ -454,7 +454,7 @@ class MessageSkipped(Notice):
 
 
 class LettersRetried(Notice):
-    """An upgrade retries what a version before it had refused."""
+    """An upgrade retries dead letters that an earlier version had refused."""
 
     template = "the upgrade to version {version} retries dead letters that were refused"
     version: int
@@ -462,7 +462,7 @@ class LettersRetried(Notice):
 
 
 class LetterNotRetried(Notice):
-    """An upgrade can't retry such a dead letter."""
+    """An upgrade can't retry a dead letter."""
 
     level = "warning"
     template = "the upgrade to version {version} can't retry the dead letter {letter}: {reason}"
@@ -483,7 +483,7 @@ class LetterUnreadable(Notice):
 
 
 class StreamStopped(Notice):
-    """An output stream stands still, by what its receiver says or is."""
+    """An output stream has stopped because of its receiver."""
 
     level: ClassVar[Level] = "error"
     template = "stream stopped: {reason}; its messages are kept"
@@ -492,13 +492,13 @@ class StreamStopped(Notice):
 
 
 class StreamWaits(StreamStopped):
-    """An output stream stands still, since the receiver's log is full."""
+    """An output stream has stopped because the receiver's log is full."""
 
     level = "warning"
 
 
 class StreamReset(Notice):
-    """The receiver of a stream that an operator has reset says how much it has."""
+    """The receiver of a stream that an operator has reset has said how much it has."""
 
     level = "warning"
     template = "the stream was reset and goes on"
@@ -508,7 +508,7 @@ class StreamReset(Notice):
 
 
 class PeerForgotten(Notice):
-    """An operator has reset a peer."""
+    """An operator has reset a peer: what was known of its log is forgotten."""
 
     level = "warning"
     template = "what was known of a peer's log is forgotten"
@@ -516,7 +516,7 @@ class PeerForgotten(Notice):
 
 
 class LogReclaimed(Notice):
-    """An operator says that this log counts."""
+    """An operator declares this log valid, and its copies invalid."""
 
     level = "warning"
     template = "this log counts from now on, and no copy of it"
@@ -533,13 +533,13 @@ class PeerRefused(Notice):
 
 
 class OldPeerRefused(PeerRefused):
-    """An input stream is refused for its epoch: that of an older copy."""
+    """An input stream is refused for its epoch, which is that of an older copy."""
 
     level = "warning"
 
 
 class FrameRefused(Notice):
-    """A peer sends more than it was granted."""
+    """A peer sends more than its window allows."""
 
     level = "error"
     template = "a frame was refused: {reason}; this is said once"
@@ -557,19 +557,19 @@ class _Load(Notice):
 
 
 class InMemoryAgain(_Load):
-    """A stream has nothing on disk any more."""
+    """A stream has no spilled messages any more."""
 
     template = "all that waits for {peer!r} is in memory again"
 
 
 class AppWaitsFor(_Load):
-    """Memory is full, and the receiver takes what it can."""
+    """Memory is full, and the receiver takes messages as fast as it can."""
 
     template = "the app waits for {peer!r}, to which it calls faster than that can take it"
 
 
 class Spills(_Load):
-    """Memory is full, and the receiver takes too little."""
+    """Memory is full, and the receiver takes too little: messages are spilled."""
 
     level = "warning"
     template = "{peer!r} {state}: {limit_mib} MiB for it are in memory, more goes to disk"
@@ -578,7 +578,7 @@ class Spills(_Load):
 
 
 class HeldUp(_Load):
-    """Memory and disk are full."""
+    """Memory and the spill limit are full: the app is blocked."""
 
     level = "warning"
     template = (

@@ -1,4 +1,4 @@
-"""Streams of one instance, to others, from others and to itself: composes their parts for the machine."""
+"""All streams of one instance: to other instances, from them, and to itself. Resets of streams."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Streams of one instance, made of parts of which each knows only those before it."""
+    """Streams of one instance, built of parts; each part knows only the parts before it."""
 
     def __init__(self, state: CoreState, admission: Admission) -> None:
         self.admission = admission
-        self.policy = ReplayPolicy(state)  # for what a replay makes
+        self.policy = ReplayPolicy(state)  # for outputs of a replay
         self.delivery = Delivery(state, admission)
         self.inbound = Inbound(state, self.delivery)
         self.outbound = Outbound(state, self.inbound, self.policy, admission.open_calls)
@@ -51,7 +51,7 @@ class Peers:
         self._state = state
 
     def load(self, summary: LogSummary) -> None:
-        """Take in what the log says of other instances and of this one."""
+        """Load what the log has about other instances and this one."""
         self._state.ready = summary.extensions is not None
         self.app_asked_for(summary.extensions or frozenset())
         self.outbound.receivers.load_peers(summary)
@@ -75,7 +75,7 @@ class Peers:
 class OutboundReplay:
     """Replay of the output streams: begins with :meth:`restore`, ends with :meth:`finish` or :meth:`heal_cut`.
 
-    Of a log that another writes :meth:`log_grew` tells what is new, and :meth:`take_over` that it is ours now.
+    For a log that another process writes, :meth:`log_grew` adds news, and :meth:`take_over` makes this the writer.
     """
 
     state: CoreState
@@ -108,8 +108,8 @@ class OutboundReplay:
             )
 
     def log_grew(self, summary: LogSummary) -> None:
-        """Take in that the followed log is now as ``summary`` says: what is acknowledged or spilled there leaves
-        memory here, and impulses get their places."""
+        """Note the new state of the followed log, ``summary``: acknowledged or spilled outputs leave memory here, and
+        impulses get their positions."""
         outbound = self.outbound
         self.outbound.receivers.load(summary.acknowledged)
         self.outbound.expected.spilled(summary.spilled)
@@ -120,7 +120,7 @@ class OutboundReplay:
             stream.spilled_by_writer(summary.spilled.get(destination, ()))
 
     def take_over(self) -> None:
-        """Place what the app has made, and greet receivers: the log was read to its end, and our epoch is durable."""
+        """Place the app's outputs and greet receivers: the log was read to its end, and the own epoch is durable."""
         state, outbound = self.state, self.outbound
         state.use_epoch()
         state.following = False
@@ -141,7 +141,7 @@ class OutboundReplay:
                 self.outbound.receivers.note_acknowledged(stream)
 
     def heal_cut(self) -> Transaction:
-        """End the replay of a log that was cut; return what must become durable before anything is sent."""
+        """End the replay of a log that was cut. Return the transaction that must be durable before anything is sent."""
         transaction = Transaction(cut_healed=True)
         self.state.held = True
         for destination, stream in self._all_at_end(catching_up=False):
@@ -161,14 +161,14 @@ class OutboundReplay:
         return [*self.outbound.streams.items()]
 
     def is_behind(self) -> bool:
-        """Return whether the replay has still to make outputs that marks and kept impulses tell of."""
+        """Return True if the replay must still make outputs that marks or kept impulses prove."""
         self._touch_all()
         streams = self.outbound.streams.values()
-        kept = [stream.has_kept_impulses for stream in streams]  # all of them: a mark may wait for one
+        kept = [stream.has_kept_impulses for stream in streams]  # ask all of them: a mark can wait for an impulse
         return any(kept) or self.outbound.expected.has_more
 
     def unanswered_receivers(self) -> list[str]:
-        """Return the receivers that were called before and have not said yet how much they have."""
+        """Return the known receivers that have not said yet how much they have."""
         self._open_all_called()
         streams = self.outbound.streams.items()
         return [destination for destination, stream in streams if stream.state is StreamState.GREETING]
@@ -177,7 +177,7 @@ class OutboundReplay:
         self.outbound.busy.update(self.outbound.streams)
 
     def _open_all_called(self) -> None:
-        """Open all streams that were ever used, also those that the replay does not call."""
+        """Open all streams that were ever used, also those without a call in the replay."""
         called = [*self.outbound.receivers.acknowledged, *self.outbound.expected.destinations]
         own = self.outbound.inbound.streams.get(ONESELF)
         if own is not None and own.durable:
@@ -186,7 +186,7 @@ class OutboundReplay:
             self.outbound.stream(destination)
 
     def _give_back_unmade(self, stream: OutputStream) -> None:
-        """Stop a stream whose receiver has more than the complete replay made: this log is an older copy."""
+        """Stop a stream if its receiver has more than the complete replay made: this log is an older copy."""
         known = self.outbound.receivers.acknowledged.get(stream.destination, 0)
         if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
             received = stream.acknowledged - stream.offset
@@ -194,12 +194,12 @@ class OutboundReplay:
             self.outbound.handshake.fail_forked(stream, received)
 
 
-# Resets for a peer with another log, by an operator: `peers reset` and `peers reclaim`.
+# Resets of streams for a peer with another log, by an operator: `peers reset` and `peers reclaim`.
 #
-# A running coordinator resets its streams. A log without a writer is changed in one transaction.
+# A running coordinator resets its own streams. Without one, a single transaction changes the log.
 
 
-RECLAIM_EPOCHS = 1 << 20  # more than the starts and sessions of an app that a copy can have had meanwhile
+RECLAIM_EPOCHS = 1 << 20  # more than the epochs that a running copy can have used meanwhile
 
 
 def _pending(start: StreamStart, *, forked: bool) -> StreamStart:
@@ -208,8 +208,7 @@ def _pending(start: StreamStart, *, forked: bool) -> StreamStart:
 
 
 def reset_transaction(summary: LogSummary, peer: str, *, forked: bool = False) -> Transaction | None:
-    """Return the transaction that lets the streams from and to ``peer`` begin anew; None if the log knows nothing of
-    it.
+    """Return the transaction that restarts the streams from and to ``peer``; None if the log does not know it.
 
     ``forked``: a copy of this log has sent something else (StreamStart).
     """
@@ -224,8 +223,8 @@ def reset_transaction(summary: LogSummary, peer: str, *, forked: bool = False) -
 
 
 def reclaim_transaction(summary: LogSummary) -> Transaction:
-    """Return the transaction that makes this log the valid one after a copy of it has run: an epoch ahead of the
-    copy's, and streams that begin anew behind what their receivers have."""
+    """Return the transaction that makes this log the valid one after a copy of it has run: with an epoch ahead of the
+    copy's, and streams that restart after what their receivers have."""
     transaction = Transaction(epoch=summary.epoch + RECLAIM_EPOCHS)
     for peer in {*summary.sources, *summary.peers} - {IMPULSES, ONESELF}:
         one = reset_transaction(summary, peer, forked=True)
@@ -241,6 +240,8 @@ def reclaim_transaction(summary: LogSummary) -> Transaction:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PeerResets:
+    """Resets of streams on an operator's request, while the coordinator runs."""
+
     state: CoreState
     peers: Peers
     _resets: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit to wait for, token)
@@ -255,11 +256,11 @@ class PeerResets:
         self.state.report(notices.PeerForgotten(event.peer))
 
     def reclaimed(self, event: ev.Reclaimed) -> None:
-        """Begin an epoch ahead of the copy's; greetings follow once it is durable."""
+        """Begin an epoch ahead of the copy's; the streams are reset once it is durable."""
         self._reclaims.append((self.state.begin_epoch(ahead=RECLAIM_EPOCHS), event.token))
 
     def committed(self, ticket: int) -> None:
-        """Go on with resets whose commits are durable up to ``ticket``."""
+        """Continue the resets whose commits are durable up to ``ticket``."""
         while self._reclaims and self._reclaims[0][0] <= ticket:
             self._reset_all(self._reclaims.popleft()[1])
         while self._resets and self._resets[0][0] <= ticket:
@@ -280,9 +281,9 @@ class PeerResets:
         return sorted((known | self.peers.outbound.receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
 
     def _reset(self, peer: str, *, forked: bool = False) -> Group | None:
-        """Let the streams from and to ``peer`` begin anew with whatever log it has; the group that makes it durable.
+        """Restart the streams from and to ``peer``, whatever log it has. Return the group that makes this durable.
 
-        ``forked``: a copy of this log has sent something else. None if nothing is known of it.
+        ``forked``: a copy of this log has sent something else. Returns None if the log does not know the peer.
         """
         receivers, source = self.peers.outbound.receivers, self.peers.inbound.streams.get(peer)
         known_source = source is not None and source.committer_id != 0
@@ -297,7 +298,7 @@ class PeerResets:
             forked = forked or (stream is not None and stream.forked)
             receivers.set_start(peer, _pending(receivers.start(peer), forked=forked), group)
         if stream is not None:
-            known = receivers.acknowledged.get(peer, 0)  # more than that counts as far as it is made
+            known = receivers.acknowledged.get(peer, 0)  # a higher position counts only as far as it is made
             stream.acknowledged = max(known, min(stream.acknowledged, stream.position))
             stream.reset()
             self.state.effects.append(ResetPeer(peer))

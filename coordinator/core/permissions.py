@@ -1,12 +1,11 @@
-"""Permissions: which methods a caller may call, and how often. Calls are judged as they come in, before they are
-logged.
+"""Permissions: which methods a caller can call, and how often. Calls are checked before they are logged.
 
-A call that is not allowed takes its place in the log like any other, with a verdict in the same transaction: so the
-order is kept, nothing is called, and its caller is told. What methods are called, the app says; until it has, the calls
-of who may not call all of them wait.
+A call that is not allowed still takes its place in the log, with a verdict in the same transaction: so the order is
+kept, no handler runs, and the caller is told. The app names its methods; until then, calls of a caller that can't call
+all methods wait.
 
-An app may say of a method which roles may call it. Where callers have keys, who has no list of methods in the settings
-may not call such a method, but for the instance's owner.
+An app can restrict a method to roles. If callers have keys, a caller without a list of methods in the settings can't
+call such a method, unless it is the instance's owner.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from immortal.protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
-    """Permission of one caller. ``methods``: names it may call, groups such as QUERIES, "@worker" and
-    "@writer:stocks/nyse", ALL_METHODS for all; None: all but those that are for a role.
+    """Permission of one caller. ``methods``: names that it can call, groups such as QUERIES, "@worker" and
+    "@writer:stocks/nyse", or ALL_METHODS; None: all methods that are not for a role.
 
-    ``rate``: calls in a second; ``concurrent``: calls that are not answered yet; None: any number.
+    ``rate``: calls in a second; ``concurrent``: unanswered calls at a time; None: any number.
     """
 
     methods: frozenset[str] | None = None
@@ -53,7 +52,7 @@ _SECOND_NS = 1_000_000_000
 
 
 class _Bucket:
-    """Rest of a caller's ``rate``: at most what comes in one second."""
+    """Remaining calls of a caller's ``rate``: at most one second's calls."""
 
     def __init__(self, rate: int) -> None:
         self.rate = rate
@@ -61,7 +60,7 @@ class _Bucket:
         self._filled_ns: int | None = None
 
     def fill(self, now_ns: int) -> None:
-        """Add what has come since. At most one second counts, and none backwards, since the clock may be set."""
+        """Add the calls of the time since the last fill: at most one second, and none if the clock was set back."""
         if self._filled_ns is not None:
             passed_ns = min(max(0, now_ns - self._filled_ns), _SECOND_NS)
             self.left = min(float(self.rate), self.left + passed_ns * self.rate / _SECOND_NS)
@@ -69,7 +68,7 @@ class _Bucket:
 
     @property
     def is_low(self) -> bool:
-        """True if less is left than what comes in a quarter of a second: not worth another try."""
+        """True if less is left than a quarter of a second's calls: not worth another try."""
         return self.left < max(1.0, self.rate / 4)
 
 
@@ -78,8 +77,8 @@ _key_of = decoding.Decoder(str).decode
 
 
 def _is_below(subtrees: Sequence[str], calls: bytes, start: int, end: int) -> bool:
-    """Return whether the first argument of the call ``calls[start:end]`` is a key in one of the subtrees, or it has
-    no arguments."""
+    """Return True if the call ``calls[start:end]`` has no arguments, or its first one is a key in one of the
+    subtrees."""
     try:
         rpc = decode_incoming_rpc(calls, start, end)
         arguments = _arguments_of(rpc.arguments)
@@ -92,26 +91,26 @@ def _is_below(subtrees: Sequence[str], calls: bytes, start: int, end: int) -> bo
 
 
 class Permissions:
-    """Permissions of one instance, ``name``. ``given``: by the caller's name; others may call what is for no role.
+    """Permissions of the instance ``name``. ``given``: by caller; others can call the methods that are not for a role.
 
-    ``has_keys``: callers prove their names. Without keys nobody can, and roles hold nobody back.
+    ``has_keys``: callers prove their names. Without keys nobody can prove a name, so roles restrict nobody.
     """
 
     def __init__(self, name: str, given: Mapping[str, Permission], *, has_keys: bool = False) -> None:
         self._name = name
         self._has_keys = has_keys
         self._given: dict[str, Permission] = {}
-        self._names: Mapping[int, str] | None = None  # of the app's own methods; None: it has not said any
+        self._names: Mapping[int, str] | None = None  # of the app's own methods; None: the app has not named them
         self._groups: dict[str, frozenset[int]] = {}  # method IDs, by "@query", "@worker" and so on
-        self._queries: frozenset[int] = frozenset()  # those that only read
-        self._for_roles: frozenset[int] = frozenset()  # not for everybody
-        self._for_roles_of_instances: frozenset[int] = frozenset()  # not for every instance
-        self._roles_known = False  # an app has come, and has said its roles if it has any
-        self.takes_verdicts = False  # the app does; one that does not can't be kept from carrying out a call
-        self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
-        self._below: dict[str, dict[int, tuple[str, ...]]] = {}  # subtrees, by method ID, of who may write to some
-        self._buckets: dict[str, _Bucket] = {}  # of who has a rate
-        self.held_back: Counter[str] = Counter()  # how often calls of a caller had to wait, since the start
+        self._queries: frozenset[int] = frozenset()  # methods that only read
+        self._for_roles: frozenset[int] = frozenset()  # methods that not every caller can call
+        self._for_roles_of_instances: frozenset[int] = frozenset()  # methods that not every instance can call
+        self._roles_known = False  # an app has connected, and has described its roles if it has any
+        self.takes_verdicts = False  # the app can leave out a call by a verdict; otherwise it carries out all
+        self._allowed: dict[str, frozenset[int]] = {}  # method IDs, by caller that can't call all methods
+        self._below: dict[str, dict[int, tuple[str, ...]]] = {}  # subtrees by method ID, by caller limited to subtrees
+        self._buckets: dict[str, _Bucket] = {}  # by caller with a rate
+        self.held_back: Counter[str] = Counter()  # number of times that a caller's calls had to wait, since the start
         self.change(given, has_keys=has_keys)
 
     def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
@@ -126,14 +125,14 @@ class Permissions:
         self._look_up()
 
     def app_came(self, *, takes_verdicts: bool, describes: bool = False) -> None:
-        """Note an app's first message. ``describes``: it is about to name its methods."""
+        """Note an app's first message. ``describes``: an AppDescription follows, which names its methods."""
         self.takes_verdicts = takes_verdicts
         self._roles_known = not describes or not takes_verdicts
         if self._roles_known:  # there are none
             self._for_roles = self._for_roles_of_instances = frozenset()
 
     def describe(self, description: AppDescription) -> None:
-        """Take the names of the app's methods."""
+        """Note the names of the app's methods."""
         self._names = {
             method_id: name.rpartition(".")[2]
             for (destination, method_id), name in description.methods.items()
@@ -161,7 +160,7 @@ class Permissions:
         self._below = {caller: below for caller in self._allowed if (below := self._subtrees_of(caller))}
 
     def _subtrees_of(self, caller: str) -> dict[int, tuple[str, ...]]:
-        """Return the methods that ``caller`` may call for some subtrees only: "@writer:stocks". No queries."""
+        """Return the methods that ``caller`` can call only for some subtrees ("@writer:stocks"), without queries."""
         found: dict[int, tuple[str, ...]] = {}
         for given in sorted(self._given[caller].methods or ()):
             group, _, subtree = given.partition(":")
@@ -171,7 +170,7 @@ class Permissions:
 
     def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
         named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
-        named |= {CANCEL_CALL_METHOD_ID, ORDERING_METHOD_ID}  # about calls that it was allowed to make, or that it gets
+        named |= {CANCEL_CALL_METHOD_ID, ORDERING_METHOD_ID}  # these concern only calls that it made or gets
         named |= {NODE_METHOD_ID, HANDLES_METHOD_ID}  # a handle is itself the right to call its node
         if allowed & FENCING_METHODS:
             named |= {FENCING_METHOD_ID}
@@ -183,24 +182,24 @@ class Permissions:
         return named
 
     def lacks_queries(self, caller: str) -> bool:
-        """Return whether ``caller`` may call queries while the app marks no method as one."""
+        """Return True if ``caller`` is allowed queries, but the app marks no method as one."""
         return QUERIES in (self._given.get(caller, ANYTHING).methods or ()) and not self._queries
 
     def is_query(self, method_id: int) -> bool:
-        """Return whether the app says that the method only reads."""
+        """Return True if the app marks the method as a query."""
         return method_id in self._queries
 
     def limits(self, caller: str) -> bool:
-        """Return whether some methods are closed to ``caller``."""
+        """Return True if ``caller`` can't call all methods."""
         return caller in self._allowed or (bool(self._for_roles) and self._needs_roles(caller))
 
     def _needs_roles(self, caller: str) -> bool:
-        """Return whether methods with roles are closed to ``caller``: its settings list no methods, and it is not
+        """Return True if methods with roles are closed to ``caller``: its settings list no methods, and it is not
         the owner."""
         return self._has_keys and caller != self._name and self._given.get(caller, ANYTHING).methods is None
 
     def wait_reason(self, caller: str, *, is_instance: bool = False) -> str:
-        """Return why the calls of ``caller`` can't be judged yet; "" if they can.
+        """Return why the calls of ``caller`` can't be checked yet; "" if they can.
 
         Another instance does not wait for the app's roles: its calls are accepted while the app is away.
         """
@@ -220,7 +219,7 @@ class Permissions:
         return bool(self._buckets)
 
     def must_wait(self, caller: str, now_ns: int) -> bool:
-        """Return whether ``caller`` has used up its calls of this second."""
+        """Return True if ``caller`` has used up its calls of this second."""
         bucket = self._buckets.get(caller)
         if bucket is None:
             return False
@@ -228,10 +227,9 @@ class Permissions:
         return bucket.is_low
 
     def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None, now_ns: int) -> tuple[int, int]:
-        """Return how many of the ``count`` packed RPC messages may be taken now, and where they end; they count as
-        taken.
+        """Return how many of the ``count`` packed RPC messages are accepted now, and where they end. Count them.
 
-        ``open_count``: calls of a client that are not answered yet. None: of a peer, whose open calls hold nothing back
+        ``open_count``: unanswered calls of a client. None: the caller is a peer, whose open calls delay nothing
         (:mod:`immortal.coordinator.core.input.admission`).
         """
         bucket, concurrent = self._buckets.get(caller), None
@@ -256,11 +254,9 @@ class Permissions:
         return taken, offset
 
     def forbidden(self, caller: str, calls: bytes, *, is_instance: bool = False) -> list[tuple[int, str]]:
-        """Return those of the packed RPC messages that ``caller`` may not make: (index, method name).
+        """Return the packed RPC messages that ``caller`` is not allowed to send: (index, method name).
 
-        Answers are never among them. ``calls`` were checked before. ``is_instance``: they came from a peer, not from a
-        client.
-        """
+        Answers are never among them. ``calls`` were checked before. ``is_instance``: the caller is a peer."""
         allowed = self._allowed.get(caller)
         denied: frozenset[int] = frozenset()
         if allowed is None:
@@ -275,7 +271,7 @@ class Permissions:
             is_ordered = method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL
             if is_ordered:
                 method_id = ordered_method(calls, start, end)
-            if allowed is None:  # a multicast that does not say what it calls may do nothing
+            if allowed is None:  # a multicast is refused if it does not say which method it calls
                 is_denied = method_id in denied or (is_ordered and method_id < 0)
             else:
                 is_denied = method_id not in allowed
@@ -286,7 +282,7 @@ class Permissions:
         return found
 
     def roles_of(self, method: str) -> list[str]:
-        """Return the groups that may call the method, such as "@worker", where not everybody may."""
+        """Return the groups that can call the method, such as "@worker"; none if everybody can."""
         method_ids = {method_id for method_id, name in (self._names or {}).items() if name == method}
         return sorted(group for group, found in self._groups.items() if group != QUERIES and method_ids & found)
 
@@ -296,5 +292,5 @@ class Permissions:
         return [(index, self.name_of(decode_zigzag_int(calls, messages[index][1] + 1)[0])) for index in indices]
 
     def name_of(self, method_id: int) -> str:
-        """Return the method's name as far as the app has said it."""
+        """Return the method's name, or its number if the app has not named it."""
         return (self._names or {}).get(method_id) or f"method {method_id}"

@@ -1,4 +1,4 @@
-"""Shared state of the machine: all components have it, and each says what it changes of it."""
+"""Shared state of the machine. All components hold it; each docstring says what its component changes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from immortal.protocol.trailer import BatchSource
 class CoreState:
     """State that the components of one machine share.
 
-    ``now_ns``: instance time (core/clock.py) of the turn under way, ns since the Unix epoch. ``effects``: in the order
-    in which they are to be carried out; the list object stays the same.
+    ``now_ns``: instance time (core/clock.py) of the current turn, ns since the Unix epoch. ``effects``: in the order in
+    which the driver must carry them out; the list object stays the same.
 
-    ``epoch``: the last one in the log. It rises with each app that connects, so that receivers can tell frames of a
-    past epoch. ``frame_epoch``: the one under which frames are sent, once a session has restored its streams.
+    ``epoch``: the last one in the log. It rises with each app that connects, so receivers can recognize frames of an
+    earlier epoch. ``frame_epoch``: the epoch of the frames that are sent, once a session has restored its streams.
     """
 
     def __init__(self, name: str, limits: Limits, upgrade_to: int | None = None) -> None:
@@ -38,7 +38,7 @@ class CoreState:
         self.now_ns = 0
         self.effects: list[Effect] = []
 
-        # The log, and the right to write it.
+        # The log, and the write lease.
         self.log = GroupCommit(limits.group_size_bytes)
         self.write_lease = WriteLease()
         self.log_requests = LogRequests(self)
@@ -61,18 +61,18 @@ class CoreState:
         self.frame_epoch = 0
         self.frame_epoch_began_ns = 0
         self.ready = False  # the instance has completed its first start
-        self.accepting = False  # new input is taken: this process writes the log, and is not stopping
-        self.following = False  # another process writes the log: what the app makes goes nowhere
+        self.accepting = False  # new input is accepted: this process writes the log, and is not stopping
+        self.following = False  # another process writes the log: the app's outputs are not sent
         self.catching_up = False  # a replay makes messages again: receivers may have more than it has made yet
-        self.held = False  # nothing is sent before what replaces a cut's losses, or a taken-back message, is durable
-        self.held_ticket = 0  # commit of the last verdict: what the app sends behind it waits for that
+        self.held = False  # nothing is sent until what replaces a cut's losses, or a taken-back message, is durable
+        self.held_ticket = 0  # commit of the last verdict: what the app sends after the verdict waits for it
         self.wants_replies = True  # something is held up until a receiver answers
-        self.trim_ticket = 0  # commit behind which spilled outputs can be removed from the log; 0: none
+        self.trim_ticket = 0  # commit after which acknowledged spilled outputs can be removed from the log; 0: none
 
         self.timers = Timers(self)
 
     def report(self, notice: Notice) -> None:
-        """Tell the operator."""
+        """Report a notice to the operator."""
         self.effects.append(Report(notice))
 
     def take_effects(self) -> Sequence[Effect]:
@@ -85,8 +85,8 @@ class CoreState:
         return taken
 
     def begin_epoch(self, *, ahead: int = 1) -> int:
-        """Begin a new epoch, ``ahead`` of the last; return the commit to wait for, which is behind everything the
-        last app sent."""
+        """Begin a new epoch, ``ahead`` of the last one. Return the commit to wait for: it comes after everything that
+        the last app sent."""
         group = self.log.append_outside_record(0)
         self.epoch += ahead
         self.epoch_began_ns = self.now_ns
@@ -125,7 +125,7 @@ class CoreState:
         )
 
 
-# Versions: which version of the app handles which part of the log, and the upgrade that is asked for.
+# Versions: which version of the app handles which part of the log, and the requested upgrade.
 
 
 FIRST_VERSION = 1
@@ -140,7 +140,7 @@ class Versions:
         self._upcoming: deque[VersionStart] = deque()
 
     def load(self, starts: Sequence[VersionStart]) -> None:
-        """Take the version starts of the log, oldest first."""
+        """Load the version starts of the log, oldest first."""
         self.starts = list(starts)
         if self.upgrade_to == self.current:
             self.upgrade_to = None
@@ -150,11 +150,11 @@ class Versions:
         return self.starts[-1].version if self.starts else FIRST_VERSION
 
     def begin_at(self, header: CheckpointHeader) -> None:
-        """Start a replay at this checkpoint; it passes the versions that began after it."""
+        """Start a replay at this checkpoint; the replay passes the versions that began after it."""
         self._upcoming = deque(after_checkpoint(self.starts, header))
 
     def continues_with(self, start: VersionStart, fed_sequence_id: int) -> bool:
-        """Take a version that has begun in a followed log. False if the app got records of it as the old version."""
+        """Add a version that has begun in a followed log. False if the old version got its records."""
         if fed_sequence_id > start.sequence_id:
             return False
         self._upcoming.append(start)
@@ -165,11 +165,11 @@ class Versions:
         self.upgrade_to = None
 
     def replay_bound(self, target_sequence_id: int) -> int:
-        """Return the last record, up to ``target_sequence_id``, for the code of the present version."""
+        """Return the last record, up to ``target_sequence_id``, that the current version's code handles."""
         return min(self._upcoming[0].sequence_id, target_sequence_id) if self._upcoming else target_sequence_id
 
     def version_starts_after(self, fed_sequence_id: int) -> bool:
-        """Return whether another version begins after this record."""
+        """Return True if another version begins after this record."""
         return bool(self._upcoming) and fed_sequence_id >= self._upcoming[0].sequence_id
 
     def take_next(self) -> VersionStart:
@@ -177,14 +177,14 @@ class Versions:
 
 
 def after_checkpoint(starts: Sequence[VersionStart], header: CheckpointHeader) -> list[VersionStart]:
-    """Return those of ``starts`` after the checkpoint of ``header``, oldest first."""
+    """Return the version starts that come after the checkpoint of ``header``, oldest first."""
     for index in range(len(starts) - 1, -1, -1):
         if starts[index].version == header.version and starts[index].sequence_id <= header.sequence_id:
             return list(starts[index + 1 :])
     return []
 
 
-# Output to the app: logged bytes and control records. All bytes count as unsent until the socket takes them.
+# Output to the app: logged records and control records. All bytes count as unsent until the socket takes them.
 
 
 class AppOutbox:
@@ -208,18 +208,18 @@ class AppOutbox:
         self.send(record)
 
     def send_control(self, message_type: MessageType, message: bytes | None = None) -> None:
-        """Send a control record: ``message``, whole, or one of that type without data."""
+        """Send a control record: the whole ``message``, or an empty one of ``message_type``."""
         self._effects.append(SendToApp(self._session.control_record(message_type, message)))
 
     def send_text(self, message_type: MessageType, text: str) -> None:
         """Send a text to an app that has asked for texts."""
         if self._session.phase is Phase.RESTORING or not self._session.is_loaded:
-            return  # the app would take it for a part of the blob; or for words of another instance
+            return  # the app would read it as part of the blob, or as a text of another instance
         if message_type in self._session.extensions:
             self.send_control(message_type, encode_message(message_type, text.encode()))
 
     def send_acceptances(self) -> None:
-        """Tell the app how many impulses are durable, once it has the record after which they are."""
+        """Tell the app how many impulses are durable, once it has the record before them."""
         accepted = self._session.acceptance_to_send()
         if accepted is not None and MessageType.IMPULSES_ACCEPTED in self._session.extensions:
             self.send_control(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))

@@ -1,4 +1,4 @@
-"""Status of a running machine for operators, in plain values. Nothing here changes anything."""
+"""Status of a running machine for operators, as plain values. Nothing here changes the machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StatusView:
 
     @property
     def forbidden(self) -> Mapping[str, int]:
-        """Number of refused calls since the start, by caller, because it may not make them."""
+        """Number of calls since the start that were refused because the caller may not make them, by caller."""
         return self._components.call_failures.forbidden
 
     @property
@@ -48,12 +48,12 @@ class StatusView:
 
     @property
     def letters(self) -> list[MessageKey]:
-        """Keys of the dead letters that are kept, oldest first."""
+        """Keys of the kept dead letters, oldest first."""
         return list(self._components.call_failures.verdicts.letters)
 
     @property
     def can_hand_over(self) -> bool:
-        """True if the app works, so everything is in the log or can be made again from it."""
+        """True if a follower could take over now: the app works, so all is in the log or can be made again from it."""
         return (
             self._components.state.write_lease.writes
             and self._components.state.session.phase in WORKS
@@ -61,7 +61,7 @@ class StatusView:
         )
 
     def long_handler_text(self, now_ns: int) -> str:
-        """Describe the handler that the app does not come back from; "" where there is none."""
+        """Describe the handler that has run for too long; "" if there is none."""
         return self._components.call_failures.poison_guard.long_handler_text(now_ns)
 
     def status(self, now_ns: int) -> dict[str, object]:
@@ -89,7 +89,7 @@ CLIENTS_TOLD_MAX = 200
 
 
 def describe(state: CoreState, peers: Peers, now_ns: int) -> dict[str, object]:
-    """Phase, sequence IDs, the last checkpoint, and each stream. Streams to and from oneself go by the own name."""
+    """Describe the phase, sequence IDs, last checkpoint and streams. A stream to oneself has the own name."""
     name, session, log, checkpoint = state.name, state.session, state.log, state.checkpoints.last
     fed = session.fed_sequence_id if session.phase in GETS_RECORDS else -1
     return {
@@ -136,7 +136,7 @@ def _granted(peers: Peers, source: str) -> dict[str, int]:
 
 
 def describe_write_lease(state: CoreState, now_ns: int) -> dict[str, object]:
-    """Describe who writes the log, and since when it does not answer."""
+    """Describe who writes the log, and for how long it has not answered."""
     write_lease, since_ns = state.write_lease, state.log_requests.silent_since_ns
     return {
         "role": write_lease.role.value,
@@ -146,7 +146,7 @@ def describe_write_lease(state: CoreState, now_ns: int) -> dict[str, object]:
 
 
 def describe_flow(state: CoreState, pressure: BackPressure) -> dict[str, object]:
-    """Describe whether and for whom the app is held up, and the log's room, as last measured."""
+    """Describe the peers that block the app, if any, and the log's room as last measured."""
     space = state.log_capacity.space
     return {
         "app_paused": pressure.paused,
@@ -162,9 +162,9 @@ def describe_flow(state: CoreState, pressure: BackPressure) -> dict[str, object]
 
 
 def describe_clients(table: ClientTable) -> dict[str, object]:
-    """Describe clients. ``clients``: the CLIENTS_TOLD_MAX heard last, the last one first; ``count``: of all.
+    """Describe clients. ``clients``: the CLIENTS_TOLD_MAX last heard, newest first; ``count``: of all clients.
 
-    ``owner``: whose keys it uses; ``time_ns``: of its last request, since the Unix epoch.
+    ``owner``: whose keys the client uses; ``time_ns``: of its last request, since the Unix epoch.
     """
     found = [
         {
@@ -182,7 +182,7 @@ def describe_clients(table: ClientTable) -> dict[str, object]:
 
 
 def describe_peers(peers: Peers, held_up_for: Collection[str]) -> dict[str, dict[str, object]]:
-    """Describe each other instance by name: the streams to it and from it, and their errors. Positions are ours."""
+    """Describe each other instance by name: the streams to and from it, and their errors. Positions are this log's."""
     names = {*peers.outbound.streams, *peers.inbound.streams, *peers.outbound.receivers.committer_ids} - {
         ONESELF,
         CLIENTS,

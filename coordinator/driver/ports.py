@@ -1,12 +1,9 @@
-"""Ports of a driver, and plain ones for worlds in memory.
+"""Ports of a driver: the app, the peers, the log, the clock, and the host; and plain ports for worlds in memory.
 
-Ports of a driver: the app, the peers, the log, the clock, and the host that runs the coordinator.
+A method that takes an effect (core/effects.py) has the duty of that effect. In service the ports use sockets, files and
+threads; in the simulation, simulated ones.
 
-Each method that takes an effect (core/effects.py) has that effect's duty. In service, sockets, files and threads are
-behind these ports; in the simulation, simulated ones.
-
-Plain ports for worlds in memory: each does the least that its duty allows, and is overridden where a world needs
-more.
+A plain port does the least that its duty allows; a world overrides it if it needs more.
 """
 
 from __future__ import annotations
@@ -29,16 +26,16 @@ Offered = ef.OfferChunk | ef.OfferCheckpoint
 
 StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
 
-"""Questions that an open log answers by itself."""
+"""Requests that an open log answers by itself."""
 
 Read = StoreRead | ef.ReadTail
 
 
 class AppPort(Protocol):
-    """Connection with one app at a time. Its messages go into the driver's inbox."""
+    """Connection with one app at a time. The app's messages go into the driver's inbox."""
 
     def send(self, effect: ef.SendToApp, /) -> None:
-        """Send to the connected app, behind everything sent before; drop it where there is none, or it is closing."""
+        """Send to the connected app, in order; drop the data if no app is connected, or its connection is closing."""
 
     def close_app(self, effect: ef.CloseApp, /) -> None: ...
 
@@ -47,19 +44,19 @@ class AppPort(Protocol):
     def resume(self, effect: ef.ResumeApp, /) -> None: ...
 
     def flush(self) -> Sequence[Event]:
-        """Hand over what was sent, as far as it is taken now; what has come of it, but for :meth:`take_sent`."""
+        """Send what the app's socket takes now; return the resulting events, except those of :meth:`take_sent`."""
 
     def take_sent(self) -> Sequence[Event]:
-        """Return how much the app has taken since the last call; comes with the next event if nobody waits for it."""
+        """Return how much the app has taken since the last call; it can wait for the next event."""
 
 
 class PeerPort(Protocol):
-    """Port to other instances and clients. What comes from them goes into the driver's inbox."""
+    """Port to other instances and clients. Their frames go into the driver's inbox."""
 
     def open(self, effect: ef.OpenPeer, /) -> None: ...
 
     def send(self, effect: ef.SendToPeer, /) -> None:
-        """Send at least once, in any order, until it is answered; nothing goes out before :meth:`flush`."""
+        """Send at least once, in any order, until it is answered; nothing leaves before :meth:`flush`."""
 
     def reset(self, effect: ef.ResetPeer, /) -> None: ...
 
@@ -68,35 +65,35 @@ class PeerPort(Protocol):
     def reply_to_client(self, effect: ef.ReplyToClient, /) -> None: ...
 
     def hold(self) -> None:
-        """Begin a turn that ends in :meth:`flush`."""
+        """Begin a turn, which ends with :meth:`flush`."""
 
     @property
     def has_new(self) -> bool:
         """True if frames wait for :meth:`flush`."""
 
     def flush(self, *, patient: bool) -> None:
-        """Send all there is. ``patient``: answers may stay where they are until something else is to be done."""
+        """Send all waiting frames. ``patient``: answers can wait unread until there is other work."""
 
     @property
     def replies_wait(self) -> bool:
-        """True if answers may have come that nobody was in a hurry for."""
+        """True if answers may have arrived that were left unread."""
 
     def receive(self) -> None:
-        """Put replies that have come into the inbox."""
+        """Put arrived replies into the inbox."""
 
 
 class LogPort(Protocol):
-    """The log. Each request is answered by an event in the inbox, at once or later: writes in their order.
+    """Port to the log. An event in the inbox answers each request, at once or later: writes in their order.
 
-    A write that is answered by a LogFailed that may pass may have been done or not. What was submitted behind it, up to
-    a ReadTail, is not answered; it is not done unless it was under way with it and that one was done. The ReadTail is
-    answered with where the log ends, and from there on things are written again.
+    After a temporary LogFailed it is unknown whether the write was done. Later requests up to a ReadTail are not
+    answered; they are not done, unless they were in flight with that write and it was done. The ReadTail is answered
+    with the end of the log; after it the writes are sent again.
     """
 
     def acquire(self, effect: ef.AcquireWriteLease, /) -> None: ...
 
     def submit(self, request: Write | Read, /) -> None:
-        """Hand a request to the log. Raises nothing: a failure is answered by LogFailed."""
+        """Send a request to the log. Raises nothing: LogFailed answers a failure."""
 
     def trim(self, effect: ef.Trim, /) -> None: ...
 
@@ -105,24 +102,24 @@ class LogPort(Protocol):
     def cancel_standby_request(self, effect: ef.DropAsked, /) -> None: ...
 
     def offer(self, effect: Offered, /) -> None:
-        """Write a follower's chunk to another's log, which may not be reached: chunks are answered all the same."""
+        """Write a follower's chunk to the writer's log. Each chunk is answered, even if the log is unreachable."""
 
     @property
     def has_inline(self) -> bool:
         """True if work waits for :meth:`run_inline`."""
 
     def run_inline(self) -> None:
-        """Do now what is too small for a thread."""
+        """Do work that is too small for a thread."""
 
 
 class ClockPort(Protocol):
-    """The instance's time; see core/clock.py."""
+    """Port to the instance's time; see core/clock.py."""
 
     def now_ns(self) -> int:
         """Return the time, ns since the Unix epoch."""
 
     def take_events(self) -> Sequence[Event]:
-        """Return what :meth:`now_ns` has found out and the machine must handle before that time."""
+        """Return the clock events that the machine must handle before the time of :meth:`now_ns`."""
 
     def wake_at(self, effect: ef.WakeAt, /) -> None: ...
 
@@ -145,7 +142,7 @@ class HostPort(Protocol):
 
 
 def answer(store: LogStore, asked: StoreRead) -> ev.Event:
-    """Return what ``store`` has for its writer's request ``asked``; LogFailed where it can't be read."""
+    """Return the answer of ``store`` to its writer's request ``asked``; LogFailed if it can't be read."""
     try:
         match asked:
             case ef.LoadLog(with_clients):
@@ -166,12 +163,12 @@ def answer(store: LogStore, asked: StoreRead) -> ev.Event:
 
 
 def failed(error: LogError, asked: ev.Asked | None) -> ev.LogFailed:
-    """Return the answer of a log that could not do what it was asked for."""
+    """Return the answer of a log that could not carry out a request."""
     return ev.LogFailed(error, isinstance(error, LogUnavailableError), asked)
 
 
 class Chunks(Protocol):
-    """A log whose checkpoints can be read."""
+    """Log whose checkpoints can be read."""
 
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes: ...
 
@@ -179,8 +176,8 @@ class Chunks(Protocol):
 def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
     """Check ``header``'s checkpoint; return what is wrong with it, or None if every byte of its blob is right.
 
-    Its outputs are read as well: by now they can be, and who restores it may not have this log open any more.
-    ``is_given_up``: asked before each chunk; true if nobody wants the answer any more. Raises LogUnavailableError.
+    Read its outputs as well, while this log is open: the caller may need them after it is closed.
+    ``is_given_up``: called before each chunk; true if the answer is no longer needed. Raises LogUnavailableError.
     """
     size_bytes = check = index = 0
     while size_bytes < header.size_bytes:
@@ -189,7 +186,7 @@ def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[]
         try:
             chunk = store.read_checkpoint_chunk(header.checkpoint_id, index)
         except LogUnavailableError:
-            raise  # that says nothing of the checkpoint
+            raise  # this says nothing about the checkpoint
         except LogError as error:
             return str(error)
         if not chunk:
@@ -222,7 +219,7 @@ def _letters(store: LogStore, keys: Sequence[MessageKey]) -> ev.LettersRead:
 
 
 class PlainApp:
-    """App port with no app behind it."""
+    """App port without an app."""
 
     def send(self, effect: ef.SendToApp) -> None:
         pass
@@ -275,8 +272,8 @@ class PlainPeers:
 
 
 class PlainLog:
-    """Log over ``store``, which nobody else writes. Writes wait for :meth:`work`; reads are answered at once, into
-    ``inbox``."""
+    """Log port over ``store``, which has no other writer. Writes wait for :meth:`work`; reads are answered at once,
+    into ``inbox``."""
 
     has_inline = False
 
@@ -301,7 +298,7 @@ class PlainLog:
         return answer(self.store, request)
 
     def work(self) -> ev.Event:
-        """Do the write that has waited longest; its answer."""
+        """Do the oldest waiting write; return its answer."""
         job = self.jobs.popleft()
         if isinstance(job, ef.Commit):
             self.store.commit(job.transaction)
@@ -327,7 +324,7 @@ class PlainLog:
 
 
 class SetClock:
-    """Clock that stands at ``time_ns`` (ns since the Unix epoch) until that is set, and wakes nobody."""
+    """Clock that stays at ``time_ns`` (ns since the Unix epoch) until it is set, and never sends a Tick."""
 
     def __init__(self, time_ns: int) -> None:
         self.time_ns = time_ns

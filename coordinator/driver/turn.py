@@ -1,8 +1,8 @@
-"""Driver: the one interpreter of a machine's effects, and the order of a turn's duties.
+"""Driver: the only interpreter of a machine's effects; it sets the order of the work in a turn.
 
-A turn hands the machine all that has come in, and carries out its effects. The app gets its record before anything else
-is worked out. Replies to peers come later, since nobody waits for them like that. Small writes come when everything
-else is under way, and their results are handled in the same turn. What can wait comes last.
+A turn gives the machine all events that have arrived, and carries out its effects. First the app gets its record, since
+it waits for it. Replies to peers come later, since a peer waits less for them. Small commits are done once everything
+else is under way, and their results are handled in the same turn. Work that can wait comes last.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Observer = Callable[[ef.Effect], None]
 class Driver:
     """Drives ``machine`` through its ports.
 
-    ``inbox``: what has come in, in order; whoever has something appends it, also during a turn. ``observer``: is shown
-    each effect before it is carried out; what it raises ends the turn there, as a crash would.
+    ``inbox``: events in their order of arrival; any port can append to it, also during a turn. ``observer``: gets each
+    effect before it is carried out; an exception of it ends the turn there, as a crash would.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Driver:
         self._observer = observer
 
     def start(self) -> None:
-        """Do the first turn: the machine asks for the write lease."""
+        """Run the first turn: the machine asks for the write lease."""
         self.inbox.insert(0, Started())
         self.turn()
 
     def turn(self) -> None:
-        """Handle all that has come in, and all that this brings about at once."""
+        """Handle all events that have arrived, and those that they cause at once."""
         self._handle_events()
         if self._peers.replies_wait and not self.machine.stopped:
             self._peers.receive()
@@ -107,7 +107,7 @@ class Driver:
         self._flush_peers()
 
     def _carry_out(self, effects: Sequence[ef.Effect]) -> list[ef.Effect]:
-        """Carry out all effects but replies to peers, which are returned."""
+        """Carry out all effects except replies to peers; return these."""
         replies: list[ef.Effect] = []
         if not effects:
             return replies

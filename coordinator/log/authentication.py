@@ -1,9 +1,9 @@
-"""Authentication of a log: only the holder of a key can write it, since each record, chunk and row has a MAC
+"""Authentication of a log: only the holder of a key can write it. Each record, chunk and row has a MAC
 (docs/decisions/0017).
 
-Records form a chain: the MAC of each covers the one before. The MACs of the rows of each other table are summed, and
-each transaction writes a tag of the sum. So no row can be changed, added, removed or replaced by an older one. The MACs
-of a checkpoint's chunks are in a row beside its header.
+Records form a chain: the MAC of each also covers the one before. For each other table the MACs of its rows are summed,
+and each transaction writes a tag of the sum. So no row can be changed, added, removed or replaced by an older one. The
+MACs of a checkpoint's chunks are in a row beside its header.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from immortal.protocol import decoding
 from immortal.protocol.varint import Readable
 
 KEY_SIZE_BYTES = 32
-_ROW_MAC_SIZE_BYTES = 32  # they are summed: the sum must be as hard to forge
+_ROW_MAC_SIZE_BYTES = 32  # row MACs are summed: the sum must be as hard to forge
 SUM_MODULUS = 1 << (8 * _ROW_MAC_SIZE_BYTES)
 NONCE_SIZE_BYTES = 16
 _IDENTITY = struct.Struct("<QQ")
@@ -46,21 +46,21 @@ SUMMED_TABLES = (
     *("verdicts", "letters", "audit", "checkpoints", "checkpoint_seals", "outputs"),
 )
 _SUMMED = frozenset(SUMMED_TABLES)
-# META_JOURNAL is unsealed, as a backup has no journal. Changing it gains an attacker only an older state of the log.
+# META_JOURNAL is unsealed, as a backup has no journal. An attacker who changes it gets only an older state of the log.
 UNSEALED_META = frozenset((META_JOURNAL, META_SEAL))
 
 
 class ForgedLogError(DamagedLogError):
-    """Raised for something in the log that was not written with the log's key."""
+    """Raised for data in the log that was not written with the log's key."""
 
 
 class LogKeyError(LogError):
-    """Raised if the key of an authenticated log is not at hand, or the log has none and should have."""
+    """Raised if the key of an authenticated log is missing, or a log without a key should have one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogKey:
-    """A secret of KEY_SIZE_BYTES. ``id`` says which one it is, and nothing about it."""
+    """Secret of KEY_SIZE_BYTES. ``id`` identifies the key, and reveals nothing about it."""
 
     secret: bytes = field(repr=False)
 
@@ -78,11 +78,11 @@ class Marker(Struct, frozen=True):
 
     key_id: str
     nonce: bytes  # unique to this sealing of this log: earlier or foreign MACs never match
-    first_sequence_id: int  # the records before it were there when the log got the key, and were taken as they were
+    first_sequence_id: int  # earlier records were already there when the log got the key, and were trusted as they were
 
 
 class Macs:
-    """The MACs of one log under one key. Without state: for any thread."""
+    """MAC functions of one log under one key. Stateless: for any thread."""
 
     def __init__(self, key: LogKey, identity: LogIdentity, marker: Marker) -> None:
         self.marker = marker
@@ -104,7 +104,7 @@ class Macs:
         self._mark = base("mark", MAC_SIZE_BYTES)
         self._rows = {table: base(table, _ROW_MAC_SIZE_BYTES) for table in SUMMED_TABLES}
         self.genesis = base("genesis", MAC_SIZE_BYTES).digest()
-        """Stands for the record before the first one."""
+        """MAC used in place of a record before the first one."""
 
     def record(self, before: bytes, value: Readable) -> bytes:
         """Return the MAC of a record with its trailer. ``before``: MAC of the record before it."""
@@ -131,7 +131,7 @@ class Macs:
         return mac.digest()
 
     def seal(self, head: bytes, tags: bytes) -> bytes:
-        """Seal that a transaction writes over all tables. ``head``: MAC of the last record."""
+        """Return the seal that a transaction writes over all tables. ``head``: MAC of the last record."""
         mac = self._tag.copy()
         mac.update(head + tags)
         return tags + mac.digest()
@@ -147,13 +147,13 @@ class Macs:
 
 
 def read_marker(view: View) -> Marker | None:
-    """Read the marker; None where the log is not authenticated. Raises DamagedLogError."""
+    """Read the marker; return None if the log is not authenticated. Raises DamagedLogError."""
     row = meta_value(view, META_AUTHENTICATED, _MARKER)
     return None if row is None else Marker(*row)
 
 
 def find_key(keys: Sequence[LogKey], marker: Marker, instance_name: str) -> LogKey:
-    """Find the log's key among ``keys``. Raises LogKeyError if it is not there."""
+    """Return the log's key among ``keys``. Raises LogKeyError if it is not there."""
     for key in keys:
         if key.id == marker.key_id:
             return key
@@ -166,11 +166,9 @@ def find_key(keys: Sequence[LogKey], marker: Marker, instance_name: str) -> LogK
 
 
 def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
-    """Check that all small tables are as the last commit left them; returns the sum of each.
+    """Check that all small tables are as the last commit left them; return the sum of each.
 
-    Raises ForgedLogError, DamagedLogError.
-
-    It reads all of them, what waits for peers as well.
+    It reads these tables completely, including messages that wait for peers. Raises ForgedLogError, DamagedLogError.
     """
     sums = {table: _sum(view, macs, table) for table in SUMMED_TABLES}
     stored = meta_value(view, META_SEAL, _BYTES) or b""
@@ -221,7 +219,7 @@ def authenticate_records(view: View, macs: Macs | None, rows: Iterable[tuple[int
 
 
 def authentic_prefix(values: list[bytes], are: list[bool], first_sequence_id: int) -> list[bytes]:
-    """Return ``values`` up to the first that is not authentic. Raises ForgedLogError if that is the first one."""
+    """Return ``values`` up to the first that is not authentic. Raises ForgedLogError if the very first is not."""
     if all(are):
         return values
     count = are.index(False)
@@ -238,14 +236,14 @@ def forged_record(sequence_id: int) -> ForgedLogError:
 
 
 def read_chunk(view: View, macs: Macs | None, checkpoint_id: int, index: int) -> bytes:
-    """Read a chunk and check its MAC. Raises DamagedCheckpointError, also for one that is not authentic."""
+    """Read a chunk and check its MAC. Raises DamagedCheckpointError, also if it is not authentic."""
     data = view_queries.read_chunk(view, checkpoint_id, index)
     if macs is None:
         return data
     stored = view.get("checkpoint_seals", SEQUENCE_KEY.pack(checkpoint_id))
     expected = b"" if stored is None else bytes(stored[MAC_SIZE_BYTES * index : MAC_SIZE_BYTES * (index + 1)])
     key = CHUNK_KEY.pack(checkpoint_id, index)
-    actual = macs.chunk(key, log_format.seal_chunk(key, data)) if data else b""  # behind the last one
+    actual = macs.chunk(key, log_format.seal_chunk(key, data)) if data else b""  # after the last one
     if actual != expected:
         raise DamagedCheckpointError(
             f"chunk {index} of checkpoint {checkpoint_id} is not authentic: it was not written with the log's key",

@@ -1,8 +1,8 @@
 """Interface between a log and the storage that keeps it: tables of rows, read as a snapshot, changed atomically.
 
-A row is a key and a value in a table, all bytes. rows.py and view_queries.py give them their meaning; this module knows
-nothing of it. The keys of the table ``records`` are sequence IDs, packed by SEQUENCE_KEY. Records follow one another
-without a gap. They are only ever removed at the beginning or, by an operator's cut, at the end.
+A row is a key and a value in a table, all bytes. rows.py and view_queries.py give the bytes their meaning; this module
+does not know it. The keys of the table ``records`` are sequence IDs, packed by SEQUENCE_KEY. Records follow one another
+without a gap. They are only removed at the beginning or, by an operator's cut, at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Mac: TypeAlias = Callable[[bytes], bytes]
 
 
 class Span(NamedTuple):
-    """The rows of ``table`` with ``first`` <= key < ``end``; None: to the table's end."""
+    """Rows of ``table`` with ``first`` <= key < ``end``; None: to the table's end."""
 
     table: str
     first: bytes = b""
@@ -47,22 +47,22 @@ class Span(NamedTuple):
 
 
 class Append(Struct):
-    """Changes that become durable together or not at all: rows are deleted, then records and rows are added.
+    """Changes that become durable together or not at all: first deletes, then records and puts.
 
-    ``expected_last_sequence_id``: the last record that the writer knows of. ``fence``: its term. A backend that two
-    processes could write compares both with what it has, in the step itself, and raises FencedError where they differ.
+    ``expected_last_sequence_id``: the last record that the writer knows. ``fence``: its term. A backend that two
+    processes could write compares both with its own in the same step, and raises FencedError if they differ.
     """
 
     expected_last_sequence_id: int
     fence: int = 0
-    records: Sequence[tuple[int, Readable]] = ()  # (sequence ID, value), behind the last one and without a gap
-    puts: Iterable[Row] = ()  # each key once; it may be gone through more than once
+    records: Sequence[tuple[int, Readable]] = ()  # (sequence ID, value), after the last one and without a gap
+    puts: Iterable[Row] = ()  # each key once; it can be iterated several times
     deletes: Sequence[Span] = ()
     points: Sequence[FaultPoint] = (FaultPoint.DURING_COMMIT,)  # reached when all is put and nothing is durable
 
 
 class TableSize(NamedTuple):
-    """Approximate size of a table while its writer runs. Bytes count wherever the rows are stored."""
+    """Approximate size of a table while its writer runs, wherever its rows are stored."""
 
     size_bytes: int
     rows_count: int
@@ -74,20 +74,20 @@ class Space(NamedTuple):
 
 
 class View(Protocol):
-    """Snapshot of a log. Its results may be memory of the backend: copy what is to outlive the view."""
+    """Snapshot of a log. Its results can be the backend's memory: copy what must outlive the view."""
 
     def get(self, table: str, key: bytes) -> Readable | None: ...
 
     def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
-        """Yield the rows from the key ``first`` on, in the order of their keys; none if the log has no such table."""
+        """Yield the rows from the key ``first`` on, ordered by key; none if the log has no such table."""
 
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
         """Yield the rows from the key ``last`` (None: the last one) back to the first."""
 
     def sizes(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, int]]:
-        """Yield keys like :meth:`scan`, each with the size of its value in bytes.
+        """Yield the keys like :meth:`scan`, each with its value's size in bytes.
 
-        The value itself, which may be far away, is not read.
+        The value itself is not read, since it can be far away.
         """
         return ((key, len(value)) for key, value in self.scan(table, first))
 
@@ -95,7 +95,7 @@ class View(Protocol):
 
 
 class ReadBackend(Protocol):
-    """A log open for reading, beside its writer. For one thread."""
+    """Log open for reading, beside its writer. For one thread."""
 
     identity: LogIdentity
     where: str
@@ -104,8 +104,8 @@ class ReadBackend(Protocol):
     def view(self, *, copies: bool = False) -> AbstractContextManager[View]:
         """Open a snapshot of the log as it is now. The writer can't reuse freed space meanwhile, so close it soon.
 
-        ``copies``: what it gives is memory of its own, which is faster where values are small.
-        Raises DamagedLogError where the backend cannot read.
+        ``copies``: its results are copies, which is faster if values are small. Raises DamagedLogError if the backend
+        can't read.
         """
 
     def is_live(self) -> bool:
@@ -113,9 +113,9 @@ class ReadBackend(Protocol):
         return False
 
     def findings(self, mac: Mac | None) -> Iterator[Finding]:
-        """Find damage in what the backend keeps beside the rows. ``mac``: as in :meth:`Backend.check_end`.
+        """Find damage in the backend's data beside the rows. ``mac``: as in :meth:`Backend.check_end`.
 
-        Raises DamagedLogError for what keeps everybody from reading.
+        Raises DamagedLogError for damage that makes the log unreadable.
         """
         return iter(())
 
@@ -124,50 +124,50 @@ class ReadBackend(Protocol):
         return
 
     def release(self) -> None:
-        """Give back the memory that reading took. Call it before a pause in reading."""
+        """Free the memory that reading took. Call it before a pause in reading."""
         return
 
     def close(self) -> None: ...
 
 
 class Backend(ReadBackend, Protocol):
-    """A log open for writing. One thread writes at a time, others may read beside it.
+    """Log open for writing. One thread writes at a time, others can read beside it.
 
-    After LogFullError, LogSyncError or FencedError every call but :meth:`close` and :meth:`close_uncleanly` raises it
-    again: what is durable is unknown until the log is opened anew.
+    After LogFullError, LogSyncError or FencedError every call except :meth:`close` and :meth:`close_uncleanly` raises
+    it again: it is unknown what is durable until the log is opened again.
     """
 
     failure: LogError | None = None
-    """Why it accepts nothing more."""
+    """Error after which it accepts no further writes."""
     is_remote: bool = False
-    """True if appends and reads wait for another machine: too slow for the loop."""
+    """True if appends and reads wait for another machine: too slow for the event loop."""
     appends_max: int = 1
-    """Number of small appends worth having in flight at once.
+    """Limit of small appends in flight.
 
-    More than 1: begin, finish, poll target and resolve work.
+    More than 1: begin_append, finish_oldest, poll_target and resolve work.
     """
     fence: int
-    """The writer's term, for its appends; 0 where a lock alone keeps others off."""
+    """The writer's term, for its appends; 0 if a lock alone excludes other writers."""
     repairs: list[str]
-    """Damage that was found and repaired when the log was opened, as messages."""
+    """Messages about damage that was repaired when the log was opened."""
     synced: Callable[[float], None] | None = None
-    """Called with the seconds that each sync took."""
+    """Callback that gets the duration of each sync in seconds."""
     problem: str = ""
-    """Limitation of the backend at present, as a message; "": none. Any thread."""
+    """Message about a current limitation of the backend; "": none. Any thread."""
     standbys: Sequence[Standby] = ()
-    """Processes that follow the log, refreshed now and then. Any thread."""
+    """Processes that follow the log, updated from time to time. Any thread."""
     successor: str = ""
-    """Standby for which :meth:`release_lease` reserves the log for a moment; "": the first one to come gets it."""
+    """Standby for which :meth:`release_lease` reserves the log for a moment; "": the first process to ask gets it."""
 
     @property
     def fenced_by(self) -> LogError | None:
-        """Set where another one has taken the log over since, as was seen without an append. Any thread."""
+        """Error if another process has taken the log over, as seen without an append; otherwise None. Any thread."""
         return None
 
     def require_write_lease(self) -> None:
-        """Check that this process still holds the log. A row may look damaged because a new holder has trimmed it.
+        """Check that this process still holds the log. A row can look damaged because a new holder has trimmed it.
 
-        Raises FencedError then, LogUnavailableError where that is unknown.
+        Raises FencedError if it does not, LogUnavailableError if that is unknown.
         """
         return
 
@@ -177,62 +177,60 @@ class Backend(ReadBackend, Protocol):
             raise type(self.failure)(*self.failure.args)
 
     def append(self, append: Append) -> None:
-        """Make it durable, whole. Raises LogFullError, LogSyncError, FencedError.
+        """Make the append durable as a whole. Raises LogFullError, LogSyncError, FencedError.
 
-        Raises LogUnavailableError where the outcome is unknown: call :meth:`resolve` next.
+        Raises LogUnavailableError if the outcome is unknown: call :meth:`resolve` next.
         """
 
     def begin_append(self, append: Append) -> bool:
-        """Send an append behind those in flight, and don't wait.
+        """Send an append after those in flight, without waiting.
 
-        False: it can't be sent this way, so use :meth:`append` once those are finished. Raises as that; with an unknown
-        outcome it counts as begun.
+        False: it can't be sent this way, so use :meth:`append` once the others are finished. Raises like
+        :meth:`append`; if the outcome is unknown, the append counts as begun.
         """
         return False
 
     def finish_oldest(self, *, wait: bool) -> bool:
-        """Finish the oldest append in flight; True if it is durable by now. ``wait``: block until it is.
+        """Finish the oldest append in flight; return True if it is durable now. ``wait``: block until it is.
 
-        Raises as :meth:`append`, about that append; those behind it share its fate, known or unknown.
+        Raises like :meth:`append`, about that append; later ones share its outcome, known or unknown.
         """
         fail("nothing was begun")
 
     def poll_target(self) -> tuple[int, int]:
-        """Return a file descriptor and events of select.poll that tell when :meth:`finish_oldest` may have work."""
+        """Return a file descriptor and events of select.poll that tell when to call :meth:`finish_oldest`."""
         fail("nothing was begun")
 
     def resolve(self) -> int:
         """Find out how many of the appends without an answer are durable; the others never will be.
 
         These are the append that raised LogUnavailableError and those in flight with it. They become durable oldest
-        first. 0 if there are none. The fence may change. Raises LogUnavailableError, FencedError, LogError.
+        first. Returns 0 if there are none. The fence can change. Raises LogUnavailableError, FencedError, LogError.
         """
         return 0
 
     def space(self) -> Space: ...
 
     def check_end(self, mac: Mac | None) -> list[str]:
-        """Check that all committed data is there, where the backend can tell.
+        """Check that all committed data is there, if the backend can tell. Return messages about the check itself.
 
-        Returns what is wrong with that check itself, as messages.
-
-        ``mac``: the log's key, or None: what is kept beside the rows is checked and made with it. Raises
+        ``mac``: computes MACs with the log's key, or None; data beside the rows is checked and written with it. Raises
         DamagedLogError.
         """
         return []
 
     def mark_end(self, mac: Mac | None) -> None:
-        """Take note that the log has another key from here on, or none: its end is as it is now."""
+        """Note that the log has another key from here on, or none: its current end is valid."""
         return
 
     def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
-        """Write ``rows``, table by table and in the order of their keys, into a log of its own; returns its path."""
+        """Write ``rows``, ordered by table and key, into a separate log; return its path."""
         raise only_in_folders(self.where, "cut")
 
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
-        """Ask the standby ``name`` for that checkpoint. What was asked for before is not taken any more.
+        """Ask the standby ``name`` for that checkpoint. Answers to earlier requests are then rejected.
 
-        Raises LogUnavailableError, LogError, as :meth:`cancel_standby_request` and :meth:`take_standby_offer` do.
+        Raises LogUnavailableError, LogError; so do :meth:`cancel_standby_request` and :meth:`take_standby_offer`.
         """
         raise LogError(f"nobody else writes chunks into {self.where}")
 
@@ -241,7 +239,7 @@ class Backend(ReadBackend, Protocol):
         return
 
     def take_standby_offer(self) -> bytes | None:
-        """Take the latest standby's answer, encoded; None: there is none yet."""
+        """Return the latest standby's encoded answer; None: there is none yet."""
         return None
 
     def flush(self) -> None:
@@ -249,27 +247,27 @@ class Backend(ReadBackend, Protocol):
         return
 
     def release_lease(self) -> None:
-        """Release the write lease before :meth:`close`, where the backend can. Nothing is appended after it."""
+        """Release the write lease before :meth:`close`, if the backend can. No append follows."""
         return
 
     def close_uncleanly(self) -> None:
-        """Close it as it is, as the end of the process would. Harmless when closed already."""
+        """Close the log like the end of the process would. Does nothing if it is already closed."""
         self.close()
 
 
 class Place(Protocol):
-    """Location of a log that exists or may be created.
+    """Location of a log that exists or can be created.
 
     Each backend has one class; :mod:`coordinator.log.open` chooses it by the URL's scheme.
     """
 
     scheme: str
     location: str
-    """The part of the URL behind the scheme."""
+    """The part of the URL after the scheme."""
     is_shared: bool = False
-    """True if other machines reach it: a process that finds it held becomes a follower."""
+    """True if other machines can reach it: a process that finds it held becomes a follower."""
     sequence_id_required_min: int = -1
-    """A record that the log has had: where it is shared, one that ends before it is not opened for writing."""
+    """Record that the log once had: a shared log that ends before it is not opened for writing."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -285,10 +283,10 @@ class Place(Protocol):
         return self.scheme, self.location
 
     def exists(self) -> bool:
-        """True if something is stored there. Opening it tells whether it is one of our logs."""
+        """Return True if something is stored there. To open it tells whether it is one of our logs."""
 
     def instances(self) -> list[str] | None:
-        """Return the instances with logs in a place that names none, such as a database; None: it is one log.
+        """Return the instances with logs in a place without a name, such as a database; None: it is one log.
 
         Raises LogError.
         """
@@ -304,10 +302,10 @@ class Place(Protocol):
         """
 
     def open_reader(self, instance_name: str | None) -> ReadBackend:
-        """Open the log for reading. Raises as :meth:`open`."""
+        """Open the log for reading. Raises like :meth:`open`."""
 
     def is_live(self) -> bool:
-        """True while a process writes this log, as far as the backend can tell."""
+        """Return True while a process writes this log, as far as the backend can tell."""
         return False
 
     def holder(self) -> str | None:
@@ -317,18 +315,16 @@ class Place(Protocol):
     def follow(self, options: Options, nudge: Callable[[], None]) -> StandbyRegistration | None:
         """Register as a standby. ``nudge`` is called, from any thread, when the writer may have changed.
 
-        None where the backend has no such registration: the caller polls.
-
-        None where a follower has to poll.
+        Returns None if the backend has no such registration: then the caller polls.
         """
         return None
 
     def watch(self) -> EndpointWatch | None:
-        """Watch at which endpoint peers reach the writer. None where the backend can't tell."""
+        """Return a watch on the endpoint where peers reach the writer; None if the backend can't tell."""
         return None
 
     def is_followed(self) -> bool:
-        """True if a standby could take the log over at once, as far as the backend can tell. Raises LogError."""
+        """Return True if a standby could take the log over at once, as far as the backend can tell. Raises LogError."""
         return False
 
     def endpoint(self) -> str | None:
@@ -336,7 +332,7 @@ class Place(Protocol):
         return None
 
     def version(self) -> object:
-        """Return a value that changes when another log takes this one's place; None where the backend can't tell."""
+        """Return a value that changes when another log replaces this one; None if the backend can't tell."""
         return None
 
     def remove(self) -> None:
@@ -344,42 +340,42 @@ class Place(Protocol):
         raise only_in_folders(self.where, "removed from here")
 
     def durability(self) -> list[str]:
-        """Return losses that the crash of one machine would cause, one sentence each."""
+        """Return the losses that failures of one machine would cause, one sentence each."""
         return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
 
     def migrate(self) -> str:
-        """Migrate the storage to this program's version; returns a message. Raises LogError."""
+        """Migrate the storage to this program's version; return a message. Raises LogError."""
         return "there is nothing to migrate"
 
     def restrict(self, role: str, instances: Sequence[str], *, allowed: bool) -> None:
-        """Let ``role`` of the database read and write nothing but ``instances`` (not ``allowed``: not these, either).
+        """Let ``role`` of the database read and write only ``instances`` (not ``allowed``: not even these).
 
         Raises LogError.
         """
         raise LogError(f"{self.where} has no roles: a log or registry in PostgreSQL was expected")
 
     def make_private(self) -> str | None:
-        """Remove other users' access; returns a message if they had any."""
+        """Remove other users' access; return a message if they had any."""
         return None
 
     def findings(self, *, held: bool) -> Iterator[Finding]:
-        """Find damage in the files of a log before it is opened. ``held``: the caller holds it, see :meth:`hold`."""
+        """Find damage in a log's files before it is opened. ``held``: the caller holds the log, see :meth:`hold`."""
         return iter(())
 
     def hold(self) -> HeldLog:
-        """Keep writers off. Raises LogLockedError."""
+        """Exclude writers. Raises LogLockedError."""
         raise only_in_folders(self.where, "cut")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        """Copy ``source`` here, over an earlier copy if there is one; returns the number of records copied.
+        """Copy ``source`` here, over an earlier copy if there is one; return the number of records copied.
 
-        Raises ValueError where something else is here.
+        Raises ValueError if something else is here.
         """
         raise LogError(f"the log {self.where} can't be made as a copy: in a folder or in PostgreSQL it can")
 
 
 class StandbyCheckpointRequest(Struct, frozen=True):
-    """A checkpoint that the writer of ``fence`` has asked a standby for; ``epoch``: as the core counts them."""
+    """Request of the writer with this ``fence`` for a standby's checkpoint; ``epoch``: the core's."""
 
     fence: int
     checkpoint_id: int
@@ -387,26 +383,26 @@ class StandbyCheckpointRequest(Struct, frozen=True):
 
 
 class StandbyRegistration(Protocol):
-    """A follower, as the writer knows of it. One thread."""
+    """Registration of a follower with the writer. For one thread."""
 
     asked: StandbyCheckpointRequest | None
-    """The checkpoint that the writer wants of it, as of a moment ago."""
+    """The latest known request of the writer for a checkpoint."""
 
     def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
-        """Store a sealed chunk under its own new key. Raises LogError where the request was cancelled."""
+        """Store a sealed chunk under its own new key. Raises LogError if the request was cancelled."""
 
     def offer(self, asked: StandbyCheckpointRequest, offer: bytes) -> None:
-        """Tell the writer that all chunks are there. Raises LogError."""
+        """Tell the writer that all chunks are written. Raises LogError."""
 
     def report_ready(self, *, is_ready: bool) -> None:
-        """Report that this standby's app is up to date, so that it could take over at once, or that it is not."""
+        """Report whether this standby's app is up to date, so that it could take over at once."""
 
     def close(self, wait_s: float) -> None:
         """Unregister, and wait for that at most ``wait_s``."""
 
 
 class EndpointWatch(Protocol):
-    """Watches the endpoint of an instance. Any thread."""
+    """Watch on the endpoint of an instance. Any thread."""
 
     endpoint: str | None
     """Endpoint of the latest known writer; None: not known yet."""
@@ -415,10 +411,10 @@ class EndpointWatch(Protocol):
 
 
 class HeldLog(Protocol):
-    """Log held by this process: no other can write it until it is released."""
+    """Log held by this process: no other process can write it until it is released."""
 
     def open(self, instance_name: str) -> Backend:
-        """Open the log for writing. Raises as :meth:`Place.open`."""
+        """Open the log for writing. Raises like :meth:`Place.open`."""
 
     def release(self) -> None: ...
 
@@ -426,15 +422,14 @@ class HeldLog(Protocol):
 class Options(Struct, frozen=True):
     """Options of a backend.
 
-    ``size_bytes``: initial size of the log; ``size_bytes_max``: its limit. None: the backend's own.
-
-    ``lease_s``: how long a silent writer keeps a log that other machines reach. ``endpoint``: where peers
-    reach this process. ``checkpoints_to``: the URL of a store for large checkpoints; "": they are in the log.
+    ``size_bytes``: initial size of the log; ``size_bytes_max``: its limit. None: the backend's default. ``lease_s``:
+    how long a silent writer keeps a log that other machines reach. ``endpoint``: where peers reach this process.
+    ``checkpoints_to``: the URL of a store for large checkpoints; "": they are in the log.
     """
 
     size_bytes: int | None = None
     size_bytes_max: int | None = None
-    allow_data_loss: bool = False  # even if a crash could lose acknowledged input
+    allow_data_loss: bool = False  # open the log even if a crash could lose acknowledged input
     lease_s: float = LEASE_S
     endpoint: str = ""
     checkpoints_to: str = ""
@@ -449,7 +444,7 @@ def only_in_folders(where: str, what: str) -> LogError:
 
 class Severity(Enum):
     NOTE = "note"  # nothing is lost
-    DAMAGE = "damage"  # something is not what was written, and recovery does not need it
+    DAMAGE = "damage"  # data differs from what was written, and recovery does not need it
     FATAL = "fatal"  # recovery will stop there, or go wrong
 
 
@@ -459,10 +454,10 @@ class Finding(Struct, frozen=True):
     severity: Severity
     place: str  # "file", "meta", "checkpoint 3", "record 812", "sources", ...
     message: str
-    records: tuple[int, int] | None = None  # the first and the last of those that are damaged or missing
+    records: tuple[int, int] | None = None  # the first and last damaged or missing record
 
 
-# Limits of one removal step: a commit may wait for it.
+# Limits of one removal step: a commit can wait for it.
 
 
 STEP_ROWS_MAX = 1024  # a millisecond or two
@@ -470,7 +465,7 @@ STEP_SIZE_BYTES_MAX = 16 << 20
 
 
 class RemovalBudget(Struct):
-    """Remaining rows and bytes that one step may remove; the row that uses them up is removed too."""
+    """Rows and bytes that one step can still remove; the row that exceeds the limit is removed too."""
 
     rows_left: int
     bytes_left: int
@@ -498,6 +493,6 @@ class RemovalBudget(Struct):
             last_key = key
         if last_key is None:
             return []
-        # Records end at an ID, for what has to know which was the last that went.
+        # Spans of records end at an ID, for code that needs to know the last removed record.
         stop = SEQUENCE_KEY.pack(SEQUENCE_KEY.unpack(last_key)[0] + 1) if table == "records" else last_key + b"\0"
         return [Span(table, first, stop)]

@@ -1,4 +1,4 @@
-"""Checkpoints in the log: writing them (chunks, then the header that completes them), trimming, standbys' offers."""
+"""Checkpoints in the log: writing (chunks, then the header that completes them), trimming, standbys' offers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from immortal.protocol.varint import Readable
 
 
 class PendingBlob(Struct):
-    """Chunks written so far of a blob whose header is not committed yet."""
+    """Chunks written so far for a blob without a committed header."""
 
     checkpoint_id: int
     chunk_count: int = 0
@@ -37,7 +37,7 @@ class PendingBlob(Struct):
         self.check = crc64(data, self.check)
 
     def require_complete(self, header: CheckpointHeader) -> None:
-        """Check that the blob has the size and CRC that its header says; this finds memory faults as well."""
+        """Check that the blob has the size and CRC in its header; this also finds memory faults."""
         require(
             (self.size_bytes, self.check) == (header.size_bytes, header.check),
             f"checkpoint {header.checkpoint_id} has {self.size_bytes} bytes with CRC {self.check:016x},"
@@ -46,13 +46,13 @@ class PendingBlob(Struct):
 
 
 class CheckpointWriter:
-    """Tracks the one blob being written, so that only a complete and valid one gets its header."""
+    """Writer of one blob at a time, so that only a complete and valid one gets its header."""
 
     def __init__(self) -> None:
         self._pending: PendingBlob | None = None
 
     def put_chunk(self, view: View, checkpoint_id: int, index: int, data: Readable) -> Changes:
-        """Return changes for a chunk; index 0 starts the blob anew. :meth:`chunk_committed` follows the commit."""
+        """Return changes for a chunk; index 0 begins a new blob. :meth:`chunk_committed` follows the commit."""
         changes = Changes()
         if index == 0:
             changes.deletes += _attempt(view, checkpoint_id)
@@ -72,9 +72,9 @@ class CheckpointWriter:
         self._pending.add(data)
 
     def put_header(self, view: View, header: CheckpointHeader, changes: Changes, *, adopts: bool = False) -> None:
-        """Header and outputs go into ``changes``; the blob must be there, with the header's size and CRC.
+        """Add header and outputs to ``changes``. The blob must be stored, with the header's size and CRC.
 
-        ``adopts``: somebody else has written it, and it was read and compared with its CRC since.
+        ``adopts``: another process has written the blob, and it was read and compared with its CRC since then.
         """
         pending = _blob_of_standby(view, header) if adopts else self._pending
         if pending is None or pending.checkpoint_id != header.checkpoint_id:
@@ -107,17 +107,15 @@ def _blob_of_standby(view: View, header: CheckpointHeader) -> PendingBlob:
 
 
 def checkpoint_spans(checkpoint_id: int) -> list[Span]:
-    """Return spans of a checkpoint's rows without its header."""
+    """Return the spans of a checkpoint's rows, except its header."""
     first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
     return [Span(table, first, end) for table in ("chunks", "outputs")]
 
 
 def _attempt(view: View, checkpoint_id: int) -> list[Span]:
-    """Return spans left by an earlier attempt under the same ID, which may have had more chunks than this one.
+    """Return the spans of an earlier attempt under the same ID, which can have had more chunks than this one.
 
-    A complete checkpoint that is damaged counts too: the core was not told of it, and uses its ID again.
-
-    So is a complete one that is damaged: the core was not told of it, and gives its ID away again.
+    A complete but damaged checkpoint counts too: the core was not told of it, and uses its ID again.
     """
     require(
         not view_queries.has_readable_header(view, checkpoint_id),
@@ -127,7 +125,7 @@ def _attempt(view: View, checkpoint_id: int) -> list[Span]:
 
 
 def half_written(view: View) -> Changes:
-    """Return changes that remove one bounded step of chunks without a header; none: there are no more."""
+    """Return changes that remove one bounded step of chunks without a header; no changes: there are no more."""
     budget, changes = RemovalBudget.step(), Changes()
     for table in ("chunks", "outputs"):
         checkpoint_id = 0
@@ -143,7 +141,7 @@ def half_written(view: View) -> Changes:
     return changes
 
 
-# Trimming: removes what no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-steps.md).
+# Trimming: removes data that no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-steps.md).
 
 
 class Retention(Struct, frozen=True):
@@ -162,9 +160,9 @@ class Retention(Struct, frozen=True):
     def oldest_kept(
         self, newest_first: Iterable[CheckpointHeader], size_bytes_behind: Callable[[CheckpointHeader], float]
     ) -> CheckpointHeader | None:
-        """Return the oldest checkpoint to keep; None where there is none at all.
+        """Return the oldest checkpoint to keep; None if there is no checkpoint.
 
-        ``size_bytes_behind``: the size of the records behind a checkpoint.
+        ``size_bytes_behind``: returns the size of the records after a checkpoint.
         """
         oldest = None
         least = self.keep_checkpoints or 1
@@ -188,9 +186,9 @@ class Retention(Struct, frozen=True):
 def trim_step(
     view: View, keep: Retention | None, damaged_ids: Collection[int], budget: RemovalBudget
 ) -> tuple[Changes, bool]:
-    """Return changes of one removal step, and True if spilled rows are among them.
+    """Return the changes of one removal step, and True if spilled rows are among them.
 
-    ``budget`` is exhausted if more may remain.
+    ``budget`` is exhausted if more can remain.
     """
     acknowledged = acknowledged_positions(view)
     changes = Changes()
@@ -213,7 +211,7 @@ def _trim_history(
 ) -> None:
     """Remove headers before their chunks, and before the records that they need.
 
-    A crash between two steps so never leaves a checkpoint that looks whole and is not.
+    So a crash between two steps never leaves an incomplete checkpoint that looks complete.
     """
     oldest = keep.oldest_kept(_valid_headers(view, damaged_ids), _sizes_behind(view))
     if oldest is None:
@@ -228,18 +226,18 @@ def _trim_history(
     changes.deletes += budget.spend_span(view, "verdicts", log_format.record_key(oldest.sequence_id + 1))
     for destination, mark in oldest.outputs.items():
         if not budget.exhausted:
-            # Also those before the checkpoint, while they wait: it may have left them where they are.
+            # Also impulses before the checkpoint that still wait: the checkpoint may have left them in the log.
             position = min(mark.position, acknowledged.get(destination, 0))
             changes.deletes += view_queries.trim(view, "impulses", destination, position, budget)
 
 
 def _sizes_behind(view: View) -> Callable[[CheckpointHeader], float]:
-    """Return a function that estimates the size of the records behind a checkpoint, in bytes.
+    """Return a function that estimates the size of the records after a checkpoint, in bytes.
 
-    The mean size of a record stands for each: to add up their sizes would read the whole log at each step.
+    It uses the mean size of a record: to add up all sizes would read the whole log in each step.
     """
 
-    @cache  # not before it is asked for: some backends count rows
+    @cache  # computed on first use: some backends count rows
     def measured() -> tuple[float, int]:
         size = view.size("records")
         return size.size_bytes / max(size.rows_count, 1), first_and_last_sequence_id(view)[1]
@@ -252,7 +250,7 @@ def _sizes_behind(view: View) -> Callable[[CheckpointHeader], float]:
 
 
 def _valid_headers(view: View, damaged_ids: Collection[int]) -> Iterator[CheckpointHeader]:
-    """Yield headers of all checkpoints, newest first, without those known to be damaged."""
+    """Yield the headers of all checkpoints, newest first, except those known to be damaged."""
     for key, value in view.scan_back("checkpoints"):
         with contextlib.suppress(DamagedLogError):
             header = log_format.decode_header(bytes(key), bytes(value)).header
@@ -260,7 +258,7 @@ def _valid_headers(view: View, damaged_ids: Collection[int]) -> Iterator[Checkpo
                 yield header
 
 
-# Offers: a standby's answer to the writer about a checkpoint whose chunks it has written.
+# Offers: a standby's answer to the writer, about a checkpoint whose chunks it has written.
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -273,7 +271,7 @@ def sealed_chunk(checkpoint_id: int, index: int, data: Readable) -> bytes:
 
 
 def encode_offer(offer: Offer) -> bytes:
-    """Encode an offer. Only the current writer reads it, so it is no part of the log's format."""
+    """Encode an offer. Only the current writer reads it, so it is not part of the log's format."""
     return _encode(offer)
 
 

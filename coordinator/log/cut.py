@@ -1,7 +1,7 @@
-"""Cuts the end of a log off on an operator's command, where a damaged record prevents recovery.
+"""Cuts off the end of a log on an operator's command, if a damaged record prevents recovery.
 
-The part to be cut is first copied, byte for byte and durably, into a log of its own next to this one. Then it is
-removed in one append, so a crash leaves the log either whole or cut.
+The part to be cut is first copied, byte for byte and durably, into a separate log next to this one. Then one append
+removes it, so a crash leaves the log either whole or cut.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _NOT_OF_THE_PART = (META_CUT, META_AUTHENTICATED, META_SEAL)
 
 
 class LogCutter:
-    """Keeps coordinators off the log, from the plan to the cut."""
+    """Cutter of one log. It excludes coordinators from the log, from the plan to the cut."""
 
     def __init__(self, log: Log, instance_name: str, keys: Sequence[LogKey] | None = None) -> None:
-        """``keys``: those that the log may be authenticated with.
+        """``keys``: possible keys of the log.
 
-        Raises LogLockedError where a coordinator writes the log, LogError where there is none, or none to be cut."""
+        Raises LogLockedError if a coordinator writes the log, LogError if there is no log, or it can't be cut."""
         self._place = place_of(log)
         self._instance_name = instance_name
         self._keys = keys
@@ -72,10 +72,10 @@ class LogCutter:
         )
 
     def cut(self, plan: CutPlan) -> Path:
-        """Carry out ``plan``; returns the folder with the part cut off, a log that can be opened for reading.
+        """Carry out ``plan``; return the folder with the removed part, a log that can be opened for reading.
 
-        What stays of an authenticated log is so with the same key; what was cut off is not. Raises LogError; the log is
-        as it was then.
+        The rest of an authenticated log stays authenticated with the same key; the removed part is not authenticated.
+        Raises LogError; then the log is unchanged.
         """
         backend = self._held.open(self._instance_name)
         try:
@@ -108,7 +108,7 @@ class LogCutter:
 
 
 def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Iterator[Row]:
-    """Yield rows of the log that the part cut off becomes, table by table, in the order of their keys."""
+    """Yield the rows of the removed part as a log, ordered by table and key."""
     spans = [*cut_spans(sequence_id, checkpoint_ids), *map(Span, _COPIED_WHOLE)]
     for span in sorted(spans):
         for key_view, value in view.scan(span.table, span.first):
@@ -121,11 +121,11 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
                 yield meta_row(META_FORMAT, log_format.FORMAT_VERSION)
             elif span.table != "meta" or key != META_TRIMMED:
                 yield span.table, key, value
-    # It begins where the cut was, and a cut at its beginning means nothing to it.
+    # The new log begins at the cut, and needs no mark of a cut at its beginning.
     yield meta_row(META_TRIMMED, sequence_id - 1)
 
 
-# Planning a cut: what it removes, what remains, and when it is refused.
+# Planning a cut: what it removes, what stays, and when it is refused.
 
 
 class CutRefusedError(LogError):
@@ -135,8 +135,8 @@ class CutRefusedError(LogError):
 class LostMessages(Struct, frozen=True):
     """Messages of one source (an instance, ONESELF or IMPULSES) that a cut removes.
 
-    ``first_position`` None: which ones is not known, at most those up to ``last_position``; no kept record has any of
-    this source, and of those to be cut the damaged ones can't tell.
+    ``first_position`` None: which ones is unknown, at most those up to ``last_position``; no kept record has any of
+    this source, and the removed records are too damaged to tell.
     """
 
     source: str
@@ -145,16 +145,16 @@ class LostMessages(Struct, frozen=True):
 
 
 class CutPlan(Struct, frozen=True):
-    """The records from ``sequence_id`` on are to be cut off."""
+    """Plan of a cut: it removes the records from ``sequence_id`` on."""
 
     sequence_id: int
     last_sequence_id: int
-    recovery_checkpoint_id: int  # recovery starts from this one afterwards
-    recovery_sequence_id: int  # ... and replays from the record behind this one
-    checkpoint_ids: list[int] = field(default_factory=list)  # readable ones that are cut as well
-    records_readable: int = 0  # among those to be cut
+    recovery_checkpoint_id: int  # recovery starts from this one after the cut
+    recovery_sequence_id: int  # ... and replays from the record after this one
+    checkpoint_ids: list[int] = field(default_factory=list)  # readable ones that are removed as well
+    records_readable: int = 0  # among the removed ones
     records_damaged: int = 0
-    first_damaged: int | None = None  # among those to be cut
+    first_damaged: int | None = None  # among the removed ones
     lost: list[LostMessages] = field(default_factory=list)
 
 
@@ -167,9 +167,9 @@ def plan_cut(
     on_finding: Callable[[Finding], None] = lambda finding: None,
     keys: Sequence[LogKey] | None = None,
 ) -> CutPlan:
-    """Judge a cut at ``sequence_id``. The caller holds the log's lock, and no reader is open in this process.
+    """Plan a cut at ``sequence_id``. The caller holds the log's lock, and no reader is open in this process.
 
-    ``force``: also where recovery does not need the record. Raises CutRefusedError, which says why, and LogError.
+    ``force``: plan it even if recovery does not need the record. Raises CutRefusedError with the reason, LogError.
     """
     verification = verify_log(log, instance_name, lock_held=True, keys=keys)
     unreadable = None
@@ -195,7 +195,7 @@ def _assess(
 ) -> tuple[int, int]:
     """Choose the checkpoint for a recovery after the cut: (ID, sequence ID). Raises CutRefusedError."""
     first, last = summary.first_sequence_id, summary.last_sequence_id
-    # Where records at the end are missing, the first that is not there is a place to cut: a checkpoint has seen it.
+    # If records at the end are missing, the first missing one is a valid place: a checkpoint covers it.
     newest = max((header.sequence_id for header in summary.checkpoints), default=-1)
     if not first <= sequence_id <= max(last, newest):
         kept = f"records {first} to {last}" if first <= last else "no record"
@@ -257,7 +257,7 @@ def _plan(
 
 
 def _positions(logged: LoggedValue, committer_id: int) -> dict[str, tuple[int, int]]:
-    """Return the first and last position of each source in a record; empty where it is damaged."""
+    """Return the first and last position of each source in a record; empty if it is damaged."""
     positions: dict[str, tuple[int, int]] = {}
     if logged.problem is not None:
         return positions
@@ -293,11 +293,11 @@ def _lost(
     return lost
 
 
-# Executing a cut: the rows that go.
+# Carrying out a cut: the rows that it removes.
 
 
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
-    """Return the spans of records from ``sequence_id`` on, their verdicts and dead letters, and those checkpoints."""
+    """Return the spans of records from ``sequence_id`` on, their verdicts and dead letters, and these checkpoints."""
     spans = [Span("records", SEQUENCE_KEY.pack(sequence_id))]
     spans += [Span(table, record_key(sequence_id)) for table in ("verdicts", "letters")]
     for checkpoint_id in checkpoint_ids:
@@ -306,7 +306,7 @@ def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
 
 
 def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Changes:
-    """Remove :func:`cut_spans`, and the versions that began there. Raises DamagedLogError."""
+    """Return changes that remove :func:`cut_spans`, and the versions that began there. Raises DamagedLogError."""
     changes = Changes(deletes=cut_spans(sequence_id, checkpoint_ids))
     changes.remove("meta", META_SUSPECT)
     for key_view, value in view.scan("versions"):
@@ -316,15 +316,15 @@ def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int])
     earlier = meta_value(view, META_CUT, INT)
     cuts = meta_value(view, META_CUTS, INTS) or []
     changes.puts.append(meta_row(META_CUT, sequence_id if earlier is None else min(earlier, sequence_id)))
-    # A cut in what is cut off now is no longer in this log.
+    # An earlier cut inside the removed part is no longer in this log.
     changes.puts.append(meta_row(META_CUTS, [one for one in cuts if one < sequence_id] + [sequence_id]))
     return changes
 
 
 def cut_checkpoint_ids(view: View, sequence_id: int) -> list[int]:
-    """Return the checkpoints that contain the record: sequence IDs never shrink from one checkpoint to the next.
+    """Return the checkpoints that contain the record: sequence IDs never fall from one checkpoint to the next.
 
-    One with an unreadable header goes with those behind the last that stays: it is of no use in either place.
+    One with an unreadable header is removed if it follows the last one that stays: it is useless in either log.
     """
     headers = list(stored_headers(view))
     staying = [

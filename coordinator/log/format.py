@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""Encodes keys and small values of the log's tables, in the terms of docs/LOG_FORMAT.md. No I/O."""
+"""Encodes keys and small values of the log's tables, as docs/LOG_FORMAT.md specifies. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.varint import Readable
 
 FORMAT_VERSION = 5
-AUTHENTICATED_VERSION = 6  # for a log with a key: an older program would write without MACs
+AUTHENTICATED_VERSION = 6  # of a log with a key: an older program would write without MACs
 FORMAT_VERSIONS_READ = (FORMAT_VERSION, AUTHENTICATED_VERSION)
 CRC_SIZE_BYTES = 8
 MAC_SIZE_BYTES = 16
@@ -56,7 +56,7 @@ META_CLIENTS_FORGOTTEN = b"clients_forgotten_ns"
 META_SUSPECT = b"suspect"
 META_AUTHENTICATED = b"authenticated"
 META_SEAL = b"seal"
-META_JOURNAL = b"journal"  # the nonce of the one without which the log is not whole
+META_JOURNAL = b"journal"  # the nonce of the journal that the log needs to be whole
 
 _encode = msgspec.msgpack.Encoder().encode
 INT = decoding.Decoder(int)
@@ -71,7 +71,7 @@ Decoded = TypeVar("Decoded")
 
 
 class _HeaderPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A checkpoint's header in the order in which it is stored."""
+    """Fields of a checkpoint's header, in their stored order."""
 
     checkpoint_id: int
     sequence_id: int
@@ -83,7 +83,7 @@ class _HeaderPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     outputs_size_bytes: int
     outputs_check: int
     version: int
-    open_calls: dict[str, list[int]] = {}  # left out where it is empty: older versions know nothing of it
+    open_calls: dict[str, list[int]] = {}  # left out if it is empty: older versions do not know it
 
 
 _HEADER = decoding.Decoder(_HeaderPayload)
@@ -100,7 +100,7 @@ _CLIENT = decoding.Decoder(_ClientPayload)
 
 
 class StoredHeader(Struct, frozen=True):
-    """A checkpoint's header as it is stored: ``unacknowledged`` of ``header`` is empty, it lies beside it."""
+    """Stored header of a checkpoint: ``unacknowledged`` of ``header`` is empty, as it is stored beside it."""
 
     header: CheckpointHeader
     chunk_count: int
@@ -133,7 +133,7 @@ def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
 
 
 def record_key(sequence_id: int) -> bytes:
-    """Return the first possible key in ``verdicts`` and ``letters`` of this record."""
+    """Return the first possible key of this record in ``verdicts`` and ``letters``."""
     return MESSAGE_KEY.pack(sequence_id, 0, 0, 0)
 
 
@@ -191,7 +191,7 @@ def seal_chunk(key: bytes, data: Readable) -> bytes:
 
 
 def unseal_chunk(key: bytes, value: Readable) -> bytes | None:
-    """Return a chunk's data, or None if it is damaged. It is copied first: what was checked is what is passed on."""
+    """Return a copy of a chunk's data, or None if it is damaged. The copy is checked, so exactly it is passed on."""
     data = bytes(value[CRC_SIZE_BYTES:])
     if not data or CRC.unpack_from(value)[0] != crc64(data, crc64(key)):
         return None
@@ -199,7 +199,7 @@ def unseal_chunk(key: bytes, value: Readable) -> bytes | None:
 
 
 def encode_header(header: CheckpointHeader, chunk_count: int, outputs: bytes) -> bytes:
-    """Encode a checkpoint's sealed header; ``outputs`` is what :func:`encode_outputs` made."""
+    """Encode a checkpoint's sealed header; ``outputs``: the result of :func:`encode_outputs`."""
     payload = _HeaderPayload(
         checkpoint_id=header.checkpoint_id,
         sequence_id=header.sequence_id,
@@ -243,7 +243,7 @@ def decode_version_start(key: bytes, value: bytes) -> VersionStart:
 
 
 def encode_outputs(unacknowledged: Mapping[str, Sequence[OutputBatch]]) -> bytes:
-    """Encode all unacknowledged outputs as one value; b"" when there are none."""
+    """Encode all unacknowledged outputs as one value; b"" if there are none."""
     rows: dict[str, Any] = {
         name: [(batch.first_position, batch.count, batch.payload) for batch in batches]
         for name, batches in unacknowledged.items()
@@ -263,7 +263,7 @@ def encode_batch(table: bytes, key: bytes, count: int, payload: bytes) -> bytes:
 
 
 def decode_batch_count(table: bytes, key: bytes, value: Readable) -> int:
-    """Decode the count of a row, without touching its payload. Raises DamagedLogError."""
+    """Decode the count of a row, without reading its payload. Raises DamagedLogError."""
     if len(value) >= _BATCH_HEAD.size:
         check, count, payload_check = _BATCH_HEAD.unpack_from(value)
         if check == crc64(_BATCH_COUNTED.pack(count, payload_check), crc64(table + b"\0" + key)):

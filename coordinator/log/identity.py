@@ -1,9 +1,6 @@
-"""Identity of a log, and the moments of it that an operator names.
+"""Identity of a log: owner, format, first and last record; checks of its values; and moments named by operators.
 
-Identity of a log: its owner, its format, its first and last record; and checks that a value is the record it should
-be.
-
-Moments of a log as an operator gives them: a record's number or a time.
+A check ensures that a value is the right record of this log. A moment is a record's number or a time.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from immortal.protocol.record import RecordHeader, verify_record
 from immortal.protocol.trailer import Trailer, check_trailer, decode_trailer
 from immortal.protocol.varint import Readable
 
-_IDENTITY = struct.Struct("<QQ")  # committer ID, when the log was made
+_IDENTITY = struct.Struct("<QQ")  # committer ID, time of creation
 
 
 class TableReader(Protocol):
@@ -48,7 +45,7 @@ class LogIdentity(Struct, frozen=True):
 
     @property
     def check(self) -> int:
-        """Initial value for the CRCs of files beside the tables: a file of another log never matches."""
+        """Initial value for the CRCs of files beside the tables, so that a file of another log never matches."""
         return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
 
     def rows(self) -> list[tuple[str, bytes, bytes]]:
@@ -69,13 +66,13 @@ def meta_row(key: bytes, payload: object) -> tuple[str, bytes, bytes]:
 def meta_value(
     view: TableReader, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
 ) -> log_format.Decoded | None:
-    """Return a value of the meta table, None when absent. Raises DamagedLogError."""
+    """Return a value of the meta table; None if it is absent. Raises DamagedLogError."""
     value = view.get("meta", key)
     return None if value is None else log_format.unseal(b"meta", key, bytes(value), decoder)
 
 
 def first_and_last_sequence_id(view: TableReader) -> tuple[int, int]:
-    """Return the first and last kept record; first is last + 1 when there is none. Raises DamagedLogError."""
+    """Return the first and last kept record; first is last + 1 if there is none. Raises DamagedLogError."""
     for key, _ in view.scan("records"):
         (first,) = SEQUENCE_KEY.unpack(key)
         return first, SEQUENCE_KEY.unpack(next(view.scan_back("records"))[0])[0]
@@ -98,7 +95,7 @@ def read_identity(view: TableReader, where: str, instance_name: str | None) -> L
 
 
 def check_format(view: TableReader, where: str) -> int:
-    """Return the format version if this program reads it. Raises LogFormatError if not, DamagedLogError."""
+    """Return the format version. Raises LogFormatError if this program does not read it, DamagedLogError."""
     version = _required(view, where, log_format.META_FORMAT, log_format.INT)
     if version in log_format.FORMAT_VERSIONS_READ:
         return version
@@ -121,11 +118,11 @@ def _required(
     return value
 
 
-# Checks of a log value: its record, its trailer, and that both belong to this place in this log.
+# Checks of a log value: its record, its trailer, and that both belong to this position of this log.
 
 
 def verify_value(value: Readable, expected_sequence_id: int, committer_id: int) -> tuple[RecordHeader, Trailer]:
-    """Check and decode a value of the log. Raises DamagedLogError, which says what is damaged."""
+    """Check and decode a value of the log. Raises DamagedLogError with the damage."""
     header = _verify_record(value, expected_sequence_id, committer_id)
     try:
         return header, decode_trailer(value[header.size_bytes :], header.check)
@@ -134,9 +131,7 @@ def verify_value(value: Readable, expected_sequence_id: int, committer_id: int) 
 
 
 def check_value(value: Readable, expected_sequence_id: int, committer_id: int) -> RecordHeader:
-    """Check a value on its way to the app: like :func:`verify_value`, but the trailer is not decoded, its CRC is
-    checked.
-    """
+    """Check a value for the app like :func:`verify_value`; check the trailer's CRC without decoding it."""
     header = _verify_record(value, expected_sequence_id, committer_id)
     try:
         check_trailer(memoryview(value)[header.size_bytes :], header.check)
@@ -146,7 +141,7 @@ def check_value(value: Readable, expected_sequence_id: int, committer_id: int) -
 
 
 def logged_time_ns(value: Readable, sequence_id: int, committer_id: int) -> int:
-    """Return the time of a record; 0 where it is damaged, which reading it reports."""
+    """Return the time of a record; 0 if it is damaged, which is reported when it is read."""
     try:
         return verify_value(value, sequence_id, committer_id)[1].time_ns
     except DamagedLogError:
@@ -196,17 +191,17 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Time(Struct, frozen=True):
-    """A point in time: ``ns`` since 1970, UTC."""
+    """Point in time: ``ns`` since 1970, UTC."""
 
     ns: int
 
 
 class MomentError(LogError):
-    """Raised if a text names no moment, or a moment that the log does not have."""
+    """Raised if a text is not a moment, or names a moment that the log does not have."""
 
 
 def parse_moment(text: str) -> int | Time:
-    """Return the sequence ID or the time that ``text`` gives. A time without a zone is UTC; "10m" is before now.
+    """Return the sequence ID or time that ``text`` gives. A time without a zone is UTC; "10m" means before now.
 
     Raises MomentError.
     """

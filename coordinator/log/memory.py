@@ -1,4 +1,4 @@
-"""Store in memory that crashes, fails and rots when a test says so: for tests and the simulation."""
+"""Store in memory that crashes, fails and corrupts data on a test's order: for tests and the simulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MemoryLogStore(RowLogStore):
     backend: MemoryBackend
 
     def __init__(self, committer_id: int = 1, durable: MemoryTables | None = None) -> None:
-        """``durable``: what there is of it already."""
+        """``durable``: its earlier durable data."""
         if durable is None:
             durable = MemoryTables()
             for row in LogIdentity(FORMAT_VERSION, NAME, committer_id, 0).rows():
@@ -42,7 +42,7 @@ class MemoryLogStore(RowLogStore):
         return self.backend.durable.last_sequence_id()
 
     def copy(self) -> MemoryLogStore:
-        """Copy the durable data into a store of its own."""
+        """Copy the durable data into a separate store."""
         store = MemoryLogStore(durable=self.backend.durable.copy())
         store.impulses_loaded_size_bytes_max = self.impulses_loaded_size_bytes_max
         store.free_bytes = self.free_bytes
@@ -50,7 +50,7 @@ class MemoryLogStore(RowLogStore):
         return store
 
     def crash(self) -> MemoryLogStore:
-        """Return a fresh store with the durable data; this one accepts nothing more."""
+        """Return a new store with the durable data; this one accepts no further writes."""
         store = self.copy()
         self.backend.failure = LogError("this log is closed: its process crashed")
         return store
@@ -68,11 +68,11 @@ class MemoryLogStore(RowLogStore):
         self.backend.durable.flip("chunks", CHUNK_KEY.pack(checkpoint_id, index), CRC_SIZE_BYTES)
 
     def cut(self, sequence_id: int) -> None:
-        """Remove the records from ``sequence_id`` on and the checkpoints that have seen them, as `immortal recover`."""
+        """Remove the records from ``sequence_id`` on and the checkpoints that contain them, like `immortal recover`."""
         with self.backend.view() as view:
             self._write_changes(rows_removed_by_cut(view, sequence_id, cut_checkpoint_ids(view, sequence_id)))
             self._last_sequence_id = min(self._last_sequence_id, sequence_id - 1)
 
     def audit(self) -> list[AuditEntry]:
-        """Operators' actions that the log has, oldest first."""
+        """Return operators' actions in the log, oldest first."""
         return verdicts.load_audit(self.backend.durable, [])

@@ -1,9 +1,9 @@
-"""Makes and opens logs by URL. Only this module knows which backends exist.
+"""Creates and opens logs by URL. Only this module knows which backends exist.
 
-``lmdb:PATH``, or a path alone, is a log in a folder; ``postgresql://...#NAME`` is one in a database; ``memory:NAME`` is
-one in this process, for tests. ``s3://...#NAME`` and the like are archives, which are only read. A backend of another
-package is an entry point of the group ``immortal.log_backends``: its name is the scheme, its value (``module:Class``) a
-:class:`immortal.coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
+``lmdb:PATH``, or only a path, is a log in a folder; ``postgresql://...#NAME`` is one in a database; ``memory:NAME`` is
+one in this process, for tests. ``s3://...#NAME`` and similar URLs are archives, which are only read. A backend of
+another package is an entry point of the group ``immortal.log_backends``: its name is the scheme, its value
+(``module:Class``) a :class:`immortal.coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENTRY_POINTS = "immortal.log_backends"
 
 
 Log: TypeAlias = str | os.PathLike[str] | Place
-"""A URL, a path, or what either means."""
+"""Log given as a URL, a path, or the place that either means."""
 
 
 def place_of(log: Log) -> Place:
@@ -60,7 +60,7 @@ def place_of(log: Log) -> Place:
 
 @functools.cache
 def backend_of(scheme: str) -> type[Place]:
-    """Return the class of the places with this scheme. Raises LogError."""
+    """Return the class of places with this scheme. Raises LogError."""
     known = BACKENDS.get(scheme) or ARCHIVES.get(scheme)
     if known is not None:
         module, _, name = known.partition(":")
@@ -81,12 +81,12 @@ def backend_of(scheme: str) -> type[Place]:
 
 
 def log_exists(log: Log) -> bool:
-    """True if the log exists. Raises LogError."""
+    """Return True if the log exists. Raises LogError."""
     return place_of(log).exists()
 
 
 def is_locked(log: Log) -> bool:
-    """True while a process writes this log. Raises LogError."""
+    """Return True while a process writes this log. Raises LogError."""
     return place_of(log).is_live()
 
 
@@ -104,14 +104,13 @@ def create_log(
     endpoint: str = "",
     checkpoints_to: str = "",
 ) -> RowLogStore:
-    """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
+    """Create a new log and open it for writing. Without ``committer_id`` a random one is drawn.
 
-    ``first_sequence_id``: what comes before that record counts as trimmed away. ``allow_data_loss``: also where a crash
-    of its server could lose what was acknowledged. ``lease_s``, ``endpoint``, ``checkpoints_to``: see
-    :class:`Options`.
+    ``first_sequence_id``: earlier records count as trimmed. ``allow_data_loss``: create it even if a crash of its
+    server could lose acknowledged input. ``lease_s``, ``endpoint``, ``checkpoints_to``: see :class:`Options`.
 
-    ``keys``: it is authenticated with the first of them. What a start leaves that was cut off does not count. Raises
-    LogFormatError where there is a log already, LogFullError.
+    ``keys``: the first one authenticates the log. Remains of an interrupted creation do not count. Raises
+    LogFormatError if there is already a log, LogFullError.
     """
     if committer_id is None:
         committer_id = secrets.randbelow(log_format.COMMITTER_ID_MAX) + 1
@@ -144,8 +143,8 @@ def open_log(
 ) -> RowLogStore:
     """Open a log for writing.
 
-    ``keys``: those that it may be authenticated with, the one in use first; a log of another one of them gets that one.
-    ``adopt``: give the key to a log without one, as it is. ``accept``: give it to any log, by an operator's order.
+    ``keys``: possible keys, the current one first; a log with another of them gets the current one. ``adopt``: give the
+    key to a log without one, as it is. ``accept``: give it to any log, on an operator's order.
 
     Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
     not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
@@ -157,7 +156,7 @@ def open_log(
 
 
 def _store(backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, accept: bool = False) -> RowLogStore:
-    """Return a store that owns the backend; if that fails, close the backend."""
+    """Return a store that owns the backend; close the backend if that fails."""
     try:
         return RowLogStore(backend, keys, adopt=adopt, accept=accept)
     except BaseException:
@@ -168,15 +167,15 @@ def _store(backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, acc
 def open_reader(
     log: Log, instance_name: str | None = None, *, keys: Sequence[LogKey] | None = None, check: bool = True
 ) -> LogReader:
-    """Open a log for reading only, also while a coordinator of another process writes it.
+    """Open a log for reading only, also while a coordinator in another process writes it.
 
-    ``keys``: those that it may be authenticated with; None: that is not looked at. ``check``: its small tables as well,
-    now, beside each record and chunk when it is read.
+    ``keys``: possible keys; None: authenticity is not checked. ``check``: also check the small tables now; each record
+    and chunk is checked when it is read.
 
-    Raises LogKeyError and ForgedLogError as :func:`open_log`, LogFormatError, LogIdentityError, DamagedLogError,
-    LogLockedError when this process has it open already.
+    Raises LogKeyError and ForgedLogError like :func:`open_log`, LogFormatError, LogIdentityError, DamagedLogError,
+    LogLockedError if this process already has it open.
     """
-    from immortal.coordinator.log.reader import LogReader  # here, as in immortal.coordinator.log
+    from immortal.coordinator.log.reader import LogReader  # imported here, as in immortal.coordinator.log
 
     reader = LogReader(place_of(log).open_reader(instance_name))
     try:

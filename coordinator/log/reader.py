@@ -1,4 +1,4 @@
-"""Reads a log beside its live writer: for ``immortal log show``, status, time travel, the pipeline."""
+"""Reads a log beside its live writer: for ``immortal log show``, status, time travel and the pipeline."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ SCAN_SIZE_BYTES_MAX = 8 << 20
 
 
 class TrimmedError(LogError):
-    """Raised when a requested record was trimmed, perhaps since the reader was opened."""
+    """Raised if a requested record was trimmed, perhaps after the reader was opened."""
 
 
 class LoggedValue(Struct, frozen=True):
-    """Record with its trailer, as stored. ``problem`` describes its damage, None if there is none.
+    """Stored record with its trailer. ``problem``: its damage; None if there is none.
 
-    ``value`` is empty where the record is missing; then ``last_sequence_id`` is the last of those missing in a row.
+    ``value`` is empty if the record is missing; then ``last_sequence_id`` is the last one of the gap.
     """
 
     sequence_id: int
@@ -57,18 +57,18 @@ class LoggedValue(Struct, frozen=True):
 
 
 class LogReader:
-    """Made by :func:`immortal.coordinator.log.open_reader`. For one thread; no view stays open between calls."""
+    """Reader of one log, from :func:`immortal.coordinator.log.open_reader`. No view stays open between calls."""
 
     def __init__(self, backend: ReadBackend) -> None:
         self.where = backend.where
         self.identity = backend.identity
         self.problems: list[str] = []
         self.macs: Macs | None = None
-        """None: the log is not authenticated, or that is not looked at."""
+        """MACs of the log; None: it is not authenticated, or its authenticity is not checked."""
         self.trusts_pickle = False
-        """Tell whether a state that pickle wrote may be read, which runs what is in it (instances.own_logs)."""
+        """True if a state written by pickle can be read, which runs code in it (instances.own_logs)."""
         self.sequence_id_read_max = -1
-        """The last record that :meth:`last_sequence_id` has ever told of."""
+        """Highest record ID that :meth:`last_sequence_id` has returned."""
         self._backend = backend
 
     def __enter__(self) -> LogReader:
@@ -78,10 +78,9 @@ class LogReader:
         self.close()
 
     def authenticate(self, keys: Sequence[LogKey], *, check: bool = True) -> None:
-        """Check MACs from here on: a record or chunk written without the log's key counts as damage, if the log has a
-        key.
+        """Check MACs from here on: if the log has a key, a record or chunk written without it counts as damage.
 
-        ``check``: the other tables now. Raises LogKeyError where the key is not among ``keys``, ForgedLogError.
+        ``check``: also check the other tables now. Raises LogKeyError if the key is not among ``keys``, ForgedLogError.
         """
         marker = self.marker
         if marker is None:
@@ -94,7 +93,7 @@ class LogReader:
 
     @property
     def marker(self) -> Marker | None:
-        """Marker of the log's authentication, checked or not; None where it has none."""
+        """Marker of the log's authentication, checked or not; None if it has none."""
         with self.view() as view:
             return read_marker(view)
 
@@ -113,22 +112,22 @@ class LogReader:
         with self.view() as view:
             summary = view_queries.load_summary(view, self.identity.committer_id, self._load_outputs, problems)
         self.problems = problems
-        self.release()  # the heads of rows were looked at, and whole rows mapped
+        self.release()  # only heads of rows were read, but whole rows are mapped
         return summary
 
     def ends(self) -> tuple[int, int]:
-        """Read the IDs of the first and last kept record; the first is last + 1 where there is none."""
+        """Read the IDs of the first and last kept record; the first is last + 1 if there is none."""
         with self.view() as view:
             return first_and_last_sequence_id(view)
 
     def last_sequence_id(self) -> int:
-        """Read the last record's ID; -1 in a new log. Cheap enough for polling a live log."""
+        """Read the last record's ID; -1 in a new log. Cheap enough to poll a live log."""
         last = self.ends()[1]
         self.sequence_id_read_max = max(self.sequence_id_read_max, last)
         return last
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
-        """Read checked values, like :meth:`RowLogStore.read`; behind the last record an empty list."""
+        """Read checked values, like :meth:`RowLogStore.read`; an empty list after the last record."""
         with self.view() as view:
             values, gap = view_queries.collect_values(view, first_sequence_id, size_bytes_max)
             are = authenticate_records(view, self.macs, enumerate(values, first_sequence_id))
@@ -140,9 +139,9 @@ class LogReader:
     def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]:
         """Yield the checked values (record + trailer) of the range, both ends included, in order and without a gap.
 
-        It ends behind ``last_sequence_id``, or behind what is the last record when it gets there: to follow a live
-        log, call it again from there. Raises TrimmedError for a record that is no longer kept, DamagedLogError for one
-        that is damaged or missing. As :meth:`records` it never holds back the writer.
+        It ends after ``last_sequence_id``, or after the log's last record at that time: to follow a live log, call it
+        again from there. Raises TrimmedError for a record that is no longer kept, DamagedLogError for one that is
+        damaged or missing. Like :meth:`records` it never delays the writer.
         """
         expected = max(first_sequence_id, 0)
         while True:
@@ -166,9 +165,8 @@ class LogReader:
     ) -> Iterator[LoggedValue]:
         """Yield the records of the range, both ends included (None: the log's own), and markers for damage and gaps.
 
-        A scan never holds back the writer: its view is renewed every SCAN_ROWS_MAX records or
-        SCAN_SIZE_BYTES_MAX.
-        Without ``last_sequence_id`` it goes on to what is the last record when it gets there.
+        A scan never delays the writer: its view is renewed every SCAN_ROWS_MAX records or SCAN_SIZE_BYTES_MAX. Without
+        ``last_sequence_id`` it continues to the log's last record at that time.
         """
         first, _ = self.ends()
         expected = first if first_sequence_id is None else max(first_sequence_id, first)
@@ -192,7 +190,7 @@ class LogReader:
             return read_chunk(view, self.macs, checkpoint_id, index)
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
-        """Read the chunks of a blob in order, each checked; behind the last one the whole blob is checked.
+        """Read and check the chunks of a blob in order; after the last one, check the whole blob.
 
         Raises TrimmedError for a checkpoint that is no longer kept, or never was; DamagedCheckpointError.
         """
@@ -217,22 +215,22 @@ class LogReader:
             )
 
     def verdicts(self) -> list[Verdict]:
-        """Return verdicts on the records that are kept, in their order. Raises DamagedLogError."""
+        """Return the verdicts on the kept records, in order. Raises DamagedLogError."""
         with self.view() as view:
             return verdicts.load_verdicts(view, first_and_last_sequence_id(view)[0])
 
     def last_verdicts(self, count_max: int) -> list[Verdict]:
-        """Read the last verdicts on records that are kept, the newest first. Raises DamagedLogError."""
+        """Read the last verdicts on kept records, newest first. Raises DamagedLogError."""
         with self.view() as view:
             return verdicts.load_last_verdicts(view, count_max)
 
     def letter(self, key: MessageKey) -> Letter | None:
-        """Return a dead letter; None where there is none. Raises DamagedLogError."""
+        """Return a dead letter; None if there is none. Raises DamagedLogError."""
         with self.view() as view:
             return verdicts.load_dead_letter(view, key)
 
     def letters(self) -> Iterator[Letter]:
-        """Read dead letters in the order of their records; damaged ones are left out and go to :attr:`problems`."""
+        """Read dead letters in the order of their records; damaged ones are described in :attr:`problems`."""
         self.problems = []
         with self.view() as view:
             keys = list(verdicts.dead_letter_sizes(view))
@@ -242,11 +240,11 @@ class LogReader:
             except DamagedLogError as error:
                 self.problems.append(f"{error}: it is left out")
                 continue
-            if letter is not None:  # else it was retried or dropped meanwhile
+            if letter is not None:  # otherwise it was retried or dropped since then
                 yield letter
 
     def audit(self) -> list[AuditEntry]:
-        """Operators' actions, oldest first; a damaged entry is left out and described in :attr:`problems`."""
+        """Return operators' actions, oldest first; leave out damaged ones and describe them in :attr:`problems`."""
         self.problems = []
         with self.view() as view:
             return verdicts.load_audit(view, self.problems)
@@ -256,19 +254,19 @@ class LogReader:
         return self._backend.view(copies=copies)
 
     def is_live(self) -> bool:
-        """True while a process writes this log."""
+        """Return True while a process writes this log."""
         return self._backend.is_live()
 
     def findings(self) -> Iterator[Finding]:
-        """Find damage in what the backend keeps beside the rows. Raises DamagedLogError where the log is unreadable."""
+        """Find damage in the backend's data beside the rows. Raises DamagedLogError if the log is unreadable."""
         return self._backend.findings(None if self.macs is None else self.macs.mark)
 
     def count_bytes_touched(self, size_bytes: int) -> None:
-        """Report that ``size_bytes`` were read: a scan of a large log must not make this process as large as it."""
+        """Report that ``size_bytes`` were read, so that a scan of a large log does not fill this process's memory."""
         self._backend.count_bytes_touched(size_bytes)
 
     def release(self) -> None:
-        """Give back the memory that reading took. Call it before a pause in reading."""
+        """Free the memory that reading took. Call it before a pause in reading."""
         self._backend.release()
 
     def close(self) -> None:
@@ -279,7 +277,7 @@ class LogReader:
             return view_queries.load_outputs(view, stored)
 
     def _scan_to_last(self, first: int, last: int | None) -> tuple[list[tuple[int, bytes]], list[bool], int]:
-        """Return authentic rows, and the ID of the last record at that moment: it tells the log's end from a gap."""
+        """Return rows, whether each is authentic, and the last record's ID then, to tell the log's end from a gap."""
         with self.view() as view:
             rows = _scan(view, first, last)
             last_there = first_and_last_sequence_id(view)[1]
@@ -304,7 +302,7 @@ class LogReader:
             ) from None
 
     def _not_there(self, sequence_id: int) -> LogError:
-        """Return the error that says why a record below the last one is not in the log."""
+        """Return the error that explains why a record before the last one is not in the log."""
         if self._trimmed(sequence_id):
             first, _ = self.ends()
             return TrimmedError(
@@ -321,14 +319,14 @@ class LogReader:
         return None
 
     def _trimmed(self, sequence_id: int) -> bool:
-        """True if the writer has removed that record, perhaps since a scan began."""
+        """Return True if the writer has removed that record, perhaps after a scan began."""
         with self.view() as view:
             trimmed = meta_value(view, META_TRIMMED, INT)
         return trimmed is not None and sequence_id <= trimmed
 
 
 def _missing(first: int, last: int) -> LoggedValue:
-    """Return a marker for a whole gap of records: a damaged key may make it look 2^63 records wide."""
+    """Return one marker for a whole gap of records: a damaged key can make it look 2^63 records wide."""
     what = f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
     return LoggedValue(first, b"", what, last)
 
@@ -351,13 +349,13 @@ def _scan(view: View, first: int, last: int | None) -> list[tuple[int, bytes]]:
 
 
 class RecordSource(Protocol):
-    """A log open for reading: :class:`immortal.coordinator.log.LogReader` is one."""
+    """Log open for reading, as a replay needs it: :class:`immortal.coordinator.log.LogReader` is one."""
 
     identity: LogIdentity
     problems: list[str]
-    """Data that the last summary left out, as messages."""
+    """Messages about data that the last summary left out."""
     trusts_pickle: bool
-    """True if a state written by pickle may be read, which runs code in it."""
+    """True if a state written by pickle can be read, which runs code in it."""
 
     def summary(self) -> LogSummary: ...
 

@@ -1,10 +1,8 @@
-"""Contents of a logged record: its messages, and its fields as plain values.
-
-Finds messages inside a logged record: its batches, one message of it, or only its first few.
+"""Contents of a logged record: its batches and messages, as bytes or as plain values.
 
 Messages are counted from 0 through the whole record, as the app counts them: RPCs, and the initial message.
 
-Decodes one record in plain Python: records that pipeline.decode leaves, and damaged ones for error messages.
+Decoding here is plain Python. It is for records that pipeline.decode leaves, and for messages about damaged ones.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from immortal.protocol.readers import Record
 from immortal.protocol.record import HEADER_SIZE_BYTES, RecordHeader, decode_header, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
 
-_NO_INPUT = (MessageType.RECORD_TIME, MessageType.INSTANCE_NAME)  # in front of the batches, and not counted
+_NO_INPUT = (MessageType.RECORD_TIME, MessageType.INSTANCE_NAME)  # before the batches, and not counted
 
 
 class NoSuchMessageError(ImmortalError):
@@ -58,7 +56,7 @@ class Batch(Struct, frozen=True):
 
 
 def record_of(value: bytes) -> Record:
-    """Return the record at the start of a log's value, which was checked before."""
+    """Return the record at the start of a checked value of the log."""
     header = decode_header(value)
     return Record(header, value[HEADER_SIZE_BYTES : header.size_bytes])
 
@@ -84,10 +82,10 @@ def batches(content: bytes) -> Iterator[Batch]:
 
 
 def message_at(content: bytes, index: int) -> bytes | None:
-    """Return the message ``index`` of a record, whole; None if there is none. Raises RemoteProtocolError."""
+    """Return the whole message ``index`` of a record; None if there is none. Raises RemoteProtocolError."""
     for batch in batches(content):
         if batch.message_type == MessageType.INITIAL_MESSAGE and index == 0:
-            return batch.payload  # which may be any bytes
+            return batch.payload  # which can be any bytes
         if index < batch.count:
             start = offset_after(batch.payload, index, batch.count)
             return batch.payload[start : decode_message(batch.payload, start)[2]]
@@ -102,7 +100,7 @@ def rpc_of(message: bytes) -> IncomingRpc:
 
 
 def shown_arguments(rpc: IncomingRpc) -> list[Any] | None:
-    """Return the arguments of a call without its caller, or the value of an answer; None for other than the SDK's."""
+    """Return a call's arguments without its caller, or an answer's value; None if the SDK did not encode them."""
     try:
         values = decoding.decode_shown(rpc.arguments)
     except decoding.DecodeError:
@@ -115,9 +113,9 @@ def shown_arguments(rpc: IncomingRpc) -> list[Any] | None:
 
 
 def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
-    """Return who waits for the answer to a call, and its number there; None: nobody does, or it is not of the SDK."""
+    """Return the waiting caller of a call, and its call number; None: nobody waits, or the SDK did not encode it."""
     data = encode_incoming_data(rpc.method_id, rpc.rpc_type, rpc.arguments, rpc.kind)
-    caller = decode_caller(data, 0, len(data))  # which looks no further: the arguments may be nested deeply
+    caller = decode_caller(data, 0, len(data))  # decodes no further: the arguments can be nested deeply
     return None if caller is None else (caller.name, caller.number)
 
 
@@ -174,7 +172,7 @@ RPC_KIND_NAMES = ("call", "returned_value", "returned_nothing", "raised")  # by 
 
 @dataclass(frozen=True, slots=True)
 class DecodedMessage:
-    """Message of a record. An initial message that wraps no RPC has neither method ID nor RPC type."""
+    """Message of a record. ``rpc``: None for an initial message that wraps no RPC."""
 
     source: BatchSource
     position: int
@@ -214,9 +212,9 @@ def _messages(content: bytes, trailer: Trailer) -> Iterator[DecodedMessage]:
 
 
 def packed_batches(content: bytes, trailer: Trailer) -> Iterator[tuple[BatchSource, bytes]]:
-    """Yield the batches of a record in order: what the trailer says of each, and its messages as they are packed.
+    """Yield the batches of a record in order: the trailer's entry, and the packed messages.
 
-    Of an initial message it is the message's data. Raises RemoteProtocolError where content and trailer do not fit.
+    For an initial message the latter are its data. Raises RemoteProtocolError if content and trailer do not fit.
     """
     sources, offset = iter(trailer.batches), 0
     for number, (message_type, start, end) in enumerate(decode_messages(content)):
@@ -224,7 +222,7 @@ def packed_batches(content: bytes, trailer: Trailer) -> Iterator[tuple[BatchSour
         if message_type == MessageType.RECORD_TIME and number == 0:
             decode_record_time(content, start, end)
             continue
-        if message_type == MessageType.INSTANCE_NAME:  # in record 0, in front of the initial message; no input
+        if message_type == MessageType.INSTANCE_NAME:  # in record 0, before the initial message; no input
             continue
         source = next(sources, None)
         if source is None:
@@ -240,7 +238,7 @@ def packed_batches(content: bytes, trailer: Trailer) -> Iterator[tuple[BatchSour
 
 
 def _initial_rpc(data: bytes) -> IncomingRpc | None:
-    """Decode the RPC that an initial message usually wraps. It may be any bytes."""
+    """Decode the RPC that an initial message usually wraps; None if it is something else."""
     try:
         message_type, start, end = decode_message(data)
         return decode_incoming_rpc(data, start, end) if message_type == MessageType.RPC and end == len(data) else None
@@ -252,10 +250,10 @@ def _initial_rpc(data: bytes) -> IncomingRpc | None:
 
 
 def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, end: int | None = None) -> int:
-    """Find the first of the records ``first`` to ``end`` - 1 (None: all) that may be from ``time_ns`` or later;
-    ``end``, or the ID behind the last record, where all are earlier.
+    """Find the first of the records ``first`` to ``end`` - 1 (None: all) that can be from ``time_ns`` or later. Return
+    ``end``, or the ID after the last record, if all are earlier.
 
-    The time of records never goes back. One that is damaged counts as the next sound one.
+    The time of records never goes back. A damaged record counts like the next undamaged one.
     """
     first_kept, last = reader.ends()
     first = first_kept if first is None else first
@@ -263,7 +261,7 @@ def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, e
     while first < end:
         middle = (first + end) // 2
         found = _time_from(reader, middle, end)
-        if found is None:  # no sound record follows: the rest may be of any time
+        if found is None:  # no undamaged record follows: the rest can be of any time
             end = middle
         elif found[1] < time_ns:
             first = found[0] + 1
@@ -273,7 +271,7 @@ def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, e
 
 
 def _time_from(reader: LogReader, first: int, end: int) -> tuple[int, int] | None:
-    """Find the first sound record from ``first`` on: (sequence ID, time)."""
+    """Find the first undamaged record from ``first`` on: (sequence ID, time)."""
     for sequence_id in range(first, end):
         for logged in reader.records(sequence_id, sequence_id):
             record = logged.problem or read_record(logged.value, sequence_id, reader.identity.committer_id, whole=False)

@@ -1,8 +1,7 @@
-"""Repairs damaged rows of the table ``sources`` from what else the log knows.
+"""Repairs damaged rows of the table ``sources`` from other data of the log.
 
-A row with one flipped bit is restored. Another row is rebuilt from the last record that holds a batch of that stream,
-if the log also knows the sender's committer ID: otherwise a sender with another log could be taken for the original
-one.
+A row with one flipped bit is restored. Another row is rebuilt from the last record with a batch of that stream, if the
+log also has the sender's committer ID: otherwise a sender with another log could be taken for the original one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _TABLE = b"sources"
 
 
 class RepairedSource(Struct, frozen=True):
-    """Row to replace the damaged one at ``damaged_key``. ``how``: where its value comes from, as a message."""
+    """Row to replace the damaged one at ``damaged_key``. ``how``: message about the source of its value."""
 
     damaged_key: bytes
     key: bytes
@@ -34,7 +33,7 @@ class RepairedSource(Struct, frozen=True):
 
 
 def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
-    """Plan the replacement of each damaged row. Raises DamagedLogError where the right value cannot be known."""
+    """Plan the replacement of each damaged row. Raises DamagedLogError if the right value can't be known."""
     plan = []
     from_records: dict[str, tuple[bytes, str]] = {}
     for key, value, problem in _damaged_rows(view):
@@ -61,10 +60,10 @@ def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
 
 
 def repair_sources(view: View, committer_id: int) -> tuple[Changes, list[str]]:
-    """Return changes that repair damaged rows, and messages on them. Raises DamagedLogError if it is impossible."""
+    """Return changes that repair damaged rows, and messages about them. Raises DamagedLogError if it is impossible."""
     plan = plan_source_repair(view, committer_id)
     changes = Changes()
-    if plan:  # the whole table is written anew: where keys are damaged they are not found by their order
+    if plan:  # the whole table is written again: rows with damaged keys can't be found by their order
         damaged = {row.damaged_key for row in plan}
         changes.deletes.append(Span("sources"))
         rows = ((bytes(key), bytes(value)) for key, value in view.scan("sources"))
@@ -85,7 +84,7 @@ def _damaged_rows(view: View) -> Iterator[tuple[bytes, bytes, str]]:
 
 
 def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePosition] | None:
-    """Return the row that differs from this one by one bit, of key or value, and has the right CRC: at most one."""
+    """Return the row with the right CRC that differs from this one by one bit, of key or value; None: no row."""
     row = bytearray(key + value)
     for bit in range(8 * len(row)):
         row[bit // 8] ^= 1 << bit % 8
@@ -101,7 +100,7 @@ def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePositi
 def _committers(view: View, committer_id: int) -> dict[str, int]:
     """Return the committer IDs of known senders by name, for streams that were never reset."""
     receivers = view_queries.named_rows(view, "peers", log_format.INT)
-    began_anew = view_queries.stream_starts(view)  # the last record may be from before that
+    began_anew = view_queries.stream_starts(view)  # the last record can be from before the reset
     known = {name: receiver for name, receiver in receivers.items() if name not in began_anew}
     return {**known, ONESELF: committer_id, IMPULSES: committer_id}
 
@@ -109,16 +108,14 @@ def _committers(view: View, committer_id: int) -> dict[str, int]:
 def _last_positions(view: View, committer_id: int, names: Collection[str]) -> dict[str, tuple[int, int]]:
     """Return the sequence ID of the last record with a batch of each source, and that batch's last position.
 
-    Sources not found are left out.
-
-    Raises DamagedLogError for a record that cannot be read: it may hold one of them.
+    Sources not found are left out. Raises DamagedLogError for an unreadable record, as it can have such a batch.
     """
     cuts = meta_value(view, log_format.META_CUTS, log_format.INTS) or [0]
     found: dict[str, tuple[int, int]] = {}
     for key, value in view.scan_back("records"):
         (sequence_id,) = SEQUENCE_KEY.unpack(key)
         if sequence_id < cuts[-1] or len(found) == len(names):
-            break  # records cut off there count as received, and are not here
+            break  # records cut off there count as received, and are not in the log
         _, trailer = verify_value(bytes(value), sequence_id, committer_id)
         for batch in trailer.batches:
             source = IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name

@@ -1,8 +1,8 @@
 # cython: annotation_typing=False
-"""Turns a transaction of the core into rows to put and delete. view_queries.py is the way back.
+"""Turns a transaction of the core into rows to put and delete. view_queries.py does the reverse.
 
-format.py encodes keys and values, verdicts.py those of verdicts and dead letters. Most changes depend on the
-transaction alone; the few that depend on the log's content read it from a view.
+format.py encodes keys and values, verdicts.py those of verdicts and dead letters. Most changes depend only on the
+transaction; the few that depend on the log's content read it from a view.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from immortal.coordinator.log.identity import meta_row
 
 
 class Changes(Struct):
-    """Rows that go, and then rows that come."""
+    """Rows to delete, and then rows to put."""
 
     puts: list[Row] = field(default_factory=list)
     deletes: list[Span] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Changes(Struct):
 
 
 def changes_of(transaction: Transaction, now_ns: int) -> Changes:
-    """Return the changes that ``transaction`` alone makes. ``now_ns``: time of its verdicts, ns since the epoch."""
+    """Return the changes that depend only on ``transaction``. ``now_ns``: time of its verdicts, ns since the epoch."""
     changes = Changes()
     puts = changes.puts
     for name, source in transaction.sources.items():
@@ -71,7 +71,7 @@ def changes_of(transaction: Transaction, now_ns: int) -> Changes:
 
 
 def depends_on_log(transaction: Transaction) -> bool:
-    """True if :func:`add_dependent` or a checkpoint adds changes."""
+    """Return True if :func:`add_dependent` or a checkpoint adds changes."""
     return bool(
         transaction.checkpoint is not None
         or transaction.version is not None
@@ -82,7 +82,7 @@ def depends_on_log(transaction: Transaction) -> bool:
 
 
 def add_dependent(changes: Changes, transaction: Transaction, view: View) -> None:
-    """Add the changes that also depend on the log's content, except the checkpoint's."""
+    """Add the changes that also depend on the log's content, except those of a checkpoint."""
     for destination, position in transaction.spilled_ends.items():
         left, span = view_queries.end_at(view, destination, position)
         changes.deletes.append(span)
@@ -129,7 +129,7 @@ def _put_clients(changes: Changes, transaction: Transaction) -> None:
 
 
 def _put_version(changes: Changes, start: VersionStart, view: View) -> None:
-    """Put a version's start behind the earlier ones: a version may come back."""
+    """Put a version's start after the earlier ones: a version can begin more than once."""
     last = next((SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan_back("versions")), 0)
     key = SEQUENCE_KEY.pack(last + 1)
     changes.puts.append(("versions", key, log_format.encode_version_start(key, start)))

@@ -1,4 +1,4 @@
-"""Authenticates a writer's appends: adds the MACs of what each append changes, over any backend."""
+"""Authenticates a writer's appends: adds MACs for the changes of each append, over any backend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from immortal.coordinator.log.format import (
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_row
 from immortal.protocol.varint import Readable
 
-# Tables whose MACs stay in memory. Most appends change no others, so nothing is read for them.
+# Tables whose MACs stay in memory. Most appends change no other table, so nothing is read for them.
 _KEPT_TABLES = frozenset(("sources", "acknowledged", "verdicts", "letters", "meta"))
 
 
@@ -44,7 +44,7 @@ class Change(Struct):
     sums: dict[str, int]
     tags: dict[str, bytes]
     chunks: dict[int, list[bytes]]  # for checkpoints without a header yet
-    rows: dict[tuple[str, bytes], int | None] = field(default_factory=dict)  # of the tables in memory; None: removed
+    rows: dict[tuple[str, bytes], int | None] = field(default_factory=dict)  # in tables kept in memory; None: removed
     changed: set[str] = field(default_factory=set)
 
     def replace(self, table: str, key: bytes, old: int | None, new: int | None) -> None:
@@ -55,10 +55,10 @@ class Change(Struct):
 
 
 class Sealer:
-    """Adds MACs to appends. For the thread that writes."""
+    """Adds MACs to appends. For the writing thread."""
 
     def __init__(self, macs: Macs, view: View, instance_name: str) -> None:
-        """Raises ForgedLogError where the tables are not what the last append left, DamagedLogError."""
+        """Load the state. Raises ForgedLogError if the tables are not as the last append left them, DamagedLogError."""
         self._macs = macs
         self._sums = check_state(view, macs, instance_name)
         self._tags = {table: macs.tag(table, total) for table, total in self._sums.items()}
@@ -71,7 +71,7 @@ class Sealer:
         self._chunks: dict[int, list[bytes]] = {}
 
     def seal(self, append: Append, backend: ReadBackend) -> Change:
-        """Add the MACs to ``append``; returns the change for :meth:`adopt`."""
+        """Add the MACs to ``append``; return the change for :meth:`adopt`."""
         change = Change(self._head, dict(self._sums), dict(self._tags), dict(self._chunks))
         puts = list(append.puts)
         if append.deletes or not _KEPT_TABLES.issuperset([table for table, _, _ in puts]):
@@ -90,7 +90,7 @@ class Sealer:
         return change
 
     def _count(self, change: Change, append: Append, puts: list[Row], view: View | None) -> None:
-        """Account for all deleted and added rows, and add the MACs that belong to them."""
+        """Account for all deleted and added rows, and add their MACs."""
         asked = list(dict.fromkeys(append.deletes))
         append.deletes = [*asked]
         for span in asked:
@@ -103,14 +103,14 @@ class Sealer:
             elif is_summed(table, key):
                 old = self._old(change, table, key, asked, view)
                 change.replace(table, key, old, self._macs.row(table, key, value))
-            if table == "checkpoints":  # the checkpoint is complete now, with its chunks
+            if table == "checkpoints":  # the checkpoint and its chunks are complete now
                 chunks = b"".join(change.chunks.pop(SEQUENCE_KEY.unpack(key)[0], ()))
                 old = self._old(change, "checkpoint_seals", key, asked, view)
                 change.replace("checkpoint_seals", key, old, self._macs.row("checkpoint_seals", key, chunks))
                 puts.append(("checkpoint_seals", key, chunks))
 
     def adopt(self, change: Change) -> None:
-        """Adopt the state of an append that is durable."""
+        """Adopt the state of a durable append."""
         self._head, self._sums, self._tags, self._chunks = change.head, change.sums, change.tags, change.chunks
         for place, row in change.rows.items():
             if row is None:
@@ -119,7 +119,7 @@ class Sealer:
                 self._rows[place] = row
 
     def _old(self, change: Change, table: str, key: bytes, deletes: Sequence[Span], view: View | None) -> int | None:
-        """Return the MAC of a row that is about to be replaced."""
+        """Return the MAC of a row that will be replaced."""
         place = table, key
         if table in _KEPT_TABLES:
             return change.rows[place] if place in change.rows else self._rows.get(place)
@@ -130,10 +130,10 @@ class Sealer:
         return self._macs.row(table, key, value)
 
     def _delete(self, change: Change, span: Span, view: View | None) -> list[Span]:
-        """Account for the rows of a span; returns spans of MACs to delete with it."""
+        """Account for the rows of a span; return spans of MACs to delete with it."""
         if span.table == "records":
             require(not span.first and span.end is not None, "only the first records of a log may go")
-            (end,) = SEQUENCE_KEY.unpack(span.end or b"")  # the last one's own stays: that of the next covers it
+            (end,) = SEQUENCE_KEY.unpack(span.end or b"")  # the last one's MAC stays: the next one's covers it
             return [Span("record_seals", b"", SEQUENCE_KEY.pack(max(end - 1, 0)))]
         if span.table == "chunks":  # of a replaced attempt, or of a removed checkpoint
             for checkpoint_id in [each for each in change.chunks if span.has(CHUNK_KEY.pack(each, 0))]:
@@ -167,11 +167,11 @@ def _seal_row(macs: Macs, head: bytes, tags: dict[str, bytes]) -> Row:
 
 
 class _AllSeals(Iterable[Row]):
-    """Rows, and the MACs of all records: there may be very many of these, so they are kept as bytes alone."""
+    """Rows, and the MACs of all records, kept as bytes since there can be very many."""
 
     def __init__(self, rows: Sequence[Row], seals: bytearray) -> None:
         self._rows = rows
-        self._seals = seals  # key and MAC, one after the other
+        self._seals = seals  # pairs of key and MAC
 
     def __iter__(self) -> Iterator[Row]:
         yield from self._rows
@@ -184,9 +184,9 @@ class _AllSeals(Iterable[Row]):
 def seal_all(
     view: View, key: LogKey, identity: LogIdentity, first_sequence_id: int | None = None
 ) -> tuple[Macs, Append]:
-    """Build the append that gives all of the log MACs of ``key``. Its present content is trusted from then on.
+    """Return the append that gives the whole log MACs of ``key``. Its current content is trusted from then on.
 
-    ``first_sequence_id``: from which record on it was authenticated before, as known otherwise.
+    ``first_sequence_id``: the first record that was authenticated before; None: none was.
     """
     first, last = first_and_last_sequence_id(view)
     nonce = secrets.token_bytes(NONCE_SIZE_BYTES)
@@ -211,7 +211,7 @@ def seal_all(
 
 
 def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Span], head: bytes) -> Row:
-    """Return the seal of the log as these changes leave it. ``head``: MAC of its last record then."""
+    """Return the seal of the log after these changes. ``head``: MAC of its last record at that time."""
     tags = {}
     for table in SUMMED_TABLES:
         gone = [span for span in deletes if span.table == table]
@@ -225,7 +225,7 @@ def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Sp
 
 
 def unsealed(last_sequence_id: int) -> Append:
-    """Build the append that turns the log into one without a key."""
+    """Return the append that removes the log's authentication."""
     deletes = [Span("record_seals"), Span("checkpoint_seals"), *unmarked()]
     return Append(last_sequence_id, puts=[meta_row(META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
 

@@ -1,4 +1,4 @@
-"""RowLogStore, the LogStore that writes: it reads from views of a backend, and writes each change as one append."""
+"""RowLogStore: the LogStore for writing. It reads from views of a backend, and writes each change as one append."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _RECORD_HEADER = struct.Struct("<iiQq")
 
 
 class _InFlight(NamedTuple):
-    """Append that the backend has not answered yet, and what changes in the store once it is durable."""
+    """Append without an answer of the backend yet, and the store's changes once it is durable."""
 
     ticket: int
     last_sequence_id: int
@@ -65,23 +65,23 @@ class _InFlight(NamedTuple):
 
 
 class RowLogStore(LogStore):
-    """The log of one instance, open for writing. Made by :func:`immortal.coordinator.log.open_log` or ``create_log``.
+    """Log of one instance, open for writing. :func:`immortal.coordinator.log.open_log` or ``create_log`` returns it.
 
-    LogStore specifies most methods. The others let a log port have several commits in flight, and find out what became
-    of commits without an answer. After LogFullError, LogSyncError or FencedError every call but ``close`` raises it
+    LogStore specifies most methods. The others let a log port have several commits in flight, and find the outcome of
+    commits without an answer. After LogFullError, LogSyncError or FencedError every call except ``close`` raises it
     again.
     """
 
     def __init__(
         self, backend: Backend, keys: Sequence[LogKey] = (), *, adopt: bool = False, accept: bool = False
     ) -> None:
-        """Take ``keys``, ``adopt``, ``accept`` as :func:`immortal.coordinator.log.open_log` does, with its errors."""
+        """Handle ``keys``, ``adopt``, ``accept`` like :func:`immortal.coordinator.log.open_log`, with its errors."""
         self.backend = backend
         self.identity = backend.identity
         self.macs: Macs | None = None  # None: the log is not authenticated
-        self.problems: list[str] = []  # damage that was left out, as messages
-        self.repairs: list[str] = []  # damage repaired when the log was opened, as messages
-        self.clock_ns: Callable[[], int] = time.time_ns  # gives the time of verdicts
+        self.problems: list[str] = []  # messages about damage that was left out
+        self.repairs: list[str] = []  # messages about damage that was repaired when the log was opened
+        self.clock_ns: Callable[[], int] = time.time_ns  # returns the time for verdicts
         self.impulses_loaded_size_bytes_max = view_queries.IMPULSES_LOADED_SIZE_BYTES_MAX
         self._write_lock = threading.RLock()
         self._damaged_checkpoint_ids: set[int] = set()
@@ -110,21 +110,21 @@ class RowLogStore(LogStore):
 
     @property
     def appends_max(self) -> int:
-        """Number of small commits worth having in flight at once; 1: :meth:`begin_commit` begins none.
+        """Limit of small commits in flight; 1: :meth:`begin_commit` begins none.
 
-        With a key it is 1: what the key adds to an append follows from what is durable.
+        It is 1 for a log with a key: the key's part of an append depends on durable data.
         """
         return self.backend.appends_max if self._sealer is None else 1
 
     def take_standby_offer(self) -> Offer | None:
-        """Take the standby's answer to our request for a checkpoint; None: there is none yet. Raises LogError."""
+        """Take a standby's answer to the request for a checkpoint; None: there is none yet. Raises LogError."""
         offer = self.backend.take_standby_offer()
         return None if offer is None else decode_offer(offer)
 
     # --- the log's key ------------------------------------------------------------------------------------------------
 
     def _authenticate(self, macs: Macs) -> None:
-        """Check the tables, then seal appends from here on. Raises ForgedLogError, DamagedLogError."""
+        """Check the tables, then seal all later appends. Raises ForgedLogError, DamagedLogError."""
         from immortal.coordinator.log.sealer import Sealer  # imported here, as below: few logs have a key
 
         with self.backend.view() as view:
@@ -133,7 +133,7 @@ class RowLogStore(LogStore):
         self.backend.release()  # all tables but those of records and chunks were read
 
     def _give_key(self, key: LogKey, first_sequence_id: int | None) -> None:
-        """Seal all that the log has now with ``key``. ``first_sequence_id``: first authenticated record so far."""
+        """Seal the log's current content with ``key``. ``first_sequence_id``: first authenticated record so far."""
         from immortal.coordinator.log import sealer
 
         self._sealer = None
@@ -218,9 +218,9 @@ class RowLogStore(LogStore):
 
     @contextlib.contextmanager
     def _naming_remedy(self) -> Iterator[None]:
-        """Add to errors about damage the command that helps.
+        """Add the command that helps to errors about damage.
 
-        Raises FencedError instead if another process has the log by now.
+        Raises FencedError instead if another process writes the log by now.
         """
         try:
             yield
@@ -245,9 +245,9 @@ class RowLogStore(LogStore):
             self._append(append, ticket, has_header=transaction.checkpoint is not None)
 
     def begin_commit(self, transaction: Transaction, ticket: int) -> bool:
-        """Begin a commit and don't wait: :meth:`finish_oldest` tells when it is durable. False: it can't be begun.
+        """Begin a commit without waiting: :meth:`finish_oldest` tells when it is durable. False: it can't be begun.
 
-        All commits in flight are finished before anything else is written. Where this raises LogUnavailableError, the
+        All commits in flight are finished before anything else is written. If this raises LogUnavailableError, the
         commit counts as begun.
         """
         if self._sealer is not None or depends_on_log(transaction):
@@ -264,9 +264,9 @@ class RowLogStore(LogStore):
             return is_begun
 
     def finish_oldest(self, *, wait: bool) -> bool:
-        """Finish the oldest commit in flight; True if it is durable by now. ``wait``: block until it is.
+        """Finish the oldest commit in flight; return True if it is durable now. ``wait``: block until it is.
 
-        Raises as ``commit``: then the outcome of all in flight is as unknown, or as certain, as that of the oldest.
+        Raises like ``commit``: then the outcome of all commits in flight is known, or unknown, like the oldest one's.
         """
         with self._write_lock:
             with self._open():
@@ -310,7 +310,7 @@ class RowLogStore(LogStore):
         return budget.exhausted
 
     def _remove_half_written(self) -> bool:
-        """Remove some rows of incomplete checkpoints; True if there were any, and there may be more."""
+        """Remove some rows of incomplete checkpoints; return True if there were any, as more can remain."""
         with self.backend.view() as view:
             changes = half_written(view)
         if changes:
@@ -318,7 +318,7 @@ class RowLogStore(LogStore):
         return bool(changes)
 
     def _repair(self) -> list[str]:
-        """Repair damaged rows where possible; returns messages. Raises DamagedLogError."""
+        """Repair damaged rows if possible; return messages. Raises DamagedLogError."""
         with self._naming_remedy(), self.backend.view() as view:
             changes, done = repair_sources(view, self.identity.committer_id)
         if changes:
@@ -341,7 +341,7 @@ class RowLogStore(LogStore):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Watch an operation: after LogUnavailableError, appends in flight stay unresolved; other errors drop them."""
+        """Guard an operation: after LogUnavailableError, appends in flight stay unresolved; other errors drop them."""
         try:
             yield
         except LogUnavailableError:
@@ -385,12 +385,12 @@ def _append_of(transaction: Transaction, changes: Changes, last_sequence_id: int
 
 
 def _last_of(append: Append) -> int:
-    """Return the sequence ID of the last record after this append."""
+    """Return the log's last sequence ID after this append."""
     return append.records[-1][0] if append.records else append.expected_last_sequence_id
 
 
 def check_records(records: Sequence[tuple[int, Readable]], last_sequence_id: int, committer_id: int) -> None:
-    """Check, also by their headers, that ``records`` follow the last one. If not, the caller has a bug."""
+    """Check, also by their headers, that ``records`` follow the last one. A failure is a bug of the caller."""
     expected = last_sequence_id + 1
     for sequence_id, value in records:
         if sequence_id != expected:

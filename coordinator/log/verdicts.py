@@ -1,4 +1,4 @@
-"""Tables about messages that failed alone: verdicts, dead letters, and what operators did about them."""
+"""Tables of messages that failed alone: verdicts, dead letters, and operators' actions on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SUSPECT = decoding.Decoder(Annotated[list[int], msgspec.Meta(min_length=4, max_
 
 
 def dead_letter_name(key: MessageKey) -> str:
-    """Return the name of a dead letter for people: SEQ:INDEX; for a step of a task, with the task and the step."""
+    """Return a dead letter's name for people: SEQ:INDEX; for a step of a task, with the task and the step."""
     return ":".join(map(str, key if any(key[2:]) else key[:2]))
 
 
@@ -63,7 +63,7 @@ def audit_rows(view: View, entries: Iterable[AuditEntry]) -> list[Row]:
 
 
 def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:
-    """Return verdicts on the records from ``first_sequence_id`` on, in their order.
+    """Return the verdicts on the records from ``first_sequence_id`` on, in order.
 
     Raises DamagedLogError if any is damaged.
     """
@@ -71,7 +71,7 @@ def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:
 
 
 def load_last_verdicts(view: View, count_max: int) -> list[Verdict]:
-    """Return the last verdicts, the newest first. Raises DamagedLogError if any is damaged."""
+    """Return the last verdicts, newest first. Raises DamagedLogError if any is damaged."""
     return _unsealed(islice(view.scan_back("verdicts"), count_max))
 
 
@@ -80,12 +80,12 @@ def _unsealed(rows: Iterable[tuple[Readable, Readable]]) -> list[Verdict]:
 
 
 def dead_letter_sizes(view: View) -> dict[MessageKey, int]:
-    """Return the stored size of each dead letter in bytes, in the order of their records, damaged ones included."""
+    """Return the stored size of each dead letter in bytes, in the order of their records, including damaged ones."""
     return {_message_key(key): len(value) for key, value in view.scan("letters") if len(key) == MESSAGE_KEY.size}
 
 
 def load_dead_letter(view: View, key: MessageKey) -> Letter | None:
-    """Read a dead letter; None where there is none. Raises DamagedLogError."""
+    """Read a dead letter; return None if there is none. Raises DamagedLogError."""
     try:
         packed = MESSAGE_KEY.pack(*key)
     except struct.error:
@@ -101,7 +101,7 @@ def load_dead_letter(view: View, key: MessageKey) -> Letter | None:
 
 
 def load_audit(view: View, problems: list[str]) -> list[AuditEntry]:
-    """Read audit entries, oldest first. A damaged one is left out and described in ``problems``."""
+    """Read audit entries, oldest first. Leave out damaged ones and describe them in ``problems``."""
     entries = []
     for key, value in view.scan("audit"):
         try:
@@ -112,7 +112,7 @@ def load_audit(view: View, problems: list[str]) -> list[AuditEntry]:
 
 
 def load_suspect(view: View) -> Suspect:
-    """Read what may have ended the app's process. Raises DamagedLogError."""
+    """Read the suspect: the message that may have ended the app's process. Raises DamagedLogError."""
     value = view.get("meta", META_SUSPECT)
     return NO_SUSPECT if value is None else Suspect(*log_format.unseal(b"meta", META_SUSPECT, bytes(value), _SUSPECT))
 

@@ -1,10 +1,9 @@
-"""Verifies a log, and makes backups of one.
+"""Verifies logs, and makes backups, which are verified copies of a log.
 
-Verifies a log: records, tables, checkpoints, and that the positions of each incoming stream are consecutive.
+A verification checks records, tables, checkpoints, and that the positions of each incoming stream are consecutive.
 
-Makes backups: copies of a log as of one moment, beside its writer. A later backup copies only what is new.
-
-A backup is a log: any command reads it, and an instance can start from it.
+A backup is a copy as of one moment, made beside the writer. A later backup copies only new data. It is a log itself:
+any command reads it, and an instance can start from it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CUT_OFF = "what was between was cut off by hand"
 
 
 class StreamPositions:
-    """Fed with the trailers of a log in their order. ``cuts``: the sequence IDs at which the log was once cut off."""
+    """Check of the positions in a log's trailers, given in order. ``cuts``: sequence IDs at which the log was cut."""
 
     def __init__(self, cuts: Iterable[int] = ()) -> None:
         self._expected: dict[str, int] = {}  # by source
@@ -40,12 +39,12 @@ class StreamPositions:
         self._cut_sources: set[str] = set()  # sources without a batch since the last cut
 
     def skip(self, sequence_id: int) -> None:
-        """Skip an unreadable record: which messages of which streams it held is unknown."""
+        """Skip an unreadable record: its messages and streams are unknown."""
         self._pass_cuts(sequence_id)
         self._expected.clear()
 
     def check(self, sequence_id: int, trailer: Trailer) -> Iterator[Finding]:
-        """Check that each stream's positions in a record continue; position 1 begins a stream anew."""
+        """Check that each stream's positions continue in a record; position 1 begins a stream anew."""
         self._pass_cuts(sequence_id)
         place = f"record {sequence_id}"
         for batch in trailer.batches:
@@ -69,7 +68,7 @@ class StreamPositions:
     def compare(self, last_sequence_id: int, sources: Mapping[str, int]) -> Iterator[Finding]:
         """Compare the last position of each source in the tables with the trailers up to the last record.
 
-        ``sources``: the table of that name, and that of clients by their callers' names.
+        ``sources``: positions in the table ``sources``, and those of clients by their callers' names.
         """
         self._pass_cuts(last_sequence_id + 1)
         for source, expected in sorted(self._expected.items()):
@@ -86,7 +85,7 @@ class StreamPositions:
                 yield Finding(Severity.FATAL, table, f"{message}: messages would be lost or executed twice")
 
     def _pass_cuts(self, sequence_id: int) -> None:
-        """Allow each stream to jump ahead once behind a cut: what was cut off counts as received."""
+        """Let each stream jump ahead once after a cut: the removed messages count as received."""
         while self._cuts and self._cuts[0] <= sequence_id:
             self._cuts.pop(0)
             self._cut_sources = set(self._expected)
@@ -100,7 +99,7 @@ def _text(source: str) -> str:
     return f"the stream from {source!r}" if source else "the stream from oneself"
 
 
-# The walk over a whole log: what is damaged, where, and what that means for recovery.
+# The check of a whole log: what is damaged, where, and what that means for recovery.
 
 
 _READ_SIZE_BYTES = 1 << 20
@@ -109,21 +108,21 @@ _READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 
 class LogVerification(Struct):
-    """A verification under way: iterate :meth:`findings` to its end, then read the figures."""
+    """Verification of a log: iterate :meth:`findings` to its end, then read the figures."""
 
     log: Place
     instance_name: str | None = None
-    lock_held: bool = False  # held by the caller, so no coordinator writes the log
+    lock_held: bool = False  # by the caller, so no coordinator writes the log
     keys: Sequence[LogKey] | None = None  # keys to try; None: authenticity is not checked
     must_be_authentic: bool = False  # True: it was authenticated before
-    authenticity: str = ""  # in words
+    authenticity: str = ""  # as a text
     identity: LogIdentity | None = None
     records_checked: int = 0
     size_bytes_checked: int = 0
     checkpoints_checked: int = 0
     first_sequence_id: int = 0
     last_sequence_id: int = -1
-    recovery_checkpoint_id: int | None = None  # the newest one that is whole: recovery starts from it
+    recovery_checkpoint_id: int | None = None  # the newest undamaged one: recovery starts from it
     recovery_sequence_id: int = -1
     whole_checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (ID, sequence ID), oldest first
     damaged_records: list[tuple[int, int]] = field(default_factory=list)  # first and last, missing ones as well
@@ -133,18 +132,18 @@ class LogVerification(Struct):
 
     @property
     def is_sound(self) -> bool:
-        """True if nothing but notes was found. Valid once the findings were iterated."""
+        """True if only notes were found. Valid once the findings were iterated."""
         return not (self.damaged or self.fatal)
 
     def first_damage(self, first_sequence_id: int) -> int | None:
-        """Return the first damaged or missing record from ``first_sequence_id`` on; valid like :attr:`is_sound`."""
+        """Return the first damaged or missing record from ``first_sequence_id`` on. Valid like :attr:`is_sound`."""
         return min(
             (max(first, first_sequence_id) for first, last in self.damaged_records if last >= first_sequence_id),
             default=None,
         )
 
     def findings(self) -> Iterator[Finding]:
-        """Yield each finding once it is found. Raises LogLockedError if the log is open here; nothing for damage."""
+        """Yield each finding when it is found. Raises LogLockedError if the log is open in this process."""
         for finding in self._walk():
             self.damaged += finding.severity is Severity.DAMAGE
             self.fatal += finding.severity is Severity.FATAL
@@ -211,7 +210,7 @@ class LogVerification(Struct):
                 self.checkpoints_checked += 1
                 problem = str(stored) if isinstance(stored, DamagedLogError) else self._blob_problem(reader, stored)
                 if problem is not None and not _has_header(reader, checkpoint_id):
-                    continue  # a live writer trimmed it meanwhile
+                    continue  # a live writer has trimmed it
                 if problem is not None or isinstance(stored, DamagedLogError):
                     damaged.append((checkpoint_id, problem or ""))
                 else:
@@ -219,7 +218,7 @@ class LogVerification(Struct):
                     self.recovery_sequence_id = stored.header.sequence_id
                     self.whole_checkpoints.append((checkpoint_id, stored.header.sequence_id))
             if self.whole_checkpoints or damaged or not unchecked:
-                break  # otherwise all were trimmed meanwhile, and newer ones exist
+                break  # otherwise all were trimmed, and newer ones exist
         for checkpoint_id, problem in damaged:
             place = f"checkpoint {checkpoint_id}"
             if self.recovery_checkpoint_id is None:
@@ -248,7 +247,7 @@ class LogVerification(Struct):
 
     def _verify_records(self, reader: LogReader) -> Iterator[Finding]:
         try:
-            with reader.view() as view:  # a single view, since a live writer goes on
+            with reader.view() as view:  # a single view, since a live writer continues
                 self.first_sequence_id, self.last_sequence_id = first_and_last_sequence_id(view)
                 trimmed = meta_value(view, log_format.META_TRIMMED, log_format.INT)
                 cuts = meta_value(view, log_format.META_CUTS, log_format.INTS)
@@ -311,7 +310,7 @@ class LogVerification(Struct):
     def _verify_tables(self, reader: LogReader) -> Iterator[Finding]:
         """Check the CRC of each small value, ``sources`` against the trailers, and the payloads of all impulses."""
         try:
-            with reader.view() as view:  # a single view for the last record and the tables, since a live writer goes on
+            with reader.view() as view:  # one view for the last record and the tables, since a live writer continues
                 sources = view_queries.named_rows(view, "sources", log_format.SOURCE)
                 clients = _client_positions(view)
                 last = first_and_last_sequence_id(view)[1]
@@ -376,7 +375,7 @@ def _has_header(reader: LogReader, checkpoint_id: int) -> bool:
 
 
 def _client_positions(view: View) -> dict[str, ClientPosition]:
-    """Clients' positions; empty where the table is damaged, which is a finding of its own."""
+    """Return clients' positions; empty if the table is damaged, which is a finding of its own."""
     try:
         return view_queries.client_positions(view)
     except DamagedLogError:
@@ -403,10 +402,10 @@ def verify_log(
     keys: Sequence[LogKey] | None = None,
     must_be_authentic: bool = False,
 ) -> LogVerification:
-    """Prepare the verification of ``log``: iterate its ``findings()``, then look at its figures.
+    """Return a verification of ``log``: iterate its ``findings()``, then read its figures.
 
-    ``lock_held``: by the caller, who so knows that no coordinator writes the log. ``keys``: those that it may be
-    authenticated with; None: that is not looked at. ``must_be_authentic``: one that is not is no sound one.
+    ``lock_held``: the caller holds the lock, so no coordinator writes the log. ``keys``: possible keys of the log;
+    None: its authenticity is not checked. ``must_be_authentic``: a log without authentication is a fatal finding.
     """
     return LogVerification(place_of(log), instance_name, lock_held, keys, must_be_authentic)
 
@@ -419,13 +418,13 @@ class Backup(Struct, frozen=True):
 
 
 class BackupError(LogError):
-    """Raised when no backup was made; an existing one is unchanged."""
+    """Raised if no backup was made; an existing one is unchanged."""
 
 
 def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | None = None) -> Backup:
-    """Bring the backup ``target``, a new or empty folder at first, to the last commit of the log.
+    """Update the backup ``target``, at first a new or empty folder, to the last commit of the log.
 
-    ``keys``: those that the log may be authenticated with; the backup is so as well. Log and backup are verified, byte
+    ``keys``: possible keys of the log; the backup is authenticated with the same key. Log and backup are verified byte
     by byte. Raises BackupError, LogError, OSError.
     """
     _check_sound(verify_log(log, instance_name, keys=keys), f"the log of {instance_name!r}")

@@ -1,6 +1,6 @@
-"""The table ``spilled``: outputs that their sender's memory had no room for. Impulses have a table of their own.
+"""Queries on a view: turn rows back into the core's types, for a writer or a reader, which passes its view.
 
-Turns rows back into the core's types. Each function reads a view of the caller, a writer or a reader.
+The first functions are about the table ``spilled``: outputs that did not fit into their sender's memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64
 from immortal.protocol.client_frames import ReplyKind
 
-EXTENT_SIZE_BYTES = 1 << 20  # rows are told as one up to this: there may be very many
+EXTENT_SIZE_BYTES = 1 << 20  # rows are joined into one extent up to this size, since there can be very many
 
 
 def extents(view: View, acknowledged: Mapping[str, int]) -> dict[str, list[SpilledExtent]]:
-    """Return the extents that are not acknowledged, by destination, in order.
+    """Return the unacknowledged extents, by destination, in order.
 
-    Only heads of rows are read. Raises DamagedLogError.
+    Only the heads of rows are read. Raises DamagedLogError.
     """
     found: dict[str, list[SpilledExtent]] = {}
     for key_view, value in view.scan("spilled"):
@@ -53,7 +53,7 @@ def extents(view: View, acknowledged: Mapping[str, int]) -> dict[str, list[Spill
 
 
 def add_extent(found: list[SpilledExtent], extent: SpilledExtent) -> None:
-    """Append ``extent`` to the others, merged with the last one where that is small and adjacent."""
+    """Append ``extent`` to ``found``; merge it with the last one if both are small and adjacent."""
     last = found[-1] if found else None
     if (
         last is not None
@@ -72,7 +72,7 @@ def read(
     last_position: int,
     size_bytes_max: int,
 ) -> list[OutputBatch]:
-    """Read spilled batches, as specified by :meth:`LogStore.read_spilled`."""
+    """Read spilled batches, as :meth:`LogStore.read_spilled` specifies."""
     batches: list[OutputBatch] = []
     size_bytes, position = 0, first_position
     while position <= last_position:
@@ -110,8 +110,8 @@ def _covering(view: View, table: str, destination: str, position: int) -> Output
 
 
 def end_at(view: View, destination: str, position: int) -> tuple[list[SpilledBatch], Span]:
-    """Plan the removal of spilled messages to ``destination`` behind ``position``: the remains of the row that holds
-    both, and the span to delete.
+    """Plan the removal of spilled messages to ``destination`` after ``position``. Return the remaining part of the row
+    that contains it, and the span to delete.
     """
     last = _covering(view, "spilled", destination, position) if position > 0 else None
     left = []
@@ -123,7 +123,7 @@ def end_at(view: View, destination: str, position: int) -> tuple[list[SpilledBat
 
 
 def trim(view: View, table: str, destination: str, position: int, budget: RemovalBudget) -> list[Span]:
-    """Return spans of one removal step: rows of ``table`` to ``destination`` that end at or below ``position``."""
+    """Return the spans of one removal step: rows of ``table`` to ``destination`` that end at or before ``position``."""
     name, first = table.encode(), log_format.batch_key(destination, 0)
     last_key = None
     for key_view, value in view.scan(table, first):
@@ -139,7 +139,7 @@ def trim(view: View, table: str, destination: str, position: int, budget: Remova
 
 
 def check(view: View) -> None:
-    """Check every row with its payload, and that no two hold the same positions. Raises DamagedLogError."""
+    """Check every row with its payload, and that no two have the same positions. Raises DamagedLogError."""
     before = ("", 0)
     for key_view, value in view.scan("spilled"):
         key = bytes(key_view)
@@ -157,10 +157,10 @@ LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
 
 
 class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
-    """The unacknowledged outputs of a checkpoint, read from the log when they are first looked at.
+    """Unacknowledged outputs of a checkpoint, read from the log on first use.
 
-    They may be tens of MiB, and only the one checkpoint that recovery starts from is ever asked for its own.
-    Their CRC was checked when the log's summary was made. Reading may raise DamagedCheckpointError.
+    They can have tens of MiB, and only the checkpoint that a recovery starts from needs its outputs. Their CRC was
+    checked when the log's summary was made. Reading can raise DamagedCheckpointError.
     """
 
     def __init__(self, stored: StoredHeader, load: LoadOutputs) -> None:
@@ -207,7 +207,7 @@ def stored_headers(view: View) -> Iterator[tuple[int, StoredHeader | DamagedLogE
 
 
 def has_readable_header(view: View, checkpoint_id: int) -> bool:
-    """True if a checkpoint has an undamaged header and undamaged outputs, so that a summary includes it."""
+    """Return True if a checkpoint has an undamaged header and undamaged outputs, so that a summary includes it."""
     key = SEQUENCE_KEY.pack(checkpoint_id)
     value = view.get("checkpoints", key)
     if value is None:
@@ -270,7 +270,7 @@ def load_summary(
     problems: list[str],
     impulses_size_bytes_max: int = IMPULSES_LOADED_SIZE_BYTES_MAX,
 ) -> LogSummary:
-    """Load the log's summary; a damaged checkpoint is left out and described in ``problems``.
+    """Load the log's summary. A damaged checkpoint is left out and described in ``problems``.
 
     Raises DamagedLogError.
     """
@@ -301,7 +301,7 @@ def load_summary(
         peers=named_rows(view, "peers", log_format.INT),
         impulses=load_impulses(
             view, acknowledged, None if cut is not None else impulses_size_bytes_max
-        ),  # they may move then
+        ),  # after a cut all are loaded, as they can get other positions
         extensions=None if extensions is None else frozenset(extensions),
         last_time_ns=_record_time_ns(view, last, committer_id),
         versions=version_starts(view),
@@ -315,12 +315,12 @@ def load_summary(
 
 
 def acknowledged_positions(view: View) -> dict[str, int]:
-    """Return the last position durable at each destination. Raises DamagedLogError."""
+    """Return the last position that is durable at each destination. Raises DamagedLogError."""
     return named_rows(view, "acknowledged", log_format.INT)
 
 
 def stream_starts(view: View) -> dict[str, StreamStart]:
-    """Return starts of the output streams that were reset. Raises DamagedLogError."""
+    """Return the starts of the output streams that were reset. Raises DamagedLogError."""
     rows = meta_value(view, log_format.META_STREAM_STARTS, log_format.STREAM_STARTS)
     return {name: StreamStart(*row) for name, row in (rows or {}).items()}
 
@@ -336,18 +336,18 @@ def version_starts(view: View) -> list[VersionStart]:
 
 
 def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
-    """Return the header as the core knows it."""
+    """Return the header in the core's form."""
     if not stored.outputs_size_bytes:
         return stored.header
     return replace(stored.header, unacknowledged=StoredOutputs(stored, load))
 
 
 def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: int | None) -> list[ImpulseBatch]:
-    """Load all impulses by destination and position; those acknowledged whole have an empty payload.
+    """Load all impulses, by destination and position. Acknowledged batches have an empty payload.
 
-    Their positions still count, but not their bytes: the table may be far larger than what is unacknowledged.
-    Of what is not acknowledged, only so much is loaded for each destination; the rest is read when it is sent.
-    ``size_bytes_max``: at most so much, None: all of it.
+    Their positions still count, but their bytes do not: the table can be far larger than its unacknowledged part. Of
+    the unacknowledged ones only a part is loaded for each destination; the rest is read when it is sent.
+    ``size_bytes_max``: of that part; None: all is loaded.
     """
     batches = []
     loaded: dict[str, int] = {}
@@ -374,7 +374,7 @@ def client_positions(view: View) -> dict[str, ClientPosition]:
 
 
 def load_clients(view: View, problems: list[str]) -> StoredClients:
-    """Load clients' positions and replies; damaged replies are described in ``problems``. Raises DamagedLogError."""
+    """Load clients' positions and replies. Describe damaged replies in ``problems``. Raises DamagedLogError."""
     replies = {}
     for key_view, value in view.scan("replies"):
         key = bytes(key_view)
@@ -390,7 +390,7 @@ def load_clients(view: View, problems: list[str]) -> StoredClients:
 def collect_values(
     view: View, first_sequence_id: int, size_bytes_max: int
 ) -> tuple[list[bytes], DamagedLogError | None]:
-    """Return copies of the values from ``first_sequence_id`` on, unchecked, and the gap that ended them, if one did."""
+    """Return unchecked copies of the values from ``first_sequence_id`` on, and the gap that ended them, if any."""
     values: list[bytes] = []
     rest_bytes = size_bytes_max
     expected = first_sequence_id
@@ -409,7 +409,7 @@ def collect_values(
 
 
 def read_chunk(view: View, checkpoint_id: int, index: int) -> bytes:
-    """Read chunk ``index`` of a blob; b"" behind the last. Raises DamagedCheckpointError."""
+    """Read chunk ``index`` of a blob; b"" after the last. Raises DamagedCheckpointError."""
     key = CHUNK_KEY.pack(checkpoint_id, index)
     value = view.get("chunks", key)
     if value is not None:
@@ -435,7 +435,7 @@ def read_chunk(view: View, checkpoint_id: int, index: int) -> bytes:
 
 
 def check_impulses(view: View) -> None:
-    """Check every impulse row, its payload too. Raises DamagedLogError."""
+    """Check every row of impulses with its payload. Raises DamagedLogError."""
     for key_view, value in view.scan("impulses"):
         key = bytes(key_view)
         log_format.decode_batch_count(IMPULSES_TABLE, key, value)

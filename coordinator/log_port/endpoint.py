@@ -1,9 +1,9 @@
-"""The log of one instance as its coordinator opens it: to write it, or to read what another process writes.
+"""Log of one instance as its coordinator opens it, and the driver's log port on it.
 
-The driver's log port: writes go to the writer, small reads are answered at once, large ones beside the loop.
+Writes go to the writer, small reads are answered at once, large ones beside the loop.
 
-Reading a record or two is faster than waking a thread; reading a chunk of a checkpoint is not. The log's free room is
-measured now and then, beside the loop as well. While another process writes the log, it is followed (`follower.py`).
+To read a record or two is faster than to wake a thread; to read a chunk of a checkpoint is not. The log's free room is
+measured from time to time, also beside the loop. A log that another process writes is followed (`follower.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from immortal.coordinator.log_port.follower import LogFollower
 
 
-HOLDER_REFRESH_S = 1.0  # between lookups of the holder's name, which read a list of all locks
+HOLDER_REFRESH_S = 1.0  # between look-ups of the holder's name, which read a list of all locks
 
 
 class InstanceLog:
     """Access to the log of ``settings``.
 
-    ``trust_pickle``: it may come from another home, with states written by pickle.
+    ``trust_pickle``: it can come from another home, with states written by pickle.
     """
 
     def __init__(self, settings: InstanceSettings, log: Notices, *, trust_pickle: bool) -> None:
@@ -57,13 +57,13 @@ class InstanceLog:
 
     @property
     def is_shared(self) -> bool:
-        """True if other machines reach the log."""
+        """True if other machines can reach the log."""
         return self._place.is_shared
 
     def open_store(self) -> RowLogStore:
-        """Open the log for writing, or make a new one.
+        """Open the log for writing, or create a new one.
 
-        Raises LogLockedError where another process has it, LogError, PickleRefusedError.
+        Raises LogLockedError if another process has it, LogError, PickleRefusedError.
         """
         settings, log = self._settings, self._log
         if self._reader is not None:
@@ -86,7 +86,7 @@ class InstanceLog:
         return store
 
     def open_reader(self) -> LogReader | None:
-        """Open the log for reading beside its writer; None where there is none yet. Raises LogError."""
+        """Open the log for reading beside its writer; None if there is no log yet. Raises LogError."""
         if not self._place.exists():
             return None
         self._reader = own_logs.open_reader(self._settings, trust_pickle=self._trust_pickle)
@@ -101,7 +101,7 @@ class InstanceLog:
         return self._place.follow(options, nudge)
 
     def holder(self) -> str | None:
-        """Return a description of the process that writes the log; None: none does."""
+        """Return a description of the process that writes the log; None: no process does."""
         if not self._place.is_live():
             self._named_s = None
             return None
@@ -113,13 +113,13 @@ class InstanceLog:
 
 CHECKED_AT_ONCE_SIZE_BYTES_MAX = 256 << 10
 
-"""A checkpoint of this size takes some 0.3 ms to read whole and to check; a thread takes as long to be woken."""
+"""Size of a checkpoint that takes about 0.3 ms to read and check, as long as it takes to wake a thread."""
 
 MEASURE_INTERVAL_NS = 500_000_000  # between measurements of the log's room
 
 MEASURE_SIZE_BYTES = 4 << 20  # also measured after writing this much
 
-ONLY_TERM = 1  # leases of this process have no terms: the store fences
+ONLY_TERM = 1  # the core's lease needs no terms: the store fences
 
 _READS = {
     ef.LoadLog: FaultPoint.LOG_LOADED,
@@ -132,9 +132,9 @@ _READS = {
 class LogEndpoint:
     """Log port of one instance, which writes its log or follows it.
 
-    ``store`` is open for writing; None: ``follower`` follows a log that another process writes. ``make_writer``: makes
-    the writer of a store. ``was_granted``: called with a store that the follower has opened, before the core learns of
-    it. ``keep_ns``: how long history is kept, counted in the time in which the instance ran; None: without a limit.
+    ``store`` is open for writing; None: ``follower`` follows a log that another process writes. ``make_writer``:
+    creates the writer of a store. ``was_granted``: called with a store that the follower has opened, before the core
+    learns of it. ``keep_ns``: how long history is kept, in running time of the instance; None: without a limit.
     """
 
     def __init__(
@@ -158,15 +158,15 @@ class LogEndpoint:
         self._ready.register(self._reads.fileno(), select.EPOLLIN)
         if follower is not None:
             self._ready.register(follower.fileno(), select.EPOLLIN)
-        self._large_checkpoints: set[int] = set()  # their chunks are read beside the loop
+        self._large_checkpoints: set[int] = set()  # checkpoints whose chunks are read beside the loop
         self._measuring = False
-        self._unmeasured_bytes = 0  # handed to the disk since it was measured
+        self._unmeasured_bytes = 0  # handed to the disk since the last measurement
         self.measure_at_ns = 0  # on the monotonic clock
-        self.successor = ""  # standby that is to have the log next
+        self.successor = ""  # standby that must get the log next
         self._standbys: Sequence[Standby] = ()  # as last reported
         self._has_standby = self._is_asked = self._is_polling_offer = False
 
-    # --- the right to write ------------------------------------------------------------------------------------------
+    # --- the write lease ---------------------------------------------------------------------------------------------
 
     def acquire(self, effect: ef.AcquireWriteLease) -> None:
         if self.store is not None:
@@ -183,16 +183,16 @@ class LogEndpoint:
 
     @property
     def problem(self) -> str:
-        """Limitation of the store at present, as a message; "" while another process writes the log."""
+        """Message about a current limitation of the store; "" while another process writes the log."""
         return "" if self.store is None else self.store.backend.problem
 
     @property
     def standbys(self) -> Sequence[Standby]:
-        """Processes that follow the log, refreshed now and then; empty while another process writes it."""
+        """Processes that follow the log, updated from time to time; empty while another process writes it."""
         return () if self.store is None else self.store.backend.standbys
 
     def hand_over_to(self, successor: str) -> None:
-        """Choose the standby that is to take the log over after this process."""
+        """Choose the standby that must take the log over after this process."""
         if self.store is None:
             fail("a log is left to another one that is not ours")
         self.successor = successor
@@ -257,7 +257,7 @@ class LogEndpoint:
             problem = problem_of(store, request.header, is_given_up)
         except LogUnavailableError as error:
             return failed(error, request)
-        except Exception as error:  # without an answer the core would wait for ever
+        except Exception as error:  # without an answer the core would wait forever
             problem = repr(error)
         return ev.CheckpointChecked(request.header.checkpoint_id, problem)
 
@@ -289,7 +289,7 @@ class LogEndpoint:
     def _do(self, work: Callable[[], None]) -> None:
         """Do ``work`` beside the loop.
 
-        A failure counts as no answer from the standby: the core waits only for a while.
+        A failure counts as no answer from the standby: the core waits only for a limited time.
         """
 
         def done() -> ev.Event | None:
@@ -330,7 +330,7 @@ class LogEndpoint:
     # --- for the loop ------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Return a descriptor, readable when there is something to :meth:`collect`."""
+        """Return a descriptor that is readable if :meth:`collect` has something to do."""
         return self._ready.fileno()
 
     def collect(self) -> None:
@@ -364,8 +364,8 @@ class LogEndpoint:
         self._ready.close()
 
     def poll(self) -> None:
-        """Report, now and then, that another process has taken the log: a coordinator that only answers queries appends
-        nothing and would not notice.
+        """Report, from time to time, that another process has taken the log: a coordinator that only answers queries
+        appends nothing and would not notice.
         """
         store = self.store
         if store is None:
@@ -376,9 +376,9 @@ class LogEndpoint:
             self._poll_offer(store)
 
     def measure(self, now_ns: int) -> None:
-        """Measure the log's room, now and then while the log changes or lacks room: a trim frees some.
+        """Measure the log's room, from time to time while the log changes or lacks room: a trim frees some.
 
-        Report changes of the standbys at each call.
+        Each call also reports changes of the standbys.
         """
         if (standbys := self.standbys) is not self._standbys:
             self._standbys = standbys

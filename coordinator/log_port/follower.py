@@ -1,7 +1,7 @@
-"""Follows a log that another process writes: reads it as it grows, and takes it over when its writer is gone.
+"""Follower of a log that another process writes: reads it as it grows, and takes it over when its writer is gone.
 
-One thread does all of it, so that the loop never waits. Every POLL_INTERVAL_S it checks for new records and for a free
-lock; a backend that can notify wakes it earlier.
+One thread does all of this, so that the loop never waits. Every POLL_INTERVAL_S it checks for new records and for a
+free lock; a backend that can notify wakes it earlier.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from immortal.coordinator.log_port.writer import Mailbox
 from immortal.protocol.errors import ImmortalError
 
 POLL_INTERVAL_S = 0.01
-IDLE_POLL_INTERVAL_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where POLL_INTERVAL_S takes 2 %
+IDLE_POLL_INTERVAL_S = 0.05  # after a second without news: 0.5 % of a processor; POLL_INTERVAL_S takes 2 %
 IDLE_S = 1.0
 CAUGHT_UP_S = 1.0  # an app that has all records at least this often keeps up, however fast the log grows
-STANDBY_CLOSE_TIMEOUT_S = 1.0  # to unregister with the writer
+STANDBY_CLOSE_TIMEOUT_S = 1.0  # for unregistering with the writer
 
 
 class FollowedLog(Protocol):
-    """Reading half of a log beside its writer, as a LogReader has it."""
+    """Log open for reading beside its writer, such as a LogReader."""
 
     def summary(self) -> LogSummary: ...
 
@@ -45,26 +45,26 @@ class FollowedLog(Protocol):
 
 
 class LogAccess(Protocol):
-    """Access to the log, for the follower's thread alone."""
+    """Access to the log, for the follower's thread only."""
 
     def open_store(self) -> RowLogStore:
-        """Open the log for writing, or make a new one.
+        """Open the log for writing, or create a new one.
 
-        Raises LogLockedError where another process writes it, ImmortalError.
+        Raises LogLockedError if another process writes it, ImmortalError.
         """
 
     def open_reader(self) -> FollowedLog | None:
-        """Open the log for reading; None where there is none yet. Raises LogError."""
+        """Open the log for reading; None if there is no log yet. Raises LogError."""
 
     def holder(self) -> str | None:
-        """Return a description of the process that writes the log; None: none does."""
+        """Return a description of the process that writes the log; None: no process does."""
 
     def follow(self, nudge: Callable[[], None]) -> StandbyRegistration | None:
         """Register as a standby. ``nudge`` is called when the writer may have changed; None: the caller has to poll."""
 
 
 class LogFollower(Mailbox[ev.Event]):
-    """Follows a log on a thread. ``fileno()`` is readable when :meth:`take` or :meth:`take_store` has something."""
+    """Follower on a thread. ``fileno()`` is readable if :meth:`take` or :meth:`take_store` has something."""
 
     def __init__(self, access: LogAccess) -> None:
         super().__init__()
@@ -73,29 +73,29 @@ class LogFollower(Mailbox[ev.Event]):
         self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # answered when the log grows
         self._store: RowLogStore | None = None
         self._reader: FollowedLog | None = None
-        self._holder: str | None = None  # as last told to the core
+        self._holder: str | None = None  # as last reported to the core
         self._closing = False
         self._last_event_s = 0.0  # monotonic time of the last event
         self._following: StandbyRegistration | None = None
-        self._checkpoint: StandbyCheckpointRequest | None = None  # requested by the writer, as last told to the core
+        self._checkpoint: StandbyCheckpointRequest | None = None  # the writer's request, as last reported to the core
         self._caught_up_s = -CAUGHT_UP_S  # last time that the app had all records
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def acquire(self) -> None:
-        """Begin to wait for the right to write."""
+        """Begin to wait for the write lease."""
         self._thread.start()
 
     def submit(self, request: StoreRead | Offered) -> None:
-        """Submit a read, or a chunk or the end of the checkpoint that the writer has requested."""
+        """Submit a read, or a part of the checkpoint that the writer has requested."""
         self._requests.put(request)
 
     def take_store(self) -> RowLogStore | None:
-        """Take the store, once this process writes the log. The follower answers nothing else from then on."""
+        """Return the store, once this process writes the log. The follower answers nothing from then on."""
         store, self._store = self._store, None
         return store
 
     def take_unanswered(self) -> list[StoreRead | Offered]:
-        """Take the requests without an answer; the store answers them once this process writes the log."""
+        """Return the unanswered requests, which the store must answer once this process writes the log."""
         requests: list[StoreRead | Offered] = [*self._waiting]
         while not self._requests.empty():
             request = self._requests.get()
@@ -127,9 +127,9 @@ class LogFollower(Mailbox[ev.Event]):
                     for request in waiting:
                         self._emit(failed(error, request))
                 self._answer_next()
-        except Exception as error:  # without an event the core would wait for ever
+        except Exception as error:  # without an event the core would wait forever
             known = error if isinstance(error, ImmortalError) else LogError(f"the log can't be followed: {error!r}")
-            self._emit(ev.LogFailed(known))  # type: ignore[arg-type]  # also of a log that must not be opened
+            self._emit(ev.LogFailed(known))  # type: ignore[arg-type]  # also for a log that must not be opened
         finally:
             if self._reader is not None:
                 self._reader.close()
@@ -141,11 +141,11 @@ class LogFollower(Mailbox[ev.Event]):
         self.put([event])
 
     def _take_over(self) -> bool:
-        """Open the log for writing if nobody else has it."""
+        """Open the log for writing if no other process has it; return True if it is open."""
         access = self._access
         holder = access.holder()
         if holder is None:
-            if self._reader is not None:  # a process opens a log once only
+            if self._reader is not None:  # a process can open a log only once
                 self._reader.close()
                 self._reader = None
             try:
@@ -174,7 +174,7 @@ class LogFollower(Mailbox[ev.Event]):
         elif request is not None:
             self._emit(self._answer(request))
 
-    # --- the checkpoint that the writer asks for ---------------------------------------------------------------------
+    # --- the checkpoint that the writer requests ---------------------------------------------------------------------
 
     def _poll_checkpoint_request(self, following: StandbyRegistration) -> None:
         asked = following.asked
@@ -239,7 +239,7 @@ class LogFollower(Mailbox[ev.Event]):
             self._following.report_ready(is_ready=time.monotonic() - self._caught_up_s < CAUGHT_UP_S)
 
     def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
-        """Read the records behind those that the follower has, then the log's state."""
+        """Read the records after those that the follower has, then the log's state."""
         first = request.first_sequence_id
         last = reader.last_sequence_id()
         if last == first - 1:

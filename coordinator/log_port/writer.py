@@ -1,14 +1,14 @@
-"""Mailbox in which a thread leaves results for the loop, and a thread for slow reads.
+"""Writes to the log in order, and threads beside the loop, which leave their results in mailboxes.
 
-Writes to the log in order: small ones inline, larger ones on a thread, which trims when idle.
+Small writes are done inline, larger ones on a thread, which trims when it is idle.
 
-A small commit takes 150 µs; handing it to a thread and back costs more, and much more beside a busy Python thread. A
+A small commit takes 150 µs; to hand it to a thread and back costs more, and much more beside a busy Python thread. A
 large commit would block the loop for milliseconds, and so would a small one to a log on another machine. There several
-small commits are in flight at a time: the loop starts them and finishes each when its answer arrives. The thread waits
+small commits are in flight at a time: the loop begins them and finishes each when its answer arrives. The thread waits
 for them before it writes.
 
-When the log does not answer a write, its outcome is unknown. What was submitted behind it is not written then: it could
-be stored before that write, or twice. The submitter reads the log's tail (ReadTail) and submits again from there.
+If the log does not answer a write, its outcome is unknown. Later submitted writes are then not done: they could be
+stored before that write, or twice. The submitter reads the log's tail (ReadTail) and submits again from there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Results of a thread for the loop. ``fileno()`` is readable when :meth:`take` has something."""
+    """Results of a thread for the loop. ``fileno()`` is readable if :meth:`take` has something."""
 
     def __init__(self) -> None:
         self._left: deque[T] = deque()
@@ -48,7 +48,7 @@ class Mailbox(Generic[T]):
         return self._wake
 
     def put(self, done: Iterable[T]) -> None:
-        """Add results and wake the loop, also without results. Called by the thread."""
+        """Add results and wake the loop, even without results. Called by the thread."""
         self._left.extend(done)
         os.eventfd_write(self._wake, 1)
 
@@ -70,14 +70,16 @@ class Mailbox(Generic[T]):
 
 # Reads beside the loop: on one thread, in the order of the requests.
 #
-# Reading and checking a checkpoint with gigabytes of state takes seconds, and peers and operators want their answers
-# meanwhile. So requests that arrive meanwhile are done before each chunk of it.
+# To read and check a checkpoint with gigabytes of state takes seconds, and peers and operators need their answers
+# meanwhile. So requests that arrive during that time are done before each of its chunks.
 
 
 Work = Callable[[], Event | None]
 
 
 class ReadThread(Mailbox[Event]):
+    """Thread for slow reads, with a mailbox for their events."""
+
     def __init__(self) -> None:
         super().__init__()
         self.closing = False
@@ -87,12 +89,12 @@ class ReadThread(Mailbox[Event]):
     def submit(self, work: Work) -> None:
         """Run ``work`` on the thread. It must not raise; the event that it returns arrives in :meth:`take`."""
         self._works.put(work)
-        if self._thread is None:  # most instances have small checkpoints, and recover seldom
+        if self._thread is None:  # most instances have small checkpoints, and seldom recover
             self._thread = threading.Thread(target=self._run, name="log-reads", daemon=True)
             self._thread.start()
 
     def run_pending(self) -> None:
-        """Run the works that wait. Called now and then by a work that takes long."""
+        """Run the waiting works. A long work calls this from time to time."""
         while not self.closing:
             try:
                 work = self._works.get_nowait()
@@ -123,12 +125,12 @@ class ReadThread(Mailbox[Event]):
 
 JOINED_SIZE_BYTES_MAX = 8 << 20
 
-"""Commits that wait are joined up to this: a sync costs the same for one and for many. With 4 MiB, one-way traffic that
-fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
+"""Limit up to which waiting commits are joined: a sync costs the same for one and for many. With 4 MiB, one-way traffic
+that fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
 
 COMMIT_MEAN_WEIGHT = 0.2  # weight of the latest commit
 
-TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
+TRIM_PAUSE_S = 0.002  # between two steps, so that the loop's commits get their turn
 
 _Write = Commit | WriteCheckpointChunk
 
@@ -136,10 +138,10 @@ _Job = _Write | ReadTail
 
 
 class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and their events
-    """Writes through ``store``. Events of finished jobs arrive in :meth:`take_done`.
+    """Writer through ``store``. Events of finished jobs arrive in :meth:`take_done`.
 
-    ``fileno()`` is readable when something is finished. ``keep_checkpoints``, ``keep_bytes``: see
-    :meth:`LogStore.trim`. ``times``: is told what each commit took, ``was_committed`` its ticket, from either thread.
+    ``fileno()`` is readable if something is finished. ``keep_checkpoints``, ``keep_bytes``: see
+    :meth:`LogStore.trim`. ``times``: gets the duration of each commit, ``was_committed`` its ticket, on either thread.
     """
 
     def __init__(
@@ -158,21 +160,21 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         self._was_committed = was_committed
         self._keep_checkpoints, self._keep_bytes = keep_checkpoints, keep_bytes
         self._keep_since_ns: int | None = None
-        self._pipelines = store.appends_max > 1 and not armed  # a fault point is reached by one commit at a time
+        self._pipelines = store.appends_max > 1 and not armed  # fault points need one commit at a time
         self._inline_size_bytes_max = -1 if store.backend.is_remote and not self._pipelines else inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
         self._inline: deque[Commit] = deque()
-        self._blocked_until_tail_read = False  # since a write without an answer
+        self._blocked_until_tail_read = False  # after a write without an answer
         self._store_lock = threading.RLock()
         self._ready = select.epoll()
         self._ready.register(super().fileno(), select.EPOLLIN)
         self._in_flight = InFlightCommits(store, self._ready)
         self._trim = threading.Event()
-        self._trims_count = 0  # asked for
-        self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
+        self._trims_count = 0  # requested trims
+        self._trim_lock = threading.Lock()  # between requesting a trim and clearing the last one
         self._closing = False
-        self._pushed_back: _Job | None = None  # taken while looking for a commit to join
+        self._pushed_back: _Job | None = None  # taken in the search for a commit to join
         self.commit_s = 0.0  # duration of a commit with its sync: a running mean
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -184,10 +186,10 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         if isinstance(job, Commit) and job.size_bytes <= self._inline_size_bytes_max and not self._on_thread:
             self._inline.append(job)
         else:
-            self._hand_over(*self._inline, job)  # the order is kept
+            self._hand_over(*self._inline, job)  # this keeps the order
 
     def _hand_over(self, *jobs: _Job) -> None:
-        """Hand ``jobs``, which are all that wait, to the thread."""
+        """Hand ``jobs``, which are all waiting ones, to the thread."""
         self._inline.clear()
         for job in jobs:
             self._on_thread += 1
@@ -199,8 +201,8 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return bool(self._inline)
 
     def run_inline(self) -> list[Event]:
-        """Do the small writes submitted since the last call, and return their events; or begin
-        them, and return none."""
+        """Do the small writes submitted since the last call, and return their events; in a pipeline only begin
+        them, and return no events."""
         if self._pipelines:
             self._start_inline()
             return []
@@ -216,7 +218,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
                 try:
                     if not self._in_flight.begin_commit(self._inline[0]):
                         break
-                except Exception as error:  # as in _write; put behind events that wait for the loop
+                except Exception as error:  # as in _write; put after events that wait for the loop
                     self.put([(0, [self._in_flight_failed(error)])])
                 self._inline.popleft()
         if self._blocked_until_tail_read:
@@ -239,7 +241,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
 
     @contextlib.contextmanager
     def _unless_writing(self) -> Iterator[bool]:
-        """Take the store's lock without waiting; yields False while the thread writes."""
+        """Acquire the store's lock without waiting; yield False while the thread writes."""
         if not self._store_lock.acquire(blocking=False):
             yield False
             return
@@ -276,7 +278,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
                 self.put([(0, self._finish_commits(wait=True))])
 
     def trim(self, keep_since_ns: int | None = None) -> None:
-        """Start removing, step by step while idle, what is not needed any more.
+        """Start to remove data that is no longer needed, step by step while idle.
 
         Kept is what a replay from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no such limit).
         """
@@ -316,7 +318,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
                 reach(FaultPoint.AFTER_CHUNK)
                 return ChunkWritten(len(job.data))
-        except Exception as error:  # it must not end the thread: the core would wait for ever
+        except Exception as error:  # it must not end the thread: the core would wait forever
             return self._answer_to(job, error)
 
     def _note_committed(self, ticket: int, took_s: float) -> None:
@@ -327,7 +329,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
             self._was_committed(ticket)
 
     def _answer_to(self, job: _Write, error: Exception) -> Event:
-        """Return the event for a write that has failed."""
+        """Return the event for a failed write."""
         if isinstance(error, FencedError):
             return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
         failed = _failed(error, job)
@@ -357,7 +359,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
                 self._trim_step()
 
     def _do(self, job: _Job) -> tuple[int, list[Event]]:
-        """Do ``job``, and commits that can join it. Returns the number of jobs done and their events."""
+        """Do ``job``, and commits that can join it; return the number of jobs done and their events."""
         self._finish_in_flight()
         if isinstance(job, ReadTail):
             return 1, [self._read_tail()]
@@ -368,7 +370,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return 1, [self._write(job)]
 
     def _write_joined(self, job: Commit) -> tuple[int, list[Event]]:
-        """Write ``job`` together with the commits that wait behind it, in one sync."""
+        """Write ``job`` together with the commits that wait after it, in one sync."""
         commits = [job]
         size_bytes = job.size_bytes
         while size_bytes < JOINED_SIZE_BYTES_MAX and (following := self._take_if_commit()) is not None:
@@ -388,7 +390,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         return len(commits), [replace(event, request=job) if isinstance(event, LogFailed) else event]
 
     def _take_if_commit(self) -> Commit | None:
-        """Take the next job if it is a commit; a job of another kind is kept for the next turn."""
+        """Take the next job if it is a commit; keep a job of another kind for the next turn."""
         if self._pushed_back is not None:
             return None
         try:
@@ -398,7 +400,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         if isinstance(job, Commit):
             return job
         if job is None:
-            self._jobs.put(None)  # a nudge: not for here
+            self._jobs.put(None)  # a wake-up, for _next_job
         else:
             self._pushed_back = job
         return None
@@ -425,7 +427,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
                 )
                 reach(FaultPoint.AFTER_TRIM)
         except Exception:
-            more = False  # the next commit meets the same failure, and reports it
+            more = False  # the next commit has the same failure, and reports it
         with self._trim_lock:
             if not more and trims_count == self._trims_count:
                 self._trim.clear()
@@ -474,8 +476,8 @@ def _reach_commit(transaction: Transaction, points: tuple[FaultPoint, ...]) -> N
 
 # Commits in flight, for a log that can have several at a time.
 #
-# The loop begins them, and finishes each when its answer arrives. The thread finishes all before it writes something
-# else. Either holds the writer's lock of the store meanwhile.
+# The loop begins them, and finishes each when its answer arrives. The thread finishes all before it writes anything
+# else. Both hold the store's lock meanwhile.
 
 
 class Finished(NamedTuple):
@@ -484,15 +486,15 @@ class Finished(NamedTuple):
 
 
 class InFlightCommits:
-    """Commits begun and not finished.
+    """Commits that were begun and are not finished.
 
-    ``ready`` is readable when an answer may be there, unless a thread waits for it.
+    ``ready`` is readable if an answer may have arrived, unless a thread waits for it.
     """
 
     def __init__(self, store: RowLogStore, ready: select.epoll) -> None:
         self._store, self._ready = store, ready
         self._commits: deque[tuple[Commit, float]] = deque()
-        self._watched: tuple[int, int] | None = None  # a file descriptor, and events
+        self._watched: tuple[int, int] | None = None  # file descriptor, events
 
     def __bool__(self) -> bool:
         return bool(self._commits)
@@ -502,7 +504,7 @@ class InFlightCommits:
         return self._commits[0][0]
 
     def begin_commit(self, commit: Commit) -> bool:
-        """Begin a commit; False: it can't be begun. Raises as ``begin_commit`` of the store; then it is in flight."""
+        """Begin a commit; False: it can't be begun. Raises like the store's ``begin_commit``; then it is in flight."""
         self._commits.append((commit, time.perf_counter()))
         is_begun = self._store.begin_commit(commit.transaction, commit.ticket)
         if is_begun:
@@ -512,7 +514,7 @@ class InFlightCommits:
         return is_begun
 
     def finish_oldest(self, *, wait: bool) -> Finished | None:
-        """Finish the oldest commit; None if it is not durable yet. Raises as ``finish_oldest`` of the store."""
+        """Finish the oldest commit; None if it is not durable yet. Raises like the store's ``finish_oldest``."""
         if not self._store.finish_oldest(wait=wait):
             return None
         commit, begun_s = self._commits.popleft()
@@ -534,6 +536,6 @@ class InFlightCommits:
 
     def unwatch(self) -> None:
         if self._watched is not None:
-            with contextlib.suppress(OSError):  # a closed descriptor is unregistered already
+            with contextlib.suppress(OSError):  # a closed descriptor is already unregistered
                 self._ready.unregister(self._watched[0])
             self._watched = None

@@ -1,8 +1,8 @@
-"""Failover: the way to the write lease and the log, for a process that starts and for one that has followed another.
+"""Failover: how a process gets the write lease and loads the log, at its start or after it has followed a writer.
 
-The lease comes before the log is loaded, so what is loaded is everything that any earlier writer has written. A
+The lease is granted before the log is loaded, so the loaded log has everything that any earlier writer has written. A
 follower takes over between two records, once its app is restored: it reads the log to its end under the lease, compares
-what its app has made with the marks there, and sends it under an epoch of its own.
+its app's outputs with the marks there, and sends them under its own epoch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from immortal.coordinator.core.state import CoreState
 
 @dataclass(slots=True, eq=False, repr=False)
 class Failover:
-    """The way to the write lease, at the start and after following. ``follow``: follow the log while another process
+    """Ways to the write lease: at the start, or after following. ``follow``: follow the log while another process
     writes it."""
 
     state: CoreState
     lifecycle: Lifecycle
     loader: LogLoader
     follow: bool
-    _granted: ev.WriteLeaseGranted | None = None  # and not made use of
-    _epoch_ticket: int = 0  # of the commit of the epoch under which a session that has followed works; 0: none
+    _granted: ev.WriteLeaseGranted | None = None  # a lease that is granted and not used yet
+    _epoch_ticket: int = 0  # commit of the epoch under which a session that has followed will work; 0: none
 
     def started(self, event: ev.Started) -> None:
         self.state.effects.append(AcquireWriteLease())
 
     def lease_held(self, event: ev.WriteLeaseHeld) -> None:
-        """Follow the holder of the lease. Raises LogLockedError where nobody is to be followed."""
+        """Follow the holder of the lease. Raises LogLockedError if this process must not follow."""
         state, write_lease = self.state, self.state.write_lease
         if not self.follow:
             raise LogLockedError(
@@ -55,7 +55,7 @@ class Failover:
         self.state.write_lease.is_granted = True
 
     def advance(self) -> None:
-        """Take the next step that has become possible: load the log under the lease, or let the app take over."""
+        """Take the next possible step: load the log under the lease, or let the app take over."""
         state = self.state
         if self._granted is not None and self._may_take_over:
             granted, self._granted = self._granted, None
@@ -74,12 +74,12 @@ class Failover:
 
     @property
     def has_work(self) -> bool:
-        """True if :meth:`advance` may have something to do."""
+        """True if :meth:`advance` can have something to do."""
         return self._granted is not None or self._epoch_ticket > 0
 
     @property
     def _may_take_over(self) -> bool:
-        """True if the app can be taken over now; not while it is being restored, as it would have to start over."""
+        """True if the app can take over now. Not during its restore, as it would have to start over."""
         state = self.state
         if state.write_lease.role is LeaseRole.STARTING:
             return True
@@ -110,7 +110,7 @@ class Failover:
         lifecycle, session = self.lifecycle, state.session
         is_followed = session.phase is Phase.FOLLOWING and not session.refused
         if is_followed and not lifecycle.log_grew(summary):
-            is_followed = False  # it begins anew, by itself
+            is_followed = False  # the app starts over
         self._load(summary, clients)
         state.write_lease.become(LeaseRole.WRITING)
         state.log.held = False

@@ -1,12 +1,12 @@
-"""Snapshot transfer: a checkpoint that a follower takes for the writer.
+"""Snapshot transfer: a follower takes a checkpoint for the writer, which adopts it.
 
     NOTHING --CheckpointAsked, the app follows--> ASKED --the app's blob begins--> COMING --it is whole--> WHOLE
        ^                                            '--- nobody wants it any more ---> UNWANTED              |
        '------------ offered: the log's marks have shown that the app made the same -------------------------'
 
-The state is that behind the last record that the app was given as it was asked, which the log has. What stands in the
-header of the output streams is known later: a follower's calls have their places once the log has marks of them, and by
-these it is known that the calls are the writer's. So what an app that has diverged would give is never offered.
+The state is that after the last record that the app had when it was asked; the log has that record. The output streams
+in the header are known later: a follower's calls get their positions from the log's marks, which also prove that they
+equal the writer's calls. So the checkpoint of an app that has diverged is never offered.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class OfferStage(Enum):
 
 
 _OWED = frozenset({OfferStage.ASKED, OfferStage.COMING, OfferStage.UNWANTED})
-"""The app is still to send it, or the rest of it."""
+"""Stages in which the app must still send its state, or the rest of it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class SnapshotSender:
-    """The follower's side: asks its app for a checkpoint and offers it to the writer. ``takes_blob``: the blob that
-    comes next from the app belongs to such a checkpoint."""
+    """Follower's side: asks its app for a checkpoint and offers it to the writer. ``takes_blob``: the next blob from
+    the app belongs to such a checkpoint."""
 
     state: CoreState
     peers: Peers
@@ -53,8 +53,8 @@ class SnapshotSender:
     stage: OfferStage = OfferStage.NOTHING
     takes_blob: bool = False
     has_work: bool = False  # :meth:`advance` may have something to do
-    _wanted: ev.CheckpointAsked | None = None  # the app is still to be asked for it
-    _asked: ev.CheckpointAsked | None = None  # what the app gives is for this
+    _wanted: ev.CheckpointAsked | None = None  # request that the app does not have yet
+    _asked: ev.CheckpointAsked | None = None  # request that the app's checkpoint answers
     _sequence_id: int = -1
     _writer: CheckpointWriter | None = None
     _chunks_waiting: int = 0  # handed to the log, not answered
@@ -66,10 +66,10 @@ class SnapshotSender:
         self.takes_blob = stage in _OWED
         self.has_work = self._wanted is not None or stage is OfferStage.WHOLE
 
-    # --- who asks ----------------------------------------------------------------------------------------------------
+    # --- the request -------------------------------------------------------------------------------------------------
 
     def checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
-        """Take the writer's request. It replaces an earlier one."""
+        """Store the writer's request. It replaces an earlier one."""
         self._forget()
         self._wanted = event if self.state.write_lease.follows and not self.state.write_lease.is_granted else None
         self._reach(self.stage)
@@ -80,7 +80,7 @@ class SnapshotSender:
         self._reach(OfferStage.UNWANTED if self.takes_blob else OfferStage.NOTHING)
 
     def took_over(self) -> None:
-        """Drop the request: this process writes the log now, so nobody is left who could adopt a checkpoint."""
+        """Drop the request: this process writes the log now, so no other process could adopt a checkpoint."""
         self._forget()
 
     def app_lost(self) -> None:
@@ -99,8 +99,8 @@ class SnapshotSender:
 
     @property
     def _may_ask_app(self) -> bool:
-        """True if the app can give a checkpoint that the writer may adopt. One that has repeated an upgrade and got no
-        record since can't: it would take itself for primary. Nor can one whose outputs are not compared with the
+        """True if the app can give a checkpoint that the writer can adopt. An app that has repeated an upgrade and got
+        no record since can't: it would count itself as primary. Nor can an app whose outputs are not compared with the
         log's marks."""
         session = self.state.session
         is_able = session.phase is Phase.FOLLOWING and not session.refused and not session.waits_for_hello
@@ -137,7 +137,7 @@ class SnapshotSender:
             self._reach(OfferStage.NOTHING if self._writer is None else OfferStage.WHOLE)
 
     def snapshot_failed(self) -> None:
-        """Note that the app has no checkpoint to give."""
+        """Note that the app can't give a checkpoint."""
         wanted, self.takes_blob = self._wanted, False
         self._forget()
         self._wanted = wanted
@@ -156,7 +156,7 @@ class SnapshotSender:
 
     @property
     def _is_confirmed(self) -> bool:
-        """True if the whole blob is in the log, and by the marks the app made the same outputs as the writer's."""
+        """True if the whole blob is in the log, and the marks prove that the app made the writer's outputs."""
         if self._chunks_waiting or self._cut.waits_for or not self.call_failures.agrees_up_to(self._sequence_id):
             return False
         outputs = self.peers.outbound.streams
@@ -175,15 +175,15 @@ class SnapshotSender:
         self._forget()
 
 
-# Checkpoints taken by a follower, so that the writer's own app need not: requested, checked and adopted.
+# Adoption by the writer: a follower takes the checkpoint, so that the writer's own app need not.
 #
 #     NOTHING --one is due--> WAITING --somebody follows: AskStandby--> ASKED --CheckpointOffered--> READING --durable-.
 #        ^                       '---- nobody does it in time, or what comes is no good: the app is asked --------.    |
 #        '--------------------------------------------------------------------------------------------------------'----'
 #
-# An adopted checkpoint must equal what the own app would have given: the state after a record that the app was given,
-# of the same version, with output streams and verdicts that the own ones continue. Its blob is read whole and compared
-# with its check. The header becomes durable by an ordinary append, so only the holder of the write lease adopts.
+# An adopted checkpoint must equal one of the own app: the state after a record that the own app has handled, of the
+# same version, with output streams and verdicts that the own ones continue. Its blob is read whole and compared with
+# its check. The header becomes durable by an ordinary append, so only the holder of the write lease adopts.
 
 
 class AdoptionStage(Enum):
@@ -196,21 +196,24 @@ class AdoptionStage(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SnapshotReceiver:
+    """Writer's side: asks a follower for a checkpoint, checks it and adopts it."""
+
     state: CoreState
     peers: Peers
     call_failures: CallFailures
     stage: AdoptionStage = AdoptionStage.NOTHING
     has_standby: bool = False
-    is_for_app: bool = False  # the one that is due: it could not be had otherwise
-    _due_ns: int = 0  # when the app is asked in its place
+    is_for_app: bool = False  # the due checkpoint must come from the own app: no follower gave one
+    _due_ns: int = 0  # when the own app is asked instead
     _checkpoint_id: int = 0
     _offer: Offer | None = None
-    _reading_id: int = 0  # of the checkpoint that is being read, whether it is still wanted or not
+    _reading_id: int = 0  # of the checkpoint that is being read, even if it is no longer wanted
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def request(self, *, at_once: bool) -> bool:
-        """Decide whether the checkpoint that is due comes from a follower. ``at_once``: somebody waits for it."""
+        """Ask a follower for the due checkpoint; return False if the own app must take it. ``at_once``: somebody waits
+        for it."""
         limits = self.state.limits
         if not limits.checkpoints_on_standby or self.is_for_app or (at_once and not self.has_standby):
             self.is_for_app = False
@@ -222,11 +225,11 @@ class SnapshotReceiver:
 
     @property
     def is_under_way(self) -> bool:
-        """True if :meth:`advance` may have something to do."""
+        """True if :meth:`advance` can have something to do."""
         return self.stage is not AdoptionStage.NOTHING
 
     def advance(self) -> None:
-        """Ask a follower, or check what it has offered, as soon as either is possible."""
+        """Take the next possible step: ask a follower, or check what it has offered."""
         state = self.state
         state.timers.standby_at(min(self._due_ns, state.now_ns + state.limits.recent_ns))
         if self.stage is AdoptionStage.WAITING and self.has_standby:
@@ -242,12 +245,12 @@ class SnapshotReceiver:
                 self.stage, self._reading_id = AdoptionStage.READING, self._checkpoint_id
                 state.effects.append(CheckCheckpoint(self._offer.header))
         elif self.stage is AdoptionStage.ASKED and state.log.is_idle and self.peers.outbound.any_unmarked:
-            # The follower waits for marks of the last calls, and no record with input comes that would have them.
+            # The follower waits for marks of the last calls, and no record with input arrives that would carry them.
             state.log.append_no_message()
 
     @property
     def is_awaited(self) -> bool:
-        """True if a follower's checkpoint is on its way: the own app is not asked. Gives up when its time is over."""
+        """True if a follower's checkpoint is expected, so the own app is not asked. Give up once its time is over."""
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return False
         if self.state.now_ns >= self._due_ns:
@@ -258,7 +261,7 @@ class SnapshotReceiver:
         return True
 
     def give_up(self, reason: str = "") -> None:
-        """Stop waiting for a follower. ``reason``: why the own app is asked instead; "": it was asked already, or is
+        """Stop waiting for a follower. ``reason``: why the own app is asked instead; "": it was already asked, or is
         gone."""
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return
@@ -272,17 +275,17 @@ class SnapshotReceiver:
     def standbys_changed(self, event: ev.StandbysChanged) -> None:
         self.has_standby = event.is_ready
 
-    # --- what comes --------------------------------------------------------------------------------------------------
+    # --- the offer ---------------------------------------------------------------------------------------------------
 
     def checkpoint_offered(self, event: ev.CheckpointOffered) -> None:
-        """Take the offer if it answers the last request of this epoch; ignore any other."""
+        """Store the offer if it answers the last request of this epoch; ignore any other."""
         offer = event.offer
         is_asked = self.stage is AdoptionStage.ASKED and offer.header.checkpoint_id == self._checkpoint_id
         if is_asked and offer.epoch == self.state.epoch:
             self._offer = offer
 
     def _has_app_come_to(self, header: CheckpointHeader) -> bool:
-        """Return whether the own app has handled the checkpoint's last record. A follower may be ahead of it."""
+        """Return True if the own app has handled the checkpoint's last record. A follower can be ahead of it."""
         return self.state.session.phase in WORKS and header.sequence_id <= self.state.session.fed_sequence_id
 
     def _problem(self, offer: Offer) -> str:
@@ -312,12 +315,12 @@ class SnapshotReceiver:
         return ""
 
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> bool:
-        """Adopt the checkpoint that was read and is sound. False if the answer is for somebody else."""
+        """Adopt the checkpoint if it was read and is undamaged. False if the answer is for another component."""
         if event.checkpoint_id != self._reading_id:
             return False
         self._reading_id = 0
         if self.stage is not AdoptionStage.READING or self._offer is None:
-            pass  # it is not wanted any more
+            pass  # it is no longer wanted
         elif event.problem is not None:
             self.give_up(event.problem)
         elif self.state.checkpoints.settled and not self.state.checkpoints.on_its_way:

@@ -1,10 +1,9 @@
-"""Write lease: the right to write the log. One coordinator holds it at a time; all components ask what this one may
-do.
+"""Write lease: the right to write the log, and the unanswered requests to it. One coordinator at a time has the lease.
 
     STARTING --WriteLeaseGranted---------------------------------------> LOADING --LogLoaded--> WRITING
-        '----WriteLeaseHeld, and it is to follow--> FOLLOWING --WriteLeaseGranted--^
+        '----WriteLeaseHeld, and it must follow---> FOLLOWING --WriteLeaseGranted--^
 
-Who has the right keeps it until another is given it: then the log takes nothing more of this one, which stops.
+The holder keeps the lease until another process gets it. Then the log refuses this one's writes, and it stops.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class LeaseRole(Enum):
+    """Relation of this coordinator to the write lease."""
+
     STARTING = "waiting for the right to write the log"
     FOLLOWING = "following"
     LOADING = "loading the log"
@@ -33,20 +34,20 @@ class LeaseRole(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class WriteLease:
-    """The write lease as this coordinator sees it. ``follows`` and ``writes`` repeat the role as plain values, since
-    each turn asks for them."""
+    """Write lease as this coordinator sees it. ``follows`` and ``writes`` repeat the role as plain values, since each
+    turn reads them."""
 
     role: LeaseRole = LeaseRole.STARTING
     follows: bool = False
     writes: bool = False
-    fence: int = 0  # the term of the right, once it is granted
-    is_granted: bool = False  # to this one, and the log is not loaded yet
-    is_loaded: bool = False  # all parts of the machine know what the log says, as of some moment
-    holder: str = ""  # who has it while this one follows, in words
+    fence: int = 0  # the term of the lease, once it is granted
+    is_granted: bool = False  # to this process, which has not loaded the log yet
+    is_loaded: bool = False  # all parts of the machine have the log's state, as of some moment
+    holder: str = ""  # the holder while this process follows it, as a text
 
     @property
     def may_read(self) -> bool:
-        """True if the app may be given records: this coordinator writes the log, or follows a loaded one."""
+        """True if the app can get records: this coordinator writes the log, or follows a loaded one."""
         return self.writes or (self.follows and self.is_loaded)
 
     def become(self, role: LeaseRole) -> None:
@@ -55,14 +56,14 @@ class WriteLease:
         self.writes = role is LeaseRole.WRITING
 
 
-# Requests to the log without an answer yet, and the way on when the log does not answer for a while.
+# Requests to the log without an answer yet, and their repetition after the log did not answer for a while.
 #
 #     ANSWERS --a failure that may pass--> WAITING --its pause is over: where does the log end?--> ASKING
 #        ^                                    ^ '-- reads alone have failed: they are asked again --.    |
 #        |                                    '------- a failure again: twice the pause ------------+----+
 #        '--- what is there is durable, the rest is written again, the same bytes ------------------'----'
 #
-# A failed write may have been done or not. It is never repeated before that is known. Meanwhile nothing more is
+# It is unknown whether a failed write was done. It is never repeated before that is known. Meanwhile nothing more is
 # written, so input waits, which slows down the app and the peers.
 
 
@@ -70,22 +71,22 @@ Write = Commit | WriteCheckpointChunk
 
 
 class LogRequests:
-    """Requests to the log that are not answered yet. ``silent_since_ns``: when the log last failed to answer; None
-    while it answers."""
+    """Requests to the log without an answer yet. ``silent_since_ns``: when the log last failed to answer; None while it
+    answers."""
 
     __slots__ = ("_again", "_pause_ns", "_state", "_unknown", "_writes", "due_ns", "silent_since_ns")
 
     def __init__(self, state: CoreState) -> None:
         self.silent_since_ns: int | None = None
-        self.due_ns: int | None = None  # when it is asked again
+        self.due_ns: int | None = None  # when the requests are repeated
         self._state = state
-        self._writes: deque[Write] = deque()  # not answered, in their order
-        self._unknown = False  # whether the first of them was done
-        self._again: list[Asked] = []  # reads
+        self._writes: deque[Write] = deque()  # unanswered, in order
+        self._unknown = False  # it is unknown whether the first of them was done
+        self._again: list[Asked] = []  # reads to repeat
         self._pause_ns = state.limits.log_retry_ns_min
 
     def write(self, write: Write) -> None:
-        """Hand the write to the log, behind all writes before it."""
+        """Send the write to the log, after all writes before it."""
         self._writes.append(write)
         if not self._unknown:
             self._state.effects.append(write)
@@ -102,7 +103,7 @@ class LogRequests:
             self._log_answered(self.silent_since_ns)
 
     def request_failed(self, event: LogFailed) -> None:
-        """Note a failure that may pass: ask again after a pause, which doubles each time."""
+        """Note a temporary failure: ask again after a pause, which doubles each time."""
         state, now_ns, request = self._state, self._state.now_ns, event.request
         if isinstance(request, Write):
             require(bool(self._writes) and request is self._writes[0], "a write is answered out of its turn")
@@ -117,7 +118,7 @@ class LogRequests:
             self._pause_ns = min(2 * self._pause_ns, state.limits.log_retry_ns_max)
 
     def tick(self) -> None:
-        """Ask again if the pause is over."""
+        """Repeat the failed requests if the pause is over."""
         if self.due_ns is None or self._state.now_ns < self.due_ns:
             return
         self.due_ns = None
@@ -127,8 +128,7 @@ class LogRequests:
         self._state.effects.extend(again)
 
     def resolve_writes(self, event: TailRead) -> Sequence[Write]:
-        """Return the writes that turn out to be durable, now that the log has said where it ends. Write the others
-        again."""
+        """Return the writes that are durable, now that the log has said where it ends. Write the others again."""
         if not self._unknown:
             return ()
         self._unknown = self._state.log.held = False
@@ -146,9 +146,9 @@ class LogRequests:
 
 
 def _is_there(write: Write, tail: TailRead) -> bool:
-    """Return whether the log has this append. Raises InvariantError where its records say otherwise."""
+    """Return True if the log has this append. Raises InvariantError if its records contradict that."""
     if not isinstance(write, Commit):
-        return False  # a chunk is there if an append behind it is
+        return False  # a chunk is in the log if an append after it is
     is_there = write.ticket <= tail.ticket
     last = write.transaction.records[-1][0] if write.transaction.records else write.expected_last_sequence_id
     require(

@@ -1,4 +1,4 @@
-"""Checkpoints as a policy: when the next one is due, and the one that is on its way."""
+"""Checkpoint policy: when the next one is due, the one being taken, and the one that a recovery starts from."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from immortal.protocol.checksum import crc64
 
 
 class CheckpointPolicy:
+    """Decides when a checkpoint is due, and holds the one being taken."""
+
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._next_id = 1
         self._writer: CheckpointWriter | None = None
         self._logged_bytes_at_last = 0
         self.last: CheckpointHeader | None = None
-        self.tried_ns = 0  # when the app last had none to give
+        self.tried_ns = 0  # when the app last failed to give one
         self.wanted = False  # the app or the operator has asked for one
-        self.settled = True  # no header waits to become durable: the log takes one blob after the other
+        self.settled = True  # no header waits to become durable: the log takes one blob at a time
         self.chunks_pending_bytes = 0  # handed to the disk, not written yet
 
     def load(self, taken: Sequence[CheckpointHeader]) -> None:
-        """Take the checkpoints of the log, oldest first."""
+        """Load the checkpoints of the log, oldest first."""
         self._next_id = 1 + max((header.checkpoint_id for header in taken), default=0)
         self.last = without_outputs(taken[-1]) if taken else None
 
@@ -35,7 +37,7 @@ class CheckpointPolicy:
         return self._writer is not None
 
     def is_due(self, logged_bytes: int, now_ns: int) -> bool:
-        """Return whether a checkpoint is due. ``logged_bytes``: written to the log since this process started."""
+        """Return True if a checkpoint is due. ``logged_bytes``: written to the log since this process started."""
         grown_bytes = logged_bytes - self._logged_bytes_at_last
         limits = self._limits
         too_old = (
@@ -46,12 +48,12 @@ class CheckpointPolicy:
         return self.wanted or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
 
     def checkpoint_began(self, logged_bytes: int) -> None:
-        """Start counting anew: the app was asked for a checkpoint, or its state is that of one."""
+        """Restart the count: the app was asked for a checkpoint, or its state is that of one."""
         self.wanted = False
         self._logged_bytes_at_last = logged_bytes
 
     def next_id(self) -> int:
-        """Return an ID for a checkpoint that a follower takes. No other checkpoint gets it."""
+        """Return an ID for a checkpoint. No other checkpoint gets it."""
         self._next_id += 1
         return self._next_id - 1
 
@@ -63,8 +65,8 @@ class CheckpointPolicy:
         unacknowledged: Mapping[str, Sequence[OutputBatch]],
         open_calls: Mapping[str, Sequence[int]],
     ) -> int:
-        """Begin a checkpoint of the state after record ``sequence_id``, with the output streams at ``outputs``;
-        return its ID."""
+        """Begin a checkpoint of the state after record ``sequence_id``, with the output streams at ``outputs``.
+        Return its ID."""
         checkpoint_id = self.next_id()
         self._writer = CheckpointWriter(
             checkpoint_id, sequence_id, version, outputs, unacknowledged, open_calls, self._limits.chunk_size_bytes
@@ -72,7 +74,7 @@ class CheckpointPolicy:
         return checkpoint_id
 
     def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
-        """Take more of the blob; return the chunk that is full now, if any."""
+        """Add bytes to the blob; return the chunk that is full now, if any."""
         writer = self._writer
         require(writer is not None, "a blob without a Checkpoint")
         chunk = writer.receive(data, last=last) if writer is not None else None
@@ -81,7 +83,7 @@ class CheckpointPolicy:
         return chunk
 
     def end(self, time_ns: int) -> CheckpointHeader:
-        """Return the header that makes the checkpoint count: its blob is whole."""
+        """End the blob; return the header that makes the checkpoint count."""
         writer, self._writer = self._writer, None
         require(writer is not None, "the end of a blob without a Checkpoint")
         assert writer is not None
@@ -89,11 +91,11 @@ class CheckpointPolicy:
         return writer.header(time_ns)
 
     def abandon(self) -> None:
-        """Drop the checkpoint that is on its way. Its chunks count for nothing without a header."""
+        """Drop the checkpoint that is being taken. Its chunks do not count without a header."""
         self._writer = None
 
     def became_durable(self, header: CheckpointHeader) -> int | None:
-        """Note that the checkpoint of ``header`` is durable; return when the next one is due by age, ns since the
+        """Note that the checkpoint of ``header`` is durable. Return when the next one is due by age, ns since the
         Unix epoch."""
         self.last = without_outputs(header)
         self.settled = True
@@ -105,7 +107,7 @@ class CheckpointPolicy:
 
 
 class CheckpointWriter:
-    """Takes the blob as it comes. The output streams are as they were when its announcement came."""
+    """Splits a blob into chunks as it arrives. The output streams are those at the time that the blob was announced."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class CheckpointWriter:
         self._check = 0
 
     def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
-        """Take more of the blob; return the chunk that is full now, or the last one."""
+        """Add bytes to the blob; return the chunk that is full now, or the last one."""
         if data:
             self._pieces.append(data)
             self._pieces_bytes += len(data)
@@ -161,17 +163,17 @@ class CheckpointWriter:
 
 # Choosing a checkpoint to recover from, and reading its blob.
 #
-# The newest checkpoint with all records after it is read whole and checked before the app sees a byte of it. If it is
+# The newest checkpoint with all records after it is read whole and checked before the app gets a byte of it. If it is
 # damaged, the one before is tried.
 
 
 def without_outputs(header: CheckpointHeader) -> CheckpointHeader:
-    """Return the header without the output streams' contents, which may be many megabytes."""
+    """Return the header without the output streams' contents, which can be many megabytes."""
     return replace(header, unacknowledged={})
 
 
 class Recovery:
-    """Chooses the checkpoint that an app recovers from, and reads its blob chunk by chunk."""
+    """Chooses the checkpoint from which an app recovers, and reads its blob chunk by chunk."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -187,11 +189,11 @@ class Recovery:
         return self._summary is not None
 
     def forget(self) -> None:
-        """Forget the recovery of an app that is gone. Checkpoints once found damaged stay so."""
+        """Forget the recovery of an app that is gone. Damaged checkpoints are still remembered."""
         self._header = self._summary = None
 
     def choose(self, summary: LogSummary) -> CheckCheckpoint:
-        """Choose the newest usable checkpoint, and have it checked. Raises LogError when none is left."""
+        """Choose the newest usable checkpoint and return the check of it. Raises LogError if none is left."""
         self._summary = summary
         for header in reversed(summary.checkpoints):
             if header.sequence_id + 1 >= summary.first_sequence_id and header.checkpoint_id not in self._damaged:
@@ -212,7 +214,7 @@ class Recovery:
         return header, summary
 
     def choose_another(self, checkpoint_id: int) -> CheckCheckpoint | None:
-        """Choose the checkpoint before the damaged one. Raises LogError when none is left."""
+        """Choose the checkpoint before the damaged one. Raises LogError if none is left."""
         self._damaged.add(checkpoint_id)
         return self.choose(self._summary) if self._summary is not None else None
 
@@ -225,7 +227,7 @@ class Recovery:
         return ReadCheckpointChunk(header.checkpoint_id, self._next_chunk_index)
 
     def chunk_read(self, data: bytes) -> None:
-        """Count a chunk as read. Raises LogError if the blob ends before its size."""
+        """Count a chunk as read. Raises LogError if the blob ends too early."""
         if not data:
             raise LogError(f"a checkpoint of {self._name!r} ends after {self._read_bytes} bytes")
         self._next_chunk_index += 1

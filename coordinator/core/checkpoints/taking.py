@@ -1,7 +1,7 @@
-"""Taking a checkpoint: it is asked for, the app's state comes, and its header makes it count.
+"""Taking a checkpoint: the coordinator asks, the app sends its state, and a header makes the checkpoint count.
 
-The state comes in one piece, a blob; or as a snapshot, beside the app's work: then it is the state at the Begin, and
-its bytes come between other messages.
+The state arrives in one piece, a blob; or as a snapshot, beside the app's work: then it is the state at the Begin, and
+its bytes arrive between other messages.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CheckpointTaker:
     snapshot_receiver: SnapshotReceiver
 
     def ask_if_due(self) -> None:
-        """Ask for a checkpoint if one is due. Call it while the app is in normal processing and no header is on its
-        way."""
+        """Ask for a checkpoint if one is due. Call it while the app is in normal processing and no header is being
+        written."""
         state = self.state
         session, checkpoints, shutdown = state.session, state.checkpoints, state.shutdown
         if shutdown.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
@@ -52,7 +52,7 @@ class CheckpointTaker:
         logged_bytes = state.log.logged_bytes
         if is_apps or checkpoints.is_due(logged_bytes, state.now_ns):
             checkpoints.checkpoint_began(logged_bytes)
-            # One that was promoted shows by its next checkpoint that it has made all that the log knows of.
+            # A promoted app proves by its next checkpoint that it has made all outputs that the log knows of.
             is_own = is_apps or self.unsaved_state.is_wished
             if not is_own and self.lifecycle.proof is Proof.COMPLETE and snapshot_receiver.request(at_once=wanted):
                 return
@@ -141,7 +141,7 @@ class CheckpointTaker:
     # --- there is none -----------------------------------------------------------------------------------------------
 
     def failed(self, message: Message) -> None:
-        """Take the app's word that its state can't be saved. The app works on without a checkpoint."""
+        """Handle the app's message that its state can't be saved. The app continues without a checkpoint."""
         state = self.state
         session, lifecycle, unsaved = state.session, self.lifecycle, decode_unsaved(message.data)
         if self.snapshot_sender.takes_blob:
@@ -168,7 +168,7 @@ class CheckpointTaker:
         state.shutdown.checkpoint_failed()
 
     def taken_back(self, message: Message) -> None:
-        """Note that the app has taken a message back: the checkpoint that comes is of the state without it."""
+        """Note that the app has taken a message back: its next checkpoint is of the state without that message."""
         if (
             self.state.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING)
             or self.state.checkpoints.on_its_way

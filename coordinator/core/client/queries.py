@@ -1,13 +1,14 @@
-"""Queries that are not logged: a client asks, the app answers between two records, and no log knows of it.
+"""Queries that are not logged: a client asks, and the app answers between two records.
 
     taken --there is room at the app--> asked --its answer--> held --what it follows from is durable--> told
 
 The state that a query sees follows from records, which were durable before the app got them, and from verdicts of the
-app, which may not be durable yet: an answer behind one waits for it. So no crash takes back what a client was told.
+app, which may not be durable yet: an answer after such a verdict waits for it. So no crash undoes what a client was
+told.
 
-What can't be asked now is refused, and the client asks again for as long as it has time. Callers take turns, and only
-as many queries are at the app at once as it answers in some milliseconds: so nobody's flood keeps records, or the
-queries of others, from it.
+A query that can't be asked now is refused, and the client repeats it until its time is over. Callers take turns, and
+the app has only as many queries at once as it answers in some milliseconds: so one caller's flood delays neither
+records nor the queries of others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from immortal.protocol.messages import MessageType
 from immortal.protocol.queries import QueryQuestion, decode_query_answer, encode_query
 from immortal.protocol.readers import Message
 
-Key = tuple[str, str, int]  # caller, client ID, its number of the query
-ROOM_MIN = 2  # one is answered, one is on its way
+Key = tuple[str, str, int]  # caller, client ID, the client's number of the query
+ROOM_MIN = 2  # one is being answered, one is in transit
 ANSWER_KINDS = (ReplyKind.VALUE, ReplyKind.NOTHING, ReplyKind.RAISED)
 
 
@@ -51,12 +52,12 @@ class _Query:
 
     @property
     def asker(self) -> str:
-        """Name under which queries take turns: the caller's, or the client's where callers have no keys."""
+        """Name under which queries take turns: the caller's, or the client's if callers have no keys."""
         return self.caller or f"~{self.frame.client_id}"
 
     @property
     def digest(self) -> bytes:
-        """Digest that identifies the query when it is asked again."""
+        """Digest that identifies the query when it is repeated."""
         if not self._digest:
             self._digest = digest_of(self.asker, self.method_id, self.arguments)
         return self._digest
@@ -77,24 +78,24 @@ class Queries:
     _open_by: Counter[str] = field(default_factory=Counter)  # by asker
     _waiting: OrderedDict[str, deque[_Query]] = field(default_factory=OrderedDict)  # by asker, in turns
     _asked: dict[int, _Query] = field(default_factory=dict)  # by ticket
-    _concurrency: int = ROOM_MIN  # for so many of them at once
-    _held: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # until that commit is durable
-    _alone: bool = False  # the app is at a query that may end its process: no other one is asked meanwhile
-    _barred: dict[int, int] = field(default_factory=dict)  # method IDs, until when
+    _concurrency: int = ROOM_MIN  # most queries at the app at once
+    _held: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # answers until their commit is durable
+    _alone: bool = False  # the app handles a query that may end its process: it gets no other one meanwhile
+    _barred: dict[int, int] = field(default_factory=dict)  # time until which a method is refused, by method ID
 
     @property
     def has_work(self) -> bool:
-        """True if queries wait for the app, or answers wait for a commit: :meth:`advance` may do something."""
+        """True if queries wait for the app, or answers wait for a commit: :meth:`advance` can do something."""
         return bool(self._waiting or self._held)
 
-    # --- what clients ask --------------------------------------------------------------------------------------------
+    # --- questions of clients ----------------------------------------------------------------------------------------
 
     def received(self, token: Token, frame: ClientFrame, caller: str) -> None:
-        """Take a QUERY, or refuse it. ``caller``: the name of its key."""
+        """Accept a QUERY, or refuse it. ``caller``: the name that its key proves."""
         if self.clients.refuses(token, frame, caller):
             return
         known = self._open.get((caller, frame.client_id, frame.number))
-        if known is not None:  # its client has asked again
+        if known is not None:  # the client repeats it
             known.token = token
             return
         refusal = self._refusal(frame, caller)
@@ -110,7 +111,7 @@ class Queries:
     def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
         state, session, permissions = self.state, self.state.session, self.admission.permissions
         name, now_ns = state.name, state.now_ns
-        if session.phase not in WORKS or session.fed_sequence_id < 0:  # an app is primary behind its first record
+        if session.phase not in WORKS or session.fed_sequence_id < 0:  # an app is primary only after its first record
             text = f"the app of {name!r} does not work now (phase: {session.phase.value}): ask again once it does"
             return ClientCode.NOT_READY, text
         if MessageType.QUERY_ASKED not in session.extensions:
@@ -159,7 +160,7 @@ class Queries:
     # --- the app -----------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Ask what the app has room for, and tell what is durable by now."""
+        """Give the app as many queries as it has room for, and send the answers that are durable."""
         state = self.state
         while self._waiting and self._has_room():
             asker, queries = next(iter(self._waiting.items()))
@@ -183,7 +184,7 @@ class Queries:
             self._send_answer(query, reply)
 
     def answered(self, message: Message) -> None:
-        """Take the app's answer. Raises RemoteProtocolError."""
+        """Handle the app's answer. Raises RemoteProtocolError."""
         state = self.state
         answer = decode_query_answer(message.data)
         query = self._asked.pop(answer.ticket, None)
@@ -199,7 +200,7 @@ class Queries:
         if answer.changed:
             self._barred[query.method_id] = state.now_ns + state.limits.query_barred_ns
             state.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
-        # Verdicts that the app has given before are in the log, or about to be: what follows from them waits for that.
+        # The app's earlier verdicts are in the log, or will be: the answer, which follows from them, waits for that.
         reply = self.admission.checked_reply(Reply(query.frame.number, answer.kind, answer.value))
         if state.held_ticket <= state.log.durable_ticket:
             self._send_answer(query, reply)
@@ -211,7 +212,7 @@ class Queries:
         return len(self._asked) < room and not self._alone and self.state.session.phase in WORKS
 
     def _adapt_concurrency(self, answered_ns: int) -> None:
-        """Allow one more query at the app after an answer that came soon; allow half as many after a late one."""
+        """Allow one more query at the app after a fast answer; halve their number after a slow one."""
         if answered_ns > self.state.limits.queries_at_app_ns:
             self._concurrency = max(ROOM_MIN, self._concurrency // 2)
         elif len(self._asked) + 1 >= self._concurrency < self.state.limits.queries_at_app_max:
@@ -234,10 +235,10 @@ class Queries:
         return {"open_queries": len(self._open), "answered_queries": self.answered_count}
 
     def app_lost(self, *, at_query: bool) -> None:
-        """Refuse all open queries, since the app is gone; clients ask its successor. Answers that were held are
-        dropped: what they follow from may be in no log.
+        """Refuse all open queries, since the app is gone; clients ask its successor. Drop held answers: they can follow
+        from verdicts that are in no log.
 
-        ``at_query``: the app may have ended at the first query that it has not answered.
+        ``at_query``: the app may have died at the first unanswered query.
         """
         if at_query and self._asked:
             query = next(iter(self._asked.values()))

@@ -1,14 +1,14 @@
-"""Requests of clients: processes that are no instances, and call one. Each is done once, however often it is sent.
+"""Requests of clients, which call an instance and are none. Each is done once, however often it is sent.
 
-A client numbers its requests from 1, and the next number is the only one that is taken. Its last number becomes durable
-in one transaction with the record that holds the request; so each life of the coordinator knows what was taken. To the
-app a request is a call that waits for an answer. All answers to clients are one output stream, whose receiver is the
-table of clients: it acknowledges what is durable in the log, and a replay makes the rest again.
+A client numbers its requests from 1, and only the next number is accepted. The client's last number becomes durable in
+one transaction with the request's record; so each process of the coordinator knows which requests were accepted. For
+the app a request is a call that waits for an answer. All answers to clients are one output stream, whose receiver is
+the table of clients: it acknowledges what is durable in the log, and a replay makes the rest again.
 
-A request that is sent again is answered from the table; one that is open, when its answer comes; one whose reply is
-gone is told so. It is never done a second time.
+A repeated request is answered from the table, or, if it is still open, once its answer arrives. If its reply is gone,
+the client is told so. The request is never done a second time.
 
-Where callers have keys, a client ID belongs to the name of the first key that has used it: nobody else can ask for its
+If callers have keys, a client ID belongs to the owner of the first key that used it: nobody else can ask for its
 replies, or use up its numbers.
 """
 
@@ -53,7 +53,7 @@ from immortal.protocol.messages import decode_messages
 from immortal.protocol.timings import is_trace_context, split_name
 from immortal.protocol.trailer import BatchKind, BatchSource
 
-CONFLICTS_TOLD_MAX = 16  # of one frame, as each is far larger than a call may be; the rest comes again, and so on
+CONFLICTS_TOLD_MAX = 16  # of one frame, as a conflict is far larger than a call can be; the client repeats the rest
 _FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING, ClientFrameType.QUERY)
 
 
@@ -66,18 +66,18 @@ class Clients:
     running: RunningTime
     table: ClientTable = field(init=False)
     answers: ClientAnswers = field(init=False)
-    _methods: bytes = field(default_factory=lambda: encode_methods({}))  # of the app; the last one that was here
+    _methods: bytes = field(default_factory=lambda: encode_methods({}))  # of the app that last connected
     _names: dict[int, str] = field(default_factory=dict)  # of its methods
     _undurable: deque[tuple[int, int]] = field(default_factory=deque)  # (ticket, size in bytes), not in the log yet
     _undurable_bytes: int = 0
-    _ungathered_bytes: int = 0  # replies that no commit has been asked for
+    _ungathered_bytes: int = 0  # replies for which no commit was requested
 
     def __post_init__(self) -> None:
         self.table = ClientTable(self.state.limits, self.state.log, self.running)
         self.answers = ClientAnswers(self.state, self.table)
 
     def describe_methods(self, description: AppDescription) -> None:
-        """Take the app's description: clients may call its own methods."""
+        """Note the app's description: clients can call its own methods."""
         own = {
             method_id: name
             for (destination, method_id), name in description.methods.items()
@@ -88,20 +88,20 @@ class Clients:
         self._methods = encode_methods(own, queries & own.keys())
 
     def holder_of(self, caller: str) -> str:
-        """Return who stands behind a caller's name: for a client with a key, the key's holder."""
+        """Return the party behind a caller's name: for a client with a key, the key's owner."""
         client = self.table.get(caller.removeprefix(CLIENTS)) if caller.startswith(CLIENTS) else None
         return caller if client is None else client.owner or caller
 
-    # --- what clients say --------------------------------------------------------------------------------------------
+    # --- frames of clients -------------------------------------------------------------------------------------------
 
     def received(self, token: Token, frame: ClientFrame, caller: str = "") -> None:
-        """Handle a client's frame, by the key of ``caller``. Each is answered at once, but for requests that are
-        taken."""
+        """Handle a frame of a client whose key belongs to ``caller``. Answer it at once, except for accepted
+        requests."""
         if self.refuses(token, frame, caller):
             return
         client = self.table.get(frame.client_id)
         if client is not None:
-            if caller and not client.owner:  # it was used without keys before
+            if caller and not client.owner:  # the ID was used without keys before
                 self.table.set_owner(frame.client_id, client, caller)
             if self._is_of_another(token, frame, client):
                 return
@@ -119,7 +119,7 @@ class Clients:
                 self.table.release(frame.client_id, client, min(frame.acknowledged, client.number))
 
     def refuses(self, token: Token, frame: ClientFrame, caller: str) -> bool:
-        """Refuse a frame that can't be looked at, and tell the client why. False if it can."""
+        """Refuse a frame that can't be handled, and tell the client why. False if it can be handled."""
         refusal = self._refusal(frame, caller)
         if refusal is not None:
             self.answers.refuse(token, frame, *refusal)
@@ -147,9 +147,9 @@ class Clients:
         return None
 
     def _is_of_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
-        """Refuse what has the number of another call, or can't be read; whether there is such a thing in the frame.
+        """Refuse requests that can't be decoded, or have the number of another call; return True if there are any.
 
-        Then nothing of it is taken, and no reply to the client goes to who sent it: the rest is to be sent again.
+        Then the whole frame is refused, and its sender gets no reply of that client: it must send the rest again.
         """
         if frame.frame_type is ClientFrameType.PING:
             return self._asks_for_another(token, frame, client)
@@ -169,7 +169,7 @@ class Clients:
         return len(others) > 0
 
     def _asks_for_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
-        """Refuse a PING about another method than its number is known for. Its reason names the method, if any."""
+        """Refuse a PING about a number that is known for another method. Its reason names the method, if any."""
         if not frame.reason.isdecimal() or frame.count != 1:
             return False
         (number,) = frame.asked_numbers()
@@ -202,7 +202,7 @@ class Clients:
             )
             self.answers.refuse(token, frame, ClientCode.FORGOTTEN, reason)
             return
-        if frame.number > first_new:  # frames between were lost on the way; or this is not the log that it was
+        if frame.number > first_new:  # earlier frames were lost, or the log was replaced
             self.answers.pong(token, frame, known)
             return
         repeated = min(frame.count, first_new - frame.number)
@@ -215,14 +215,14 @@ class Clients:
             self.table.release(frame.client_id, known, min(frame.acknowledged, known.number))
 
     def _take(self, token: Token, frame: ClientFrame, client: Client, repeated: int, caller: str) -> bool:
-        """Log what of ``frame`` is behind the first ``repeated`` requests; False if not all of it can be taken now."""
+        """Log the requests of ``frame`` after the first ``repeated``; False if not all can be accepted now."""
         if self._is_busy(client, frame) or self.delivery.admission.is_full(caller or caller_of(frame.client_id)):
             return False
         try:
             calls, identities = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
         except ProtocolError as error:
             self.answers.refuse(token, frame, ClientCode.MALFORMED, str(error))
-            return True  # nor ever
+            return True  # a repetition would not help
         new = frame.count - repeated
         source = BatchSource(
             BatchKind.CLIENT,
@@ -258,10 +258,10 @@ class Clients:
             or (len(client.gone) > 0 and table.gone_count >= limits.gone_max)
         )
 
-    # --- what the app answers ----------------------------------------------------------------------------------------
+    # --- answers of the app ------------------------------------------------------------------------------------------
 
     def answers_made(self, batch: OutputBatch) -> None:
-        """Handle the app's next answers in the stream to CLIENTS; anything else there is passed over."""
+        """Handle the app's next answers in the stream to CLIENTS; ignore any other message there."""
         size_bytes = 0
         for _, start, end in decode_messages(batch.payload):
             answer = decode_answer(batch.payload, start, end)
@@ -277,7 +277,7 @@ class Clients:
     def _answer_request(self, client_id: str, reply: Reply) -> int:
         client = self.table.get(client_id)
         if client is None or not client.is_open(reply.number):
-            return 0  # a replay has made it again; or it counts as lost, and the client may have been told so
+            return 0  # a replay has repeated the answer; or the request counts as lost, which the client may know
         self._set_reply(client_id, client, reply)
         self.table.enforce_limits(client_id, client)
         return len(reply.value) + 1
@@ -287,7 +287,7 @@ class Clients:
         self.answers.add_reply(client_id, client, reply)
 
     def mark_open_lost(self) -> None:
-        """Answer open requests as lost after a cut: their records may be lost."""
+        """Answer open requests as lost after a cut: their records can be lost."""
         for client_id, client in self.table.items():
             for number in client.open_numbers():
                 self._set_reply(client_id, client, Reply(number, ReplyKind.LOST))
@@ -305,12 +305,12 @@ class Clients:
 
 # Answers to clients: frames are answered at once, replies gather until the end of a turn.
 #
-# A client may ask for earlier replies again, within a rate limit (TokenBucket).
+# A client can ask for earlier replies again, within a rate limit (TokenBucket).
 
 
 REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
-REPLY_FRONT_SIZE_BYTES = 16  # number, kind and size, at most
-LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell so many
+REPLY_FRONT_SIZE_BYTES = 16  # upper bound of number, kind and size
+LOOKING_BYTES = 4  # cost of each byte of a PING: its look-up takes as long as sending this many bytes
 
 
 class ClientAnswers:
@@ -321,7 +321,7 @@ class ClientAnswers:
         self._table = table
         self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
         self._again = TokenBucket(state.limits.again_bytes, 0)
-        self._asked: set[str] = set()  # who has sent a PING in this turn
+        self._asked: set[str] = set()  # clients that have sent a PING in this turn
 
     # --- at once -----------------------------------------------------------------------------------------------------
 
@@ -335,12 +335,12 @@ class ClientAnswers:
         self._send(token, ClientFrame(ClientFrameType.WELCOME, *self._ends(frame), *numbers, 0, time_ns, methods))
 
     def pong(self, token: Token, frame: ClientFrame, client: Client, code: ClientCode = ClientCode.NONE) -> None:
-        """Tell the client which requests were taken. BUSY: the requests behind them are to be sent again later."""
+        """Tell the client which requests were accepted. BUSY: it must send the others again later."""
         numbers = client.number, client.released
         self._send(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
 
     def refuse(self, token: Token, frame: ClientFrame, code: ClientCode, reason: str) -> None:
-        """Refuse a frame. Its number says which query is meant; 0: none."""
+        """Refuse a frame. The answer's number identifies the refused query; 0: none."""
         number = frame.number if frame.frame_type is ClientFrameType.QUERY else 0
         self._send(token, ClientFrame(ClientFrameType.REFUSED, *self._ends(frame), number, code=code, reason=reason))
 
@@ -349,7 +349,7 @@ class ClientAnswers:
         self._send(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
 
     def send_replies(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
-        """Send replies to the sender of ``frame`` alone, even if others use the same client ID."""
+        """Send replies only to the sender of ``frame``, even if others use the same client ID."""
         if replies:
             numbers = client.number, client.released, len(replies)
             payload = encode_replies(replies)
@@ -364,15 +364,15 @@ class ClientAnswers:
     # --- at the end of the turn --------------------------------------------------------------------------------------
 
     def add_reply(self, client_id: str, client: Client, reply: Reply) -> None:
-        """Send the client its reply if it was heard from in this life; otherwise it will ask."""
+        """Send the client its reply if this process has heard from it; otherwise the client will ask."""
         if client.token is not None:
             self._outgoing.setdefault(client_id, {})[reply.number] = reply
 
     def answer_ping(self, frame: ClientFrame, client: Client) -> None:
-        """Answer a PING. Looking numbers up counts against the rate limit, too."""
+        """Answer a PING. The look-up of numbers counts against the rate limit, too."""
         now_ns = self._state.now_ns
         if frame.client_id in self._asked:
-            return  # it asks again, after this turn
+            return  # the client asks again, after this turn
         self._asked.add(frame.client_id)
         again = self._again_of(client)
         if again.is_left(now_ns) and self._again.is_left(now_ns):
@@ -383,8 +383,8 @@ class ClientAnswers:
             self.resend_reply(frame.client_id, client, numbers)
 
     def resend_reply(self, client_id: str, client: Client, numbers: Iterable[int]) -> None:
-        """Say what the requests ``numbers``, which were taken, came to; nothing yet of one that is open, and no more
-        than may be told at once: it is asked for again."""
+        """Repeat the replies to the accepted requests ``numbers``, except open ones, within the rate limit. The client
+        asks for the rest again."""
         now_ns = self._state.now_ns
         again = self._again_of(client)
         outgoing = self._outgoing.setdefault(client_id, {})
@@ -408,7 +408,7 @@ class ClientAnswers:
         self._outgoing.pop(client_id, None)
 
     def flush(self) -> None:
-        """Send the replies that have gathered."""
+        """Send the gathered replies."""
         for client_id, replies in self._outgoing.items():
             client = self._table.get(client_id)
             if client is None:

@@ -1,9 +1,10 @@
-"""Table of clients: the request numbers of each, the replies kept for it, and its owner.
+"""Table of clients: each client's request numbers, kept replies, and owner.
 
     a number    not taken --its record--> open --the app's answer--> kept --acknowledged, or beyond the window--> gone
 
-The log has the same: each change goes into the open transaction. Beside a number is its identity, as long as a request
-with that number could come again: another call under it is refused (:mod:`immortal.protocol.identity`).
+The log has the same table: each change goes into the open transaction. Each number has the identity of its call, as
+long as a request with that number can be repeated: another call under it is refused
+(:mod:`immortal.protocol.identity`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from immortal.coordinator.core.interfaces import ClientPosition, StoredClients, 
 from immortal.coordinator.core.limits import Limits
 from immortal.protocol.client_frames import Reply, ReplyKind
 
-FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
-REPLY_OVERHEAD_BYTES = 200  # of its identity and Python's objects around a reply, or around one that is gone
-_OPEN = 5  # in place of the kind of a reply: there is none yet
-_WITH_IDENTITY = 0x80  # in the kind of a reply: the size of its identity (1 byte) and that stand before the value
+FORGOTTEN_PER_REQUEST = 2  # small, so that a request stays cheap; more than one, so that the table shrinks
+REPLY_OVERHEAD_BYTES = 200  # of the identity and Python's objects around a kept or gone reply
+_OPEN = 5  # instead of a reply's kind: there is no reply yet
+_WITH_IDENTITY = 0x80  # flag in a reply's kind: the identity's size (1 byte) and the identity stand before the value
 
 
 def _row(kind: int, value: bytes, identity: bytes) -> bytes:
@@ -34,7 +35,7 @@ def _row(kind: int, value: bytes, identity: bytes) -> bytes:
 
 
 def _front_size(row: bytes) -> int:
-    """Return the size of kind and identity in a row, in bytes."""
+    """Return the size of the kind and identity in a row, in bytes."""
     return 2 + row[1] if row[0] & _WITH_IDENTITY else 1
 
 
@@ -49,8 +50,8 @@ def _size_of(row: bytes) -> int:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Client:
-    """Client and its requests. ``number``: its last request that was taken. Above ``released`` each number is open,
-    in ``replies``, or in ``gone``."""
+    """Client and its requests. ``number``: its last accepted request. Each number above ``released`` is open, in
+    ``replies``, or in ``gone``."""
 
     number: int = 0
     released: int = 0
@@ -58,14 +59,14 @@ class Client:
     replies: dict[int, bytes] = field(default_factory=dict)  # as the log has them, oldest first
     gone: dict[int, bytes] = field(
         default_factory=dict
-    )  # behind the window, and above an open one; as the log has them
-    identities: dict[int, bytes] = field(default_factory=dict)  # of those that are open, but for earlier versions'
+    )  # beyond the window, and above an open one; as the log has them
+    identities: dict[int, bytes] = field(default_factory=dict)  # of open requests; an earlier version stored none
     size_bytes: int = 0  # of the replies
     token: Token = None  # where it was last heard
-    owner: str = ""  # whose keys have used the ID first
-    again: TokenBucket | None = None  # of what it may be told again
+    owner: str = ""  # whose keys first used the ID
+    again: TokenBucket | None = None  # limits the replies that are repeated to it
     used: int = 0  # grows with each use of any client
-    holds: bool = False  # it is among those that have replies
+    holds: bool = False  # it is in the heap of clients with replies
 
     @property
     def open_count(self) -> int:
@@ -80,14 +81,14 @@ class Client:
         return [number for number in range(self.released + 1, self.number + 1) if self.is_open(number)]
 
     def reply(self, number: int) -> Reply | None:
-        """Return the reply to request ``number``, which was taken; None while it is open."""
+        """Return the reply to the accepted request ``number``; None while it is open."""
         if number <= self.released or number in self.gone:
             return Reply(number, ReplyKind.GONE)
         row = self.replies.get(number)
         return None if row is None else Reply(number, row[0] & ~_WITH_IDENTITY, row[_front_size(row) :])
 
     def identity(self, number: int) -> bytes:
-        """Return the identity of request ``number``; empty where it is not known."""
+        """Return the identity of request ``number``; empty if it is unknown."""
         row = self.replies.get(number) or self.gone.get(number)
         return self.identities.get(number, b"") if row is None else _identity_of(row)
 
@@ -102,24 +103,24 @@ class ClientTable:
     def __init__(self, limits: Limits, log: GroupCommit, running: RunningTime) -> None:
         self.open_count = self.replies_count = self.replies_bytes = self.gone_count = 0
         self.open_by: Counter[str] = Counter()  # open requests, by owner
-        self.forgotten_ns = 0  # when the last one was used that is forgotten
+        self.forgotten_ns = 0  # last use of the most recently used client that is forgotten
         self._limits = limits
         self._log = log
         self._running = running
-        self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
-        # Heap of clients with replies: (use number at that time, ID, client). One without any more is dropped when met.
+        self._clients: OrderedDict[str, Client] = OrderedDict()  # least recently used first
+        # Heap of clients with replies: (use number at that time, ID, client). One without replies is dropped later.
         self._holders: list[tuple[int, str, Client]] = []
         self._uses = 0
 
     def load(self, stored: StoredClients) -> None:
-        """Take in what the log knows of clients. Called once."""
+        """Load the clients of the log. Call it once."""
         self.forgotten_ns = stored.forgotten_ns
         for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
             self._use(client_id, Client(known.number, known.released, known.time_ns, owner=known.owner))
         for (client_id, number), data in sorted(stored.replies.items()):
             client = self._clients.get(client_id)
             if client is None or not client.released < number <= client.number:
-                continue  # released since; or of a client that was forgotten
+                continue  # released since then, or its client was forgotten
             kind = data[0] & ~_WITH_IDENTITY
             if kind == _OPEN:
                 client.identities[number] = _identity_of(data)
@@ -141,7 +142,7 @@ class ClientTable:
         return self._clients.items()
 
     def recently_used(self, count: int) -> list[tuple[str, Client]]:
-        """Return up to ``count`` clients, the one used last first."""
+        """Return up to ``count`` clients, most recently used first."""
         return list(islice(reversed(self._clients.items()), count))
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class ClientTable:
         self._log.open.transaction.clients[client_id] = client.position
 
     def requests_taken(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
-        """Note new open requests of the client; ``client.number`` is the last of them, ``transaction`` holds their
+        """Note new open requests of the client; ``client.number`` is the last one, ``transaction`` holds their
         record."""
         for number, identity in enumerate(identities, client.number - len(identities) + 1):
             client.identities[number] = identity
@@ -172,20 +173,20 @@ class ClientTable:
         self._log.open.transaction.replies[client_id, reply.number] = row
 
     def _count_open(self, client: Client, count: int) -> None:
-        """Count ``count`` more open requests of the client; fewer if negative."""
+        """Add ``count``, which can be negative, to the client's open requests."""
         self.open_count += count
         self.open_by[client.owner] += count
 
     def _use(self, client_id: str, client: Client) -> None:
-        """Make this client the one used last."""
+        """Make this client the most recently used."""
         self._uses += 1
         client.used = self._uses
         self._clients[client_id] = client
         self._clients.move_to_end(client_id)
 
     def forget_unused(self) -> list[str]:
-        """Forget clients that were unused for too long, and return their IDs. Only time in which the instance ran
-        counts, so a wrong clock makes nobody old."""
+        """Forget clients that were unused for too long; return their IDs. Only the instance's running time counts, so a
+        wrong clock makes no client old."""
         limits = self._limits
         unused_since_ns = self._running.before(limits.client_keep_ns)
         forgotten: list[str] = []
@@ -194,7 +195,7 @@ class ClientTable:
             if len(self._clients) <= limits.clients_max and client.time_ns >= unused_since_ns:
                 break
             if client.open_count and len(self._clients) > 1:
-                self._use(client_id, client)  # its answer will come
+                self._use(client_id, client)  # its answer is still to arrive
                 continue
             del self._clients[client_id]
             forgotten.append(client_id)
@@ -215,12 +216,12 @@ class ClientTable:
         if not client.holds:
             client.holds = True
             heappush(self._holders, (client.used, client_id, client))
-            if len(self._holders) > 2 * len(self._clients):  # most are of forgotten clients
+            if len(self._holders) > 2 * len(self._clients):  # most of these are forgotten clients
                 self._remove_empty_holders()
         self._count(client, 1, _size_of(row))
 
     def _drop(self, client: Client, number: int) -> bool:
-        """Remove a reply; return whether there was one."""
+        """Remove a reply; return True if there was one."""
         row = client.replies.pop(number, None)
         if row is None:
             return False
@@ -228,7 +229,7 @@ class ClientTable:
         return True
 
     def _count(self, client: Client, count: int, size_bytes: int) -> None:
-        """Count ``count`` more replies kept for the client; fewer if negative."""
+        """Add ``count``, which can be negative, to the replies kept for the client."""
         size_bytes += count * REPLY_OVERHEAD_BYTES
         client.size_bytes += size_bytes
         self.replies_count += count
@@ -251,7 +252,7 @@ class ClientTable:
         heapify(self._holders)
 
     def _drop_replies_of_unused(self, answered: Client) -> None:
-        """Drop replies of the clients unused for longest until the limit holds, but keep the last reply of
+        """Drop replies of the least recently used clients until the limit holds, but keep the last reply of
         ``answered``."""
         holders = self._holders
         passed_over = None
@@ -283,7 +284,7 @@ class ClientTable:
         self.release(client_id, client, up_to)
 
     def release(self, client_id: str, client: Client, up_to: int) -> None:
-        """Forget the numbers up to ``up_to``: the client needs them no more, or they are gone."""
+        """Forget the numbers up to ``up_to``: the client no longer needs them, or they are gone."""
         if up_to <= client.released:
             return
         self._count_open(client, -client.open_count)
@@ -300,7 +301,7 @@ class ClientTable:
         transaction.clients[client_id] = client.position
 
 
-# Rate limit for replies that are asked for again.
+# Rate limit for repeated replies.
 
 
 S_NS = 1_000_000_000
@@ -317,12 +318,12 @@ class TokenBucket:
         self._at_ns = now_ns
 
     def take(self, size_bytes: int) -> None:
-        """Note the bytes that were given."""
+        """Count bytes that were sent."""
         self._left_bytes -= size_bytes
 
     def is_left(self, now_ns: int) -> bool:
-        """Return whether anything may be given now."""
-        elapsed_ns = min(max(0, now_ns - self._at_ns), 3600 * S_NS)  # the clock may jump
+        """Return True if anything can be sent now."""
+        elapsed_ns = min(max(0, now_ns - self._at_ns), 3600 * S_NS)  # the clock can jump
         self._left_bytes = min(self._bytes_max, self._left_bytes + self._bytes_max * elapsed_ns // S_NS)
         self._at_ns = now_ns
         return self._left_bytes > 0

@@ -1,4 +1,4 @@
-"""Call failures: verdicts of the app, the coordinator and the operator on messages, and who is told of them.
+"""Call failures: verdicts of the app, the coordinator and operators on messages, and who is told about them.
 
 `poison_guard.py` finds the message that ends the app's process; `dead_letters.py` has the operator's actions.
 """
@@ -45,29 +45,29 @@ from immortal.protocol.verdicts import (
 
 @dataclass(slots=True, eq=False, repr=False)
 class CallFailures:
-    """Verdicts on messages of one instance, and who is told of them."""
+    """Verdicts on messages of one instance, and the messages that report them to the app."""
 
     state: CoreState
     verdicts: Verdicts
     penalties: CallerPenalties
-    methods: Methods = field(default_factory=dict)  # of the app that was here last
-    forbidden: Counter[str] = field(default_factory=Counter)  # calls that a caller may not make, since the start
-    nested: Counter[str] = field(default_factory=Counter)  # messages of a caller that are nested too deeply
-    _suspect: Suspect = NO_SUSPECT  # as the log has it, or will
+    methods: Methods = field(default_factory=dict)  # of the app that last connected
+    forbidden: Counter[str] = field(default_factory=Counter)  # refused calls by caller, since the start
+    nested: Counter[str] = field(default_factory=Counter)  # too deeply nested messages by caller
+    _suspect: Suspect = NO_SUSPECT  # as the log has it, or will have it
     _summary: LogSummary | None = None  # of the log that the session replays
-    _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
-    _adopted_sequence_id: int = -1  # up to here a follower's checkpoint says what has become of messages
+    _settled_sequence_id: int = -1  # the session began after this record, or has a checkpoint of it
+    _adopted_sequence_id: int = -1  # last record of an adopted follower's checkpoint, which has its messages' results
     _verdicts_sent: bool = False  # this session's app has its verdicts
     _leaving: bool = False
-    _unlogged: dict[MessageKey, Verdict] = field(default_factory=dict)  # of apps that follow, and not in the log yet
-    _awaited: set[MessageKey] = field(default_factory=set)  # in the log, on what the app that follows has been given
+    _unlogged: dict[MessageKey, Verdict] = field(default_factory=dict)  # a following app's verdicts, not in the log yet
+    _awaited: set[MessageKey] = field(default_factory=set)  # logged verdicts that the following app must still reach
     poison_guard: PoisonGuard = field(init=False)
 
     def __post_init__(self) -> None:
         self.poison_guard = PoisonGuard(NO_SUSPECT, self.state.limits.kills_max)
 
     def load(self, summary: LogSummary) -> None:
-        """Take in what the log says."""
+        """Load the suspect and the verdicts of the log."""
         self.poison_guard.suspect = self._suspect = summary.suspect
         self.verdicts.load(summary)
         if self.state.write_lease.follows:
@@ -76,7 +76,7 @@ class CallFailures:
     # --- a session ---------------------------------------------------------------------------------------------------
 
     def session_began(self, summary: LogSummary, settled_sequence_id: int) -> None:
-        """Start a session at a checkpoint after this record."""
+        """Start a session at a checkpoint after the record ``settled_sequence_id``."""
         self._summary = summary
         self._settled_sequence_id = settled_sequence_id
         self._verdicts_sent = self._leaving = False
@@ -84,7 +84,7 @@ class CallFailures:
         self._awaited.clear()
 
     def send_verdicts(self) -> None:
-        """Tell the app, before its first record, which messages to pass over and where to be careful."""
+        """Tell the app, before its first record, which messages to skip and where to be careful."""
         if self._verdicts_sent or self._summary is None:
             return
         summary, self._summary = self._summary, None
@@ -99,18 +99,18 @@ class CallFailures:
             if careful is not None:
                 self.state.outbox.send_control(MessageType.CAREFUL, encode_careful(careful))
 
-    # --- a session that follows --------------------------------------------------------------------------------------
+    # --- a following session -----------------------------------------------------------------------------------------
 
     def log_grew(self, summary: LogSummary) -> bool:
-        """Tell the following app new verdicts on records to come. False where one concerns a record that it was
-        given: then it must start over."""
+        """Send the following app new verdicts on later records. Return False if one concerns a record that it already
+        has: then it must start over."""
         fed_sequence_id, known = self.state.session.fed_sequence_id, self.verdicts.known
         sent: list[Verdict] = []
         for verdict in summary.verdicts:
             key = verdict.key
             own = self._unlogged.pop(key, None)
             if own is not None and own.kind is not VerdictKind.TAKEN_BACK:
-                sent.append(own)  # so the app knows that the writer's has reported it
+                sent.append(own)  # tells the app that the writer has reported it
             if known(key) is not None or own is not None or key[0] <= self._settled_sequence_id:
                 continue
             if key[0] > fed_sequence_id:
@@ -118,38 +118,38 @@ class CallFailures:
             elif verdict.kind in OVERRULING or verdict.kind is VerdictKind.TAKEN_BACK:
                 return False
             else:
-                self._awaited.add(key)  # the app comes to the same by itself, sooner or later
+                self._awaited.add(key)  # the app will reach the same verdict by itself
         self._send(sent)
         return True
 
     def _send(self, verdicts: Sequence[Verdict]) -> None:
-        """Tell the app, unless it is still to be told all of them before its first record."""
+        """Send the app these verdicts, unless it will get all verdicts before its first record."""
         if self._verdicts_sent and verdicts:
             for message in encode_verdicts(verdicts):
                 self.state.outbox.send_control(MessageType.VERDICTS, message)
 
     @property
     def agrees_with_writer(self) -> bool:
-        """True if the following app reached each verdict of the log on what it was given, and no other. Otherwise its
-        state may differ from the writer's."""
+        """True if the following app has reached exactly the log's verdicts on its messages. Otherwise its state can
+        differ from the writer's."""
         return not self._awaited and not self._unlogged
 
     def agrees_up_to(self, sequence_id: int) -> bool:
-        """True if the app agrees with the writer about the messages up to this record."""
+        """Return True if the app agrees with the writer about the messages up to the record ``sequence_id``."""
         return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
 
     def forget_unlogged(self) -> None:
         """Forget verdicts of a following app that is gone."""
         self._unlogged = {}
 
-    # --- what befalls a session --------------------------------------------------------------------------------------
+    # --- events of a session -----------------------------------------------------------------------------------------
 
     def checkpoint_durable(self, sequence_id: int) -> None:
         self._settled_sequence_id = sequence_id
         self.verdicts.forget_until(sequence_id)
 
     def checkpoint_adopted(self, sequence_id: int) -> None:
-        """Note a follower's checkpoint in the log: its app may have handled messages that this one is still at."""
+        """Note a follower's checkpoint in the log: its app can have handled messages that the own app still handles."""
         self._adopted_sequence_id = sequence_id
 
     def app_stopped(self, transaction: Transaction) -> None:
@@ -160,17 +160,17 @@ class CallFailures:
 
     @property
     def _is_leaving(self) -> bool:
-        """True if the app ends on purpose: it has said so, or was asked to stop."""
+        """True if the app exits on purpose: it has said so, or was asked to stop."""
         return self._leaving or self.state.shutdown.is_requested
 
     def died_at_query(self) -> bool:
-        """Return whether the lost app may have ended at a query: it had reported no message that it was handling."""
+        """Return True if the lost app may have died at a query: it had reported no message that it was handling."""
         state = self.state
         is_death = state.session.phase in WORKS and not (self._is_leaving or state.session.refused)
         return is_death and state.write_lease.writes and self.poison_guard.is_between
 
     def caused_deaths(self, caller: str, count: int) -> None:
-        """Count deaths of the app's process at a call of ``caller``, and hold it off if there were too many."""
+        """Count deaths of the app's process at a call of ``caller``, and hold the caller off after too many."""
         if not caller or not count:
             return
         deaths, hold_ns = self.penalties.died_of(caller, self.state.now_ns, count)
@@ -188,7 +188,7 @@ class CallFailures:
         )
         self._summary = None
         self._verdicts_sent = False
-        if not may_have_crashed or not self.state.write_lease.writes:  # a follower's deaths are no other's
+        if not may_have_crashed or not self.state.write_lease.writes:  # a follower's deaths concern only itself
             self.poison_guard.forget()
             return
         verdict = self.poison_guard.app_died(session.fed_sequence_id, all_heard=all_heard)
@@ -215,7 +215,7 @@ class CallFailures:
             self._suspect = self.poison_guard.suspect
             self.state.log.append_outside_record(0).transaction.suspect = self._suspect
 
-    # --- what the app says -------------------------------------------------------------------------------------------
+    # --- messages of the app -----------------------------------------------------------------------------------------
 
     def app_reported(self, message: Message) -> None:
         """Handle a Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
@@ -267,11 +267,11 @@ class CallFailures:
             self._unlogged[verdict.key] = _clipped(verdict)
             self.verdicts.add_known([_clipped(verdict)])
         else:
-            self._send([verdict])  # the log has it by now
+            self._send([verdict])  # the log already has it
 
     def _start_over(self, verdict: Verdict) -> None:
-        """Drop the app: the log has a checkpoint after that message, of an app for which it did not fail. Nothing
-        that this app sent after the verdict was read, so nobody has heard of it."""
+        """Drop the app: the log has a checkpoint after that message, from an app for which it did not fail. Nothing
+        that this app sent after the verdict was read, so nobody has seen it."""
         where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
         self.state.report(
             notices.AppBeginsAnew(f"{where} has failed here and not at the standby whose checkpoint the log has by now")
@@ -280,16 +280,16 @@ class CallFailures:
         self.state.effects.append(CloseApp())
 
     def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
-        """Log a verdict, and hold back all outputs behind it until it is durable. None if the message has a verdict
-        already."""
+        """Log a verdict, and hold back all later outputs until it is durable. Return None if the message already has a
+        verdict."""
         group = self.verdicts.give(verdict, from_app=from_app)
         if group is not None:
             self.state.held_ticket = group.ticket
         return group
 
     def needs_checkpoint(self) -> bool:
-        """Return whether too many verdicts are kept. Then a checkpoint is asked for, and no more refusable calls are
-        taken before it."""
+        """Return True if too many verdicts are kept. Then a checkpoint is requested, and no more calls that could be
+        refused are accepted before it."""
         full = self.verdicts.known_count >= self.state.limits.verdicts_max
         self.state.checkpoints.wanted = self.state.checkpoints.wanted or full
         return full
@@ -299,15 +299,15 @@ class CallFailures:
     ) -> None:
         """Refuse some of the calls of ``caller`` that were just added to ``group``.
 
-        ``refused``: (index among them, method, reason). They are no dead letters: a caller could otherwise push out
-        those of others.
+        ``refused``: (index among them, method, reason). They do not become dead letters: a caller could otherwise push
+        out those of others.
         """
         first = sum([batch.count for batch in group.batches[:-1]])
         given: list[Verdict] = []
         for index, method, text in refused:
             key = self.state.log.open_sequence_id, first + index
             verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=who_waits)
-            if self.verdicts.give(verdict, group=group) is not None:  # else it has one for another reason
+            if self.verdicts.give(verdict, group=group) is not None:  # otherwise it already has a verdict
                 given.append(verdict)
         if not given:
             return
@@ -318,7 +318,7 @@ class CallFailures:
         self._send(given)
 
     def note_forbidden(self, caller: str, count: int, text: str) -> None:
-        """Count ``count`` more calls that ``caller`` may not make."""
+        """Count ``count`` more calls that ``caller`` is not allowed to make."""
         if not self.forbidden[caller]:
             self.state.report(notices.CallForbidden(text))
         self.forbidden[caller] += count
@@ -368,7 +368,7 @@ class CallFailures:
 
 
 def _clipped(verdict: Verdict) -> Verdict:
-    """Limit what an operator may see of the verdict. The caller gets it whole."""
+    """Limit the parts of the verdict that operators see. The caller gets it whole."""
     message = verdict.message if len(verdict.message) <= LETTER_SIZE_BYTES_MAX else b""
     if message is verdict.message and len(verdict.trace) <= TRACE_CHARACTERS_MAX:
         return verdict
@@ -377,33 +377,33 @@ def _clipped(verdict: Verdict) -> Verdict:
 
 # Verdicts on messages of the log, and the dead letters among them.
 #
-# A verdict goes into the next commit. Until that is durable, nothing that the app sent after it may leave the machine.
+# A verdict goes into the next commit. Until that is durable, nothing that the app sent after it can leave the machine.
 
 
-FRONT_SIZE_BYTES = 64  # of a verdict, beside its texts: about
-OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # also what runs again at each replay, and is found to kill
+FRONT_SIZE_BYTES = 64  # approximate size of a verdict without its texts
+OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # can replace a verdict whose message runs in each replay
 
 
 class Verdicts:
-    """Verdicts of one instance. ``letters``: sizes in bytes of the dead letters that are kept, oldest first."""
+    """Verdicts of one instance. ``letters``: sizes in bytes of the kept dead letters, oldest first."""
 
     def __init__(self, state: CoreState) -> None:
         self.counts: Counter[VerdictKind] = Counter()  # since this coordinator was started
         self.letters: dict[MessageKey, int] = {}
         self.letters_bytes = 0
-        self.letters_lost = 0  # since this coordinator was started: there was no room for them any more
+        self.letters_lost = 0  # since this coordinator was started: dropped for lack of room
         self._state = state
-        self._known: dict[MessageKey, Verdict] = {}  # on what a replay may come to
+        self._known: dict[MessageKey, Verdict] = {}  # on messages that a replay can reach
 
     def load(self, summary: LogSummary) -> None:
-        """Take in what the log says."""
+        """Load the verdicts and dead letters of the log."""
         self.letters = dict(summary.letters)
         self.letters_bytes = sum(self.letters.values())
         self._known = {}
         self.add_known(summary.verdicts)
 
     def add_known(self, verdicts: Iterable[Verdict]) -> None:
-        """Add verdicts that the app is to be told; known ones stay."""
+        """Add verdicts that the app must get; known ones stay."""
         for verdict in verdicts:
             self._known.setdefault(verdict.key, verdict)
 
@@ -411,17 +411,17 @@ class Verdicts:
         return self._known.get(key)
 
     def unsettled(self, sequence_id: int, summary: LogSummary) -> list[Verdict]:
-        """Return the verdicts that a replay starting after this record must be told, in order."""
-        self.add_known(summary.verdicts)  # it may begin before the last checkpoint
+        """Return the verdicts that a replay starting after the record ``sequence_id`` needs, in order."""
+        self.add_known(summary.verdicts)  # the replay can begin before the last checkpoint
         self.forget_until(sequence_id)
         return [self._known[key] for key in sorted(self._known)]
 
     def forget_until(self, sequence_id: int) -> None:
-        """Forget verdicts up to this record: no replay begins before it. The log still has them."""
+        """Forget verdicts up to the record ``sequence_id``: no replay begins before it. The log still has them."""
         self._known = {key: verdict for key, verdict in self._known.items() if key[0] > sequence_id}
 
     def known_until(self, sequence_id: int) -> list[MessageKey]:
-        """Return the keys of messages up to this record that have a verdict."""
+        """Return the keys of messages up to the record ``sequence_id`` that have a verdict."""
         return sorted(key for key in self._known if key[0] <= sequence_id)
 
     @property
@@ -430,7 +430,7 @@ class Verdicts:
 
     def give(self, verdict: Verdict, *, from_app: bool = False, group: Group | None = None) -> Group | None:
         """Log a verdict; return the group that makes it durable, which is ``group`` if given. None if the message
-        has one already."""
+        already has one."""
         known = self._known.get(verdict.key)
         if known is not None and (known.skips or verdict.kind not in OVERRULING):
             return None

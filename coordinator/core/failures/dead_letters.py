@@ -1,7 +1,6 @@
-"""Operators' actions on failed messages: dead letters are dropped or retried, and a message that stops the app is
-skipped.
+"""Operators' actions on failed messages: drop or retry dead letters, and skip a message that stops the app.
 
-Each action is noted in the log's audit list, and is answered once it is durable.
+Each action is written to the log's audit list, and answered once it is durable.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from immortal.protocol.messages import (
 from immortal.protocol.readers import Message
 from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Cause, MessageKey, Verdict, VerdictKind
 
-NAMED_MAX = 20  # letters that one entry of the audit names
-_VERSION_CAUSES = (Cause.METHOD, Cause.ARGUMENTS)  # of a refusal that another version may not repeat
+NAMED_MAX = 20  # letters that one audit entry names
+_VERSION_CAUSES = (Cause.METHOD, Cause.ARGUMENTS)  # causes of a refusal that another version may not repeat
 
 
 class _RefusedError(ImmortalError):
@@ -48,13 +47,15 @@ class _RefusedError(ImmortalError):
 
 @dataclass(slots=True, eq=False, repr=False)
 class OperatorActions:
+    """Carries out operators' actions on failed messages, and answers them."""
+
     state: CoreState
     call_failures: CallFailures
     impulses: Impulses
     unsaved_state: UnsavedState
-    _upgraded: bool = False  # the session's app has upgraded the log, durably
-    _retries_refused: bool = False  # ... and wants the letters that were refused before
-    _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, what to say)
+    _upgraded: bool = False  # this session's app has upgraded the log, durably
+    _retries_refused: bool = False  # ... and asks for the letters that were refused before
+    _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, answer)
 
     def committed(self, ticket: int) -> None:
         """Answer operators whose actions are durable up to the commit ``ticket``."""
@@ -62,7 +63,7 @@ class OperatorActions:
             self.state.effects.append(self._answers.popleft()[1])
 
     def _answer(self, ticket: int, token: object, answer: Mapping[str, object]) -> None:
-        """Answer the operator once that commit is durable; 0: now."""
+        """Answer the operator once the commit ``ticket`` is durable; 0: now."""
         if ticket:
             self._answers.append((ticket, OperatorAnswered(token, answer)))
         else:
@@ -90,7 +91,7 @@ class OperatorActions:
     def _call_all_again(self, letters: Mapping[MessageKey, Letter | None], who: str) -> tuple[int, dict[str, str]]:
         """Log each letter as an impulse to oneself, in the transaction that removes the letter.
 
-        Returns the last commit, and the reasons of the letters that can't be retried.
+        Returns the last commit's ticket, and the reasons for letters that can't be retried.
         """
         retried: dict[int, tuple[Group, list[MessageKey]]] = {}  # by ticket
         refused: dict[str, str] = {}
@@ -108,7 +109,7 @@ class OperatorActions:
         return max(retried, default=0), refused
 
     def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
-        """Return the call as an impulse. Raises _RefusedError, RemoteProtocolError."""
+        """Return the letter's call as an impulse. Raises _RefusedError, RemoteProtocolError."""
         if letter is None or key not in self.call_failures.verdicts.letters:
             raise _RefusedError("there is no such letter")
         if self.state.log_capacity.full:
@@ -124,7 +125,7 @@ class OperatorActions:
         arguments = split_caller(rpc.arguments)[1] if rpc.rpc_type == RpcType.ASYNC else rpc.arguments
         return encode_incoming_rpc(rpc.method_id, RpcType.IMPULSE, arguments)
 
-    # --- an upgrade that retries what was refused before it ----------------------------------------------------------
+    # --- an upgrade that retries letters refused before it -----------------------------------------------------------
 
     def app_lost(self) -> None:
         self._upgraded = self._retries_refused = False
@@ -135,7 +136,7 @@ class OperatorActions:
         self._read_refused()
 
     def retry_refused(self, message: Message) -> None:
-        """Note that the app wants the letters that were refused before. Raises AppProtocolError."""
+        """Note that the app asks for the letters that were refused before. Raises AppProtocolError."""
         if not self._upgraded and self.state.session.phase is not Phase.COMPLETING_UPGRADE:
             raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")
         self._retries_refused = True
@@ -161,7 +162,7 @@ class OperatorActions:
     # --- a message that stops the app --------------------------------------------------------------------------------
 
     def skip(self, event: ev.MessageSkipped) -> None:
-        """Skip a message. A connected app must go, and recovers with the verdict."""
+        """Skip a message. A connected app must exit; the next one recovers with the verdict."""
         message = f"message {event.message_index} of record {event.sequence_id}"
         if (
             self.unsaved_state.is_failed_message((event.sequence_id, event.message_index, 0, 0))
@@ -189,7 +190,7 @@ class OperatorActions:
             self.state.effects.append(CloseApp())
 
     def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
-        """Check that the app can't have handled the message well, as others may have seen what it did. Raises
+        """Check that the app can't have handled the message successfully, as others may have seen its outputs. Raises
         _RefusedError."""
         state = self.state
         call_failures, name = self.call_failures, state.name
@@ -223,7 +224,7 @@ class OperatorActions:
             if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC:
                 caller = split_caller(rpc.arguments)[0]
         except RemoteProtocolError:
-            pass  # it can't be read, perhaps for that it is skipped
+            pass  # it can't be decoded; that can be why it is skipped
         return Verdict(
             event.sequence_id,
             event.message_index,
@@ -239,7 +240,7 @@ class OperatorActions:
 
 
 def clipped_letter(message: bytes) -> bytes:
-    """Return the part of a message that a dead letter keeps."""
+    """Return a message as a dead letter keeps it: whole, or empty if it is too large."""
     return message if len(message) <= LETTER_SIZE_BYTES_MAX else b""
 
 

@@ -1,4 +1,4 @@
-"""Finds the message that ends the app's process: after a death, the next run reports what it is about to handle.
+"""Poison guard: finds the message that ends the app's process. After a death, the next run announces its messages.
 
     a death                 suspect                     the next run says what it is about to handle
     out of the blue         some record so far          each record, up to the last that it was given
@@ -6,8 +6,8 @@
     at a message            that message                ... so often in a row as the limit says: it gets a verdict
     at a handler            that one, at that message   the same; the others that the message lets go on get none
 
-An ``async def`` handler that a message lets go on is said as each of the messages is.
-A run that lives through it clears the suspicion.
+The app announces an ``async def`` handler that a message continues like a message.
+A run that survives its suspect clears it.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind
 
 KILLED_TYPE = "ProcessEnded"
-"""Stands for the exception's type where a message ended the app's process."""
+"""Verdict's exception type for a message that ended the app's process."""
 
 
 class PoisonGuard:
-    """Suspects and reports of one app. ``suspect``: as the log has it. ``kills_max``: runs that a message may end;
-    None: any number."""
+    """Suspects and reports of one app. ``suspect``: as the log has it. ``kills_max``: number of deaths at a message
+    that is too many; None: no limit."""
 
     def __init__(self, suspect: Suspect, kills_max: int | None) -> None:
         self.suspect = suspect
         self._kills_max = kills_max
         self._noted: Handling | None = None
         self._noted_ns = 0
-        self._told: tuple[int, int] | None = None  # the message of which the operator heard that it takes long
-        self._careful = False  # the app was asked to be, and is not through
+        self._told: tuple[int, int] | None = None  # the message that was reported to the operator as long
+        self._careful = False  # the app was asked to be careful, and is not past the suspect
         self.died_of: tuple[str, int] = "", 0
-        """Who sent the message that the app was at when it ended last ("": itself, or nobody knows), and for how many
-        deaths that counts: for all with its verdict, else where there is to be none."""
+        """Sender of the message at which the app last died ("": itself, or unknown), and how many deaths to count: all
+        with the verdict; without one, a single death if there is no limit, otherwise none."""
 
     def session_began(self, settled_sequence_id: int) -> Careful | None:
-        """Start a run after this record; return how the app is to be careful, or None."""
+        """Start a run after the record ``settled_sequence_id``; return where the app must be careful, or None."""
         self._noted = self._told = None
         suspect = self.suspect
         is_unknown = suspect.sequence_id == UNKNOWN
         last_sequence_id = suspect.last_sequence_id if is_unknown else suspect.sequence_id
-        if last_sequence_id <= settled_sequence_id:  # the checkpoint has lived through it
+        if last_sequence_id <= settled_sequence_id:  # a checkpoint was taken after the suspect's record
             self.suspect = NO_SUSPECT
         self._careful = self.suspect.runs_count > 0
         return Careful(last_sequence_id, suspect.sequence_id, True) if self._careful else None
 
     def note_handling(self, handling: Handling, now_ns: int) -> None:
-        """Note what the app says it is handling."""
+        """Note the app's report of what it is handling."""
         before = self._noted
-        if handling.sequence_id < 0 and handling.for_s > 0:  # one that took long has come back
+        if handling.sequence_id < 0 and handling.for_s > 0:  # a long handler has returned
             self._noted = replace(before, for_s=0.0) if self._careful and before is not None else None
         elif handling.sequence_id < 0:
             self._noted = None
@@ -63,11 +63,11 @@ class PoisonGuard:
             self.suspect = NO_SUSPECT
         else:
             if before is not None and _is_same(before, handling) and handling.for_s > 0:
-                handling = replace(before, for_s=handling.for_s)  # the rest was said when it began
+                handling = replace(before, for_s=handling.for_s)  # the first report has the other fields
             self._noted, self._noted_ns = handling, now_ns
 
     def is_at(self, sequence_id: int, message_index: int) -> bool:
-        """Return whether the app last reported to be at that very message."""
+        """Return True if the app last reported that it is at that message."""
         noted = self._noted
         return noted is not None and (noted.sequence_id, noted.message_index) == (sequence_id, message_index)
 
@@ -77,26 +77,25 @@ class PoisonGuard:
         return self._noted is None and not self._careful
 
     def current_message_text(self) -> str:
-        """Describe the message that the app last reported; "" where there is none."""
+        """Describe the message that the app last reported; "" if there is none."""
         noted = self._noted
         return "" if noted is None else format_message_position(noted.sequence_id, noted.message_index, noted.caller)
 
     def forget(self) -> None:
-        """Forget reports of an app that is gone and is not to blame."""
+        """Forget reports of an app that is gone, when its end gives no suspect."""
         self._noted = self._told = None
         self.died_of = "", 0
         self._careful = False
 
     def app_died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
-        """Note that the app ended without a word, given the records up to this one; return the verdict if that was
-        once too often.
+        """Note that the app died after the records up to ``fed_sequence_id``. Return the verdict if it died too often.
 
-        ``all_heard``: everything it had sent was read.
+        ``all_heard``: everything that it had sent was read.
         """
         noted, before, was_careful = self._noted, self.suspect, self._careful
         self.forget()
         if noted is None or not all_heard:
-            if not was_careful:  # else it did not come to where it is suspected, or who knows
+            if not was_careful:  # otherwise the earlier suspect stays: the app may not have reached it
                 self.suspect = Suspect(UNKNOWN, RECORD, 1, fed_sequence_id)
             return None
         runs_count = before.runs_count + 1 if _may_be(before, noted) else 1
@@ -120,10 +119,10 @@ class PoisonGuard:
             message=noted.message,
         )
 
-    # --- handlers that take long -------------------------------------------------------------------------------------
+    # --- long handlers -----------------------------------------------------------------------------------------------
 
     def long_handler(self, now_ns: int) -> dict[str, object] | None:
-        """Describe the handler that takes long, if there is one; plain values."""
+        """Describe a handler that has run for long, if there is one; plain values."""
         noted = self._noted
         if noted is None or noted.for_s <= 0:
             return None
@@ -136,8 +135,8 @@ class PoisonGuard:
         }
 
     def long_handler_text(self, now_ns: int) -> str:
-        """Describe the long handler in words, ``handling Orders.place for 12 s (record 312, message 0, called by
-        shop)``; or ""."""
+        """Describe the long handler, as ``handling Orders.place for 12 s (record 312, message 0, called by shop)``;
+        or ""."""
         noted, long = self._noted, self.long_handler(now_ns)
         if noted is None or long is None:
             return ""
@@ -145,7 +144,7 @@ class PoisonGuard:
         return f"handling {noted.method or 'a message'} for {long['for_s']:.0f} s ({where})"
 
     def long_handler_warning(self, long_handler_s: float, now_ns: int) -> str:
-        """Return a warning about a handler that takes at least so long, once per message; or ""."""
+        """Return a warning about a handler that runs for at least ``long_handler_s``, once per message; or ""."""
         noted = self._noted
         if noted is None or noted.for_s < long_handler_s:
             return ""
@@ -159,7 +158,7 @@ def _is_same(one: Handling, other: Handling) -> bool:
 
 
 def _may_be(suspect: Suspect, noted: Handling) -> bool:
-    """Return whether this death may be one more at the same message."""
+    """Return True if this death can be another one at the suspect."""
     if suspect.sequence_id == UNKNOWN:
         return True
     indexes = suspect.message_index, noted.message_index
@@ -179,13 +178,13 @@ def format_message_position(sequence_id: int, message_index: int, caller: str | 
 # Penalties for callers whose calls have ended the app's process, and for queries that did.
 #
 # A logged message that ends the process gets a verdict. A query is in no log, so it is remembered here, as long as the
-# coordinator runs. A caller with many such calls would stop the app with each of them, so it is held off for a time
+# coordinator runs. A caller with many such calls could stop the app with each of them, so it is held off for a time
 # that doubles with each further death.
 
 
-KNOWN_MAX = 10_000  # callers, and queries; beyond it the oldest are forgotten
-FREE_DEATHS = 2  # that a caller may cause before it is held off
-FORGET_NS = 600 * 1_000_000_000  # after the last death a caller begins anew
+KNOWN_MAX = 10_000  # callers, and queries; above this the oldest are forgotten
+FREE_DEATHS = 2  # deaths that a caller can cause before it is held off
+FORGET_NS = 600 * 1_000_000_000  # time after the last death after which a caller's deaths are forgotten
 
 
 class _Caller:
@@ -197,14 +196,14 @@ class _Caller:
 
 
 class CallerPenalties:
-    """Callers and queries of one instance. ``limits.kills_max``: deaths by which a query is asked no more."""
+    """Callers and queries of one instance. ``limits.kills_max``: deaths after which a query is refused."""
 
     def __init__(self, limits: Limits) -> None:
         self._kills_max = limits.kills_max
         self._hold_ns_min, self._hold_ns_max = limits.hold_off_ns_min, limits.hold_off_ns_max
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
         self._queries: OrderedDict[bytes, int] = OrderedDict()  # deaths by digest
-        self._held_until_ns = 0  # of all callers the latest
+        self._held_until_ns = 0  # latest time of all callers
 
     # --- callers -----------------------------------------------------------------------------------------------------
 
@@ -228,18 +227,18 @@ class CallerPenalties:
 
     @property
     def has_held(self) -> bool:
-        """True if a caller is held off, or was."""
+        """True if a caller is or was held off."""
         return self._held_until_ns > 0
 
     def held_ns(self, caller: str, now_ns: int) -> int:
-        """Return for how many ns nothing more is taken of ``caller``; 0: it may call."""
+        """Return for how many ns the calls of ``caller`` are refused; 0: it can call."""
         if now_ns >= self._held_until_ns:
             return 0
         known = self._callers.get(caller)
         return 0 if known is None else max(0, min(known.held_until_ns - now_ns, self._hold_ns_max))
 
     def hold_reason(self, caller: str, now_ns: int) -> str:
-        """Return why ``caller`` is held off; "" if it may call."""
+        """Return why ``caller`` is held off; "" if it can call."""
         held_ns = self.held_ns(caller, now_ns)
         if not held_ns:
             return ""
@@ -251,13 +250,13 @@ class CallerPenalties:
 
     @property
     def deaths(self) -> dict[str, int]:
-        """Deaths that each remembered caller has caused."""
+        """Number of deaths by remembered caller."""
         return {caller: known.deaths for caller, known in self._callers.items()}
 
     # --- queries -----------------------------------------------------------------------------------------------------
 
     def query_died(self, query: bytes) -> None:
-        """Count a death of the app's process at that query, given by :func:`digest_of`."""
+        """Count a death of the app's process at the query with this :func:`digest_of`."""
         self._queries[query] = self._queries.pop(query, 0) + 1
         if len(self._queries) > KNOWN_MAX:
             self._queries.popitem(last=False)
@@ -271,11 +270,11 @@ class CallerPenalties:
         return bool(self._queries)
 
     def is_suspected(self, query: bytes) -> bool:
-        """Return whether the process has ended at that query. It is then asked alone, to know for certain."""
+        """Return True if the process has died at that query. Then the query is asked alone, to be certain."""
         return query in self._queries
 
     def query_refusal(self, query: bytes) -> str:
-        """Return why the query is refused; "" if it may be asked."""
+        """Return why the query is refused; "" if it can be asked."""
         deaths = self._queries.get(query, 0)
         if self._kills_max is None or deaths < self._kills_max:
             return ""

@@ -1,9 +1,9 @@
-"""Unsaved state: what happens when an app's state can't be saved. The instance goes on from the checkpoint before.
+"""Unsaved state: the app's state can't be saved, and the instance continues from the checkpoint before.
 
-In place of a checkpoint the app says that it failed, and which message caused it. By itself, or on an operator's
-decision, it may take messages back; it then names them right before the checkpoint of the state without them. Both
-count together, and nothing leaves until they do. So after a crash at any time the log is one of a state with these
-messages, or without.
+Instead of a checkpoint the app reports a failure, and which message caused it. By itself, or on an operator's decision,
+it can take messages back; it names them right before the checkpoint of the state without them. The verdicts and the
+checkpoint are durable together, and nothing is sent before. So after a crash at any time the log has a state with these
+messages, or one without them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from immortal.protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind
 
 @dataclass(slots=True, eq=False, repr=False)
 class Wish:
-    """Request of an operator, ``who``, to take a message back. ``token``: whom to answer; None: answered. ``asked``:
-    the app was told."""
+    """Request of an operator, ``who``, to take a message back. ``token``: for the answer; None: answered. ``asked``:
+    the app has the request."""
 
     verdict: Verdict
     who: str
@@ -42,14 +42,14 @@ class UnsavedState:
     failed: Unsaved | None = None
     failures: int = 0  # in a row
     since_ns: int = 0  # of the first of them
-    failed_sequence_id: int = -1  # behind this record, the last time
-    _taken_back: list[Verdict] = field(default_factory=list)  # with the checkpoint that comes
+    failed_sequence_id: int = -1  # the last record before the last failure
+    _taken_back: list[Verdict] = field(default_factory=list)  # for the next checkpoint
     _wishes: dict[MessageKey, Wish] = field(default_factory=dict)
 
-    # --- the app says ------------------------------------------------------------------------------------------------
+    # --- reports of the app ------------------------------------------------------------------------------------------
 
     def save_failed(self, unsaved: Unsaved, sequence_id: int) -> None:
-        """Note that the app has no checkpoint to give of the state after that record."""
+        """Note that the app can't give a checkpoint of the state after the record ``sequence_id``."""
         state = self.state
         if not self.failures:
             self.since_ns = state.now_ns
@@ -60,7 +60,7 @@ class UnsavedState:
         self._answer_wishes(unsaved)
 
     def taken_back(self, verdict: Verdict) -> None:
-        """Note a message without which the coming checkpoint's state is. Raises AppProtocolError."""
+        """Note a message that the next checkpoint's state lacks. Raises AppProtocolError."""
         sequence_id = self.state.session.fed_sequence_id
         if verdict.kind is not VerdictKind.TAKEN_BACK or not verdict.sequence_id <= verdict.behind <= sequence_id:
             raise AppProtocolError(
@@ -82,7 +82,7 @@ class UnsavedState:
             self.state.held_ticket = group.ticket
 
     def durable(self) -> None:
-        """Note that the checkpoint is durable."""
+        """Note that the checkpoint is durable, and report what changed."""
         for verdict in self._taken_back:
             where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
             self.state.report(notices.TakenBack(verdict.method or "a message", where, verdict.text, verdict.behind))
@@ -107,15 +107,15 @@ class UnsavedState:
             self._answer(wish, {"refused": "the app is gone: ask again once it works"})
         self._wishes = {}
 
-    # --- an operator decides -----------------------------------------------------------------------------------------
+    # --- decisions of an operator ------------------------------------------------------------------------------------
 
     def is_failed_message(self, key: MessageKey) -> bool:
-        """Return whether that message is known to keep the state from being saved."""
+        """Return True if the message is known to make the state impossible to save."""
         failed = self.failed
         return failed is not None and key == (failed.sequence_id, failed.message_index, 0, 0)
 
     def wish(self, verdict: Verdict, who: str, token: object) -> None:
-        """Ask the app, for an operator, for a checkpoint without that message."""
+        """Ask the app, on an operator's request, for a checkpoint without that message."""
         self._wishes[verdict.key] = Wish(verdict, who, token)
         self.state.checkpoints.wanted = True
 
@@ -130,8 +130,8 @@ class UnsavedState:
             self.state.outbox.send_control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
 
     def _answer_wishes(self, unsaved: Unsaved) -> None:
-        """Answer operators that the checkpoint failed without those messages too. The wishes stay if another message
-        is in the way, until it is skipped as well."""
+        """Answer operators that the checkpoint failed without those messages too. If another message is the cause, the
+        requests stay until it is skipped as well."""
         if not all(wish.asked for wish in self._wishes.values()):  # with the next one
             self.state.checkpoints.wanted = True
             return
@@ -151,7 +151,7 @@ class UnsavedState:
             self.state.effects.append(OperatorAnswered(wish.token, answer))
             wish.token = None
 
-    # --- in words ----------------------------------------------------------------------------------------------------
+    # --- texts -------------------------------------------------------------------------------------------------------
 
     def problem_text(self) -> str:
         """Describe why the state can't be saved."""
@@ -171,7 +171,7 @@ class UnsavedState:
         return self.state.log.durable_sequence_id - (-1 if last is None else last.sequence_id)
 
     def cost_text(self) -> str:
-        """Describe what it costs to go on without a checkpoint, and how much room the log has left."""
+        """Describe what it costs to continue without a checkpoint, and how much room the log has left."""
         text = f"a recovery goes over {self._records} records, and the log is not trimmed"
         space, limit = self.state.log_capacity.space, self.state.limits.log_limit_bytes
         if space is None:

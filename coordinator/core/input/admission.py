@@ -1,4 +1,4 @@
-"""Admission control: whether calls of peers and clients may be taken now, and which of them are refused."""
+"""Admission control: which calls of peers and clients are accepted now, which must wait, and which are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from immortal.protocol.verdicts import FAILED_CALL, Cause
 
 
 class Admission:
-    """Admission control of one instance, ``name``."""
+    """Admission control of one instance."""
 
     def __init__(
         self,
@@ -41,16 +41,16 @@ class Admission:
         self._state = state
 
     def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
-        """Take new settings, or the news that callers have keys."""
+        """Apply new settings, or note that callers have keys now."""
         self.permissions.change(given, has_keys=has_keys)
         self.open_calls.change(given)
 
     def wait_reason(self, caller: str) -> str:
-        """Return why nothing of ``caller`` can be taken yet; "" if it can."""
+        """Return why no call of ``caller`` can be accepted yet; "" if it can."""
         return self.permissions.wait_reason(caller)
 
     def peer_wait_reason(self, caller: str) -> str:
-        """Return the reason why a peer has to wait, like :meth:`wait_reason`."""
+        """Return why a peer has to wait, like :meth:`wait_reason`; "" if it need not."""
         why = self.permissions.wait_reason(caller, is_instance=True)
         limit = self.open_calls.limit(caller)
         if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):
@@ -61,26 +61,26 @@ class Admission:
         )
 
     def is_full(self, caller: str) -> bool:
-        """Return whether ``caller`` has made so many refused calls that a checkpoint must come first."""
+        """Return True if ``caller`` has made so many refused calls that a checkpoint must come first."""
         call_failures = self.call_failures
         is_limited = self.permissions.limits(caller) or self.open_calls.limit(caller) is not None
         return (is_limited or caller in call_failures.nested) and call_failures.needs_checkpoint()
 
     def must_wait(self, caller: str) -> bool:
-        """Return whether ``caller`` has used up its rate, or is held off, and so must wait."""
+        """Return True if ``caller`` must wait: it has used up its rate, or is held off."""
         return bool(self.hold_off_reason(caller)) or self.permissions.must_wait(caller, self._state.now_ns)
 
     def hold_off_reason(self, caller: str) -> str:
-        """Return why ``caller`` is held off, as its calls ended the app's process; "" if it is not."""
+        """Return why ``caller`` is held off, because its calls ended the app's process; "" if it is not."""
         return self.call_failures.penalties.hold_reason(caller, self._state.now_ns)
 
     @property
     def holds_back(self) -> bool:
-        """True if a rate or a hold-off may make somebody wait."""
+        """True if some caller may have to wait for its rate or its hold-off."""
         return self.permissions.has_rates or self.call_failures.penalties.has_held
 
     def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None = None) -> tuple[int, int]:
-        """Return how many of these messages may be taken now, and where they end; see :meth:`Permissions.first_of`."""
+        """Return how many of these messages are accepted now, and where they end; see :meth:`Permissions.first_of`."""
         if self.hold_off_reason(caller):
             return 0, 0
         return self.permissions.first_of(caller, calls, count, open_count, self._state.now_ns)
@@ -88,9 +88,9 @@ class Admission:
     def taken(
         self, group: Group, calls: bytes, count: int, caller: str, who_waits: str, reserved: Sequence[int] = ()
     ) -> None:
-        """Give verdicts on those of ``count`` calls of ``caller``, just added to ``group``, that it may not send.
+        """Give verdicts on the calls of ``caller``, just added to ``group``, that it is not allowed to send.
 
-        ``reserved``: indices of calls of methods that only the app itself may call.
+        ``reserved``: indices of calls of methods that only the app itself can call.
         """
         call_failures = self.call_failures
         self.refuse_nested(group, calls, count, caller, who_waits)
@@ -115,7 +115,7 @@ class Admission:
     def refuse_nested(self, group: Group, calls: bytes, count: int, caller: str, who_waits: str) -> None:
         """Give verdicts on messages, just added to ``group``, that are nested too deeply.
 
-        Arguments of an app of the base protocol are its own matter, and need not be MessagePack.
+        An app of the base protocol defines its own arguments, which need not be MessagePack: these are not checked.
         """
         if not self._state.app_knows_extensions:
             return
@@ -136,11 +136,11 @@ class Admission:
         return f"{what} is nested more than {self._state.limits.nesting_max} levels deep (nesting_max)"
 
     def is_nested(self, arguments: bytes) -> bool:
-        """Return whether the arguments of a query are nested too deeply."""
+        """Return True if the arguments of a query are nested too deeply."""
         return is_nested_beyond(arguments, 0, len(arguments), self._state.limits.nesting_max + 1)
 
     def checked_reply(self, reply: Reply) -> Reply:
-        """Return the app's reply, or an error in its place where it is nested too deeply for a client."""
+        """Return the app's reply, or an error instead if the reply is nested too deeply for a client."""
         value = b"\x91" + reply.value if reply.kind == ReplyKind.VALUE else b"\x93" + reply.value
         if not is_nested_beyond(value, 0, len(value), self._state.limits.nesting_max + 1):
             return reply
@@ -149,7 +149,7 @@ class Admission:
         return Reply(reply.number, ReplyKind.RAISED, failed[1:])
 
     def why_forbidden(self, caller: str, method: str) -> str:
-        """Explain a refusal: who called, what it lacks, and how to allow it."""
+        """Return the text of a refusal: who called, what permission is missing, and how to give it."""
         text = f"{caller!r} may not call {method!r} of {self._state.name!r}"
         if self.permissions.lacks_queries(caller):
             return f"{text}; its app marks no method as {QUERIES}"
@@ -161,25 +161,25 @@ class Admission:
         return f"{text}: that is for {' or '.join(names) or 'its owner alone'}; {gives}"
 
     def replayed(self, sequence_id: int, record: memoryview, batches: Sequence[BatchSource]) -> None:
-        """Count the open calls of a ``record`` that a recovery replays; its trailer has ``batches``."""
+        """Count the open calls of a replayed ``record``, whose trailer has ``batches``."""
         for sender, calls in stream_batches(record, batches, self.open_calls.counts):
             self.open_calls.replayed(sender.name, calls, sequence_id)
 
 
-# Open calls of peers, counted for callers that may have only so many at once.
+# Open calls of peers, counted for callers with a limit of concurrent calls.
 #
-# A call beyond the limit takes its place in the log with a verdict, and its caller is told, as for a method that it may
-# not call. It is not held back, as calls beyond a rate are: the next message of the same stream may be the very answer
-# that earlier calls wait for, and then none of them would ever end.
+# A call beyond the limit takes its place in the log with a verdict, and its caller is told, as for a method that it is
+# not allowed to call. It is not delayed, as calls beyond a rate are: the next message of the same stream may be the
+# answer that earlier calls wait for, and then none of them would ever end.
 #
-# Each call counts until it is answered, a refused one too: the caller chooses the numbers, and may give two calls the
+# Each call counts until it is answered, a refused one too: the caller chooses the numbers, and can give two calls the
 # same one. The counts follow from the log: a checkpoint has the calls open after its record; a recovery adds those of
-# the records that it replays, and removes what is answered again. Between the end of an app and its successor's
-# recovery nothing is taken from these callers.
+# the records that it replays, and removes those that it answers again. Between the end of an app and its successor's
+# recovery no call of these callers is accepted.
 
 
 class _Open:
-    """The open calls of one caller. It chooses their numbers, so two may have the same one."""
+    """Open calls of one caller. It chooses their numbers, so two can have the same one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -190,7 +190,7 @@ class _Open:
         self.count += 1
 
     def remove(self, number: int) -> None:
-        """Remove an answered call, if it is here."""
+        """Remove an answered call, if it is counted here."""
         records = self._records.get(number)
         if records is not None:
             self.count -= 1
@@ -199,14 +199,14 @@ class _Open:
                 del self._records[number]
 
     def up_to(self, sequence_id: int) -> list[int]:
-        """Return the numbers of calls in records up to that one, ascending."""
+        """Return the numbers of the calls in records up to ``sequence_id``, ascending."""
         return sorted(
             number for number, records in self._records.items() for record in records if record <= sequence_id
         )
 
 
 class OpenCalls:
-    """Open calls of peers with a limit. ``is_known``: the counts are right, as a recovery has made all answers
+    """Open calls of peers with a limit. ``is_known``: the counts are right, because a recovery has made all answers
     again."""
 
     def __init__(self, given: Mapping[str, Permission], *, is_known: bool) -> None:
@@ -216,24 +216,23 @@ class OpenCalls:
         self.change(given)
 
     def change(self, given: Mapping[str, Permission]) -> None:
-        """Take new limits. Calls taken before a caller had a limit do not count."""
+        """Apply new limits. Calls accepted before a caller had a limit do not count."""
         self._limits = {
             caller: permission.concurrent for caller, permission in given.items() if permission.concurrent is not None
         }
         self._open = {caller: self._open.get(caller) or _Open() for caller in self._limits}
 
     def limit(self, caller: str) -> int | None:
-        """Return how many calls ``caller`` may have open; None: any number."""
+        """Return how many open calls ``caller`` can have; None: any number."""
         return self._limits.get(caller)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Open calls by caller, of those who have a limit."""
+        """Number of open calls, by caller with a limit."""
         return {caller: calls.count for caller, calls in self._open.items()}
 
     def taken(self, caller: str, calls: bytes, sequence_id: int) -> list[int]:
-        """Count the calls of the record ``sequence_id``, checked RPC messages; return the indices of those beyond
-        the limit."""
+        """Count the checked calls of the record ``sequence_id``; return the indices of those beyond the limit."""
         limit = self._limits.get(caller)
         if limit is None:
             return []
@@ -255,26 +254,26 @@ class OpenCalls:
                 calls_open.remove(number)
 
     def forget(self, caller: str) -> None:
-        """Forget the calls of ``caller``: its log is another one, with other call numbers."""
+        """Forget the calls of ``caller``: its log was replaced, so its call numbers are others."""
         if caller in self._open:
             self._open[caller] = _Open()
 
     # --- over a restart ----------------------------------------------------------------------------------------------
 
     def open_at(self, sequence_id: int) -> dict[str, list[int]]:
-        """Return what a checkpoint after that record holds: numbers of open calls in records up to it, by caller."""
+        """Return the numbers of open calls, by caller, for a checkpoint after the record ``sequence_id``."""
         found = {caller: calls.up_to(sequence_id) for caller, calls in self._open.items()}
         return {caller: numbers for caller, numbers in found.items() if numbers}
 
     def restore(self, at_checkpoint: Mapping[str, Sequence[int]], sequence_id: int) -> None:
-        """Start from a checkpoint after that record."""
+        """Start from a checkpoint after the record ``sequence_id``."""
         self._open = {caller: _Open() for caller in self._limits}
         for caller, calls in self._open.items():
             for number in at_checkpoint.get(caller, ()):
                 calls.add(number, sequence_id)
 
     def replayed(self, caller: str, calls: bytes, sequence_id: int) -> None:
-        """Count the calls of ``caller``, who has a limit, in a replayed record."""
+        """Count the calls of ``caller``, which has a limit, in a replayed record."""
         for _, number in _numbers(calls):
             self._open[caller].add(number, sequence_id)
 
@@ -287,27 +286,26 @@ def _numbers(calls: bytes) -> Iterator[tuple[int, int]]:
             yield index, waits.number
 
 
-# Delivery policy: all input passes here before it is logged, from peers, clients and the own app.
+# Delivery policy: all input from peers, clients and the own app passes here before it is logged.
 #
-# Today's policy is "in order, at once": input goes into the log as it comes. A call that its caller may not make takes
-# its place there with a verdict. A call beyond its caller's rate is left out with everything behind it, and its sender
-# sends it again. A policy that orders the calls of several senders would keep them here and release them in its order.
-# It sees calls and callers only; frames, duplicates and gaps are settled before.
+# Today's policy is "in order, at once": input goes into the log as it arrives. A forbidden call takes its place there
+# with a verdict. A call beyond its caller's rate is left out with everything after it, and its sender sends it again.
+# A policy that orders the calls of several senders would keep them here and release them in its order. The policy
+# handles calls and callers only; frames, duplicates and gaps are handled before.
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Delivered:
-    """The first ``count`` of the calls that came."""
+    """Logged part of a batch of calls: the first ``count`` of them."""
 
-    group: Group  # with which they become durable
+    group: Group  # its commit makes them durable
     count: int
     calls: bytes
-    record_size_bytes: int  # what they take in their record
+    record_size_bytes: int  # their size in the record
 
 
 class Delivery:
-    """Delivery policy: takes input to the log of one instance. ``admission``: decides what may be taken and what is
-    refused."""
+    """Delivery policy: logs the input of one instance. ``admission``: decides which calls are accepted or refused."""
 
     def __init__(self, state: CoreState, admission: Admission) -> None:
         self.admission = admission
@@ -321,10 +319,10 @@ class Delivery:
         open_count: int | None = None,
         reserved: Sequence[int] = (),
     ) -> Delivered | None:
-        """Log those of the packed ``calls``, checked before, that ``caller`` may have taken now; None: of none.
+        """Log those of the packed, checked ``calls`` that are accepted from ``caller`` now; None: none of them.
 
-        The others are to be sent again later. ``open_count``: as in :meth:`Admission.first_of`. ``reserved``: indices
-        of calls of methods that only the app itself may call: these are refused.
+        The sender must send the others again. ``open_count``: as in :meth:`Admission.first_of`. ``reserved``: indices
+        of calls of methods that only the app itself can call: these are refused.
         """
         count, end = self.admission.first_of(caller or source.name, calls, source.count, open_count)
         if not count:
@@ -338,7 +336,7 @@ class Delivery:
         return delivered
 
     def deliver_own(self, source: BatchSource, calls: bytes) -> Delivered:
-        """Log what the own app sends to itself: it may call all that it has."""
+        """Log calls of the own app to itself: it can call all its methods."""
         delivered = self._append(source, calls, from_app=True)
         self.admission.refuse_nested(delivered.group, calls, source.count, "", ONESELF)
         return delivered

@@ -1,7 +1,7 @@
-"""Messages from the app: which are allowed when, checked and made uniform, and who handles them.
+"""Messages from the app: which are allowed when, how they are checked, and which component handles them.
 
-Calls come one by one, in base batches or in demultiplexed batches; they leave here as :class:`Calls`, all
-to one destination and all impulses or none.
+Calls arrive one by one, in base batches or in demultiplexed batches. They leave as :class:`Calls`: all to one
+destination, and either all impulses or none.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH}
 
 @dataclass(slots=True, eq=False, repr=False)
 class Calls:
+    """Packed calls of the app to one destination: all impulses, or none."""
+
     destination: str
     count: int
     payload: bytes
@@ -50,7 +52,7 @@ class Calls:
 
 
 def late_hello(message: Message) -> NoReturn:
-    """Refuse a Hello that is not the first message, which :meth:`AppSession.note_first_message` takes."""
+    """Refuse a Hello that is not the first message; :meth:`AppSession.note_first_message` handles the first one."""
     raise AppProtocolError("a Hello must be the app's first message")
 
 
@@ -74,7 +76,7 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
 
 
 def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> CallTooLarge:
-    """Return the notice about an RPC that was dropped. Raises LimitExceededError for an app that says Hello, as it
+    """Return the notice about an RPC that was dropped. Raises LimitExceededError for an app with a Hello, as it
     breaks the protocol."""
     if session.hello is not None:
         raise LimitExceededError("an RPC", rpc.size_bytes, rpc.limit_bytes)
@@ -84,7 +86,7 @@ def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> CallTooLarge:
 
 
 def _base_calls(message: Message) -> Iterator[Calls]:
-    """Yield the calls of an app that does not demultiplex; neighbours to one destination are joined."""
+    """Yield the calls of an app that does not demultiplex. Consecutive calls to one destination are joined."""
     destination, impulses = "", False
     run: list[bytes] = []
     for rpc in _outgoing(message):
@@ -124,7 +126,7 @@ def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
             raise AppProtocolError(
                 f"the app called {calls.destination!r} without AttachTo: send AttachTo once before the first call to it"
             )
-        session.attached.add(calls.destination)  # a client of the base protocol that answers whoever called it
+        session.attached.add(calls.destination)  # an app of the base protocol that answers its caller
     session.rules(own_name, calls.destination).check(calls.payload, calls.count)
     if calls.impulses and calls.destination == CLIENTS:
         raise AppProtocolError(f"the app sent an impulse to {CLIENTS!r}, which takes answers to clients alone")
@@ -135,11 +137,11 @@ def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
     return calls
 
 
-# Dispatch: one table of the app's messages, each with its handler.
+# Dispatch: one table of the app's messages and their handlers.
 
 
 LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAME})
-"""Extensions that change what the log holds: an app must ask for the same ones all its life."""
+"""Extensions that change what the log holds: an app must always ask for the same ones."""
 
 
 class AppInbox:
@@ -179,7 +181,7 @@ class AppInbox:
         reader = session.reader
         reader.receive_data(event.data)
         if not session.is_loaded:
-            return  # whether it is the app that this log is of is not known yet
+            return  # it is not known yet whether this log belongs to the app
         while not session.refused and (message := reader.next_event()) is not None:
             if isinstance(message, Message):
                 self._message(message)
@@ -218,20 +220,20 @@ class AppInbox:
             self._components.lifecycle.send_introduction()
 
     def _base_app_began(self) -> None:
-        """Note a first message that is no Hello: an app of the base protocol."""
+        """Note a first message that is not a Hello: the app uses the base protocol."""
         if not self._state.session.has_spoken:
             self._state.session.note_first_message(None)
             self._components.admission.permissions.app_came(takes_verdicts=False)
             self._check_extensions()
 
     def _check_extensions(self) -> None:
-        """Check that the app asks for the extensions that shaped the log's records at its first start."""
+        """Check that the app asks for the same extensions as at its first start, if they changed the log's records."""
         state = self._state
         if not state.ready:
             return
         logged = LOGGED_EXTENSIONS & (state.session.logged_extensions or frozenset())
         asked = LOGGED_EXTENSIONS & state.session.extensions
-        if logged != asked - (frozenset({MessageType.INSTANCE_NAME}) - logged):  # an older log may lack the name
+        if logged != asked - (frozenset({MessageType.INSTANCE_NAME}) - logged):  # an older log can lack the name
             raise AppProtocolError(
                 f"the log of {state.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
                 f"this one asks for {sorted(map(int, asked))}: an instance keeps the kind of app that it was begun with"
@@ -250,7 +252,7 @@ class AppInbox:
                 impulses.take(calls)
 
     def admit_impulses(self) -> None:
-        """Take the impulses that were held back, unless they must still wait."""
+        """Log the held impulses, unless they must still wait."""
         if not self._impulses_wait:
             self._impulses.take_held()
 
@@ -269,7 +271,7 @@ class AppInbox:
     def _barrier(self, message: Message) -> None:
         self._peers.outbound.put_barrier(decode_attach_to(message.data))
 
-    # --- what it says of itself --------------------------------------------------------------------------------------
+    # --- its description of itself -----------------------------------------------------------------------------------
 
     def _description(self, message: Message) -> None:
         description = self._state.session.description = decode_app_description(message.data)
@@ -290,7 +292,7 @@ class AppInbox:
     # --- it breaks the protocol --------------------------------------------------------------------------------------
 
     def refuse(self, error: RemoteProtocolError) -> None:
-        """End the connection of an app that broke the protocol; its successor recovers."""
+        """Close the connection of an app that broke the protocol; its successor recovers."""
         state = self._state
         state.session.refused = True
         state.report(AppBrokeProtocol(str(error)))

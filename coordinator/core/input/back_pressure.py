@@ -1,4 +1,4 @@
-"""Back-pressure: room in the log, impulses that wait for it, and whether the app is read."""
+"""Back-pressure: impulses that wait for room in the log, and when the coordinator stops reading from the app."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 # Impulses: input from outside the deterministic world, on its way to the log.
 #
-# Impulses to oneself are logged input like any other. Impulses to others take their place in the stream and are kept in
+# Impulses to oneself are logged input like any other. Impulses to others get a position in the stream and are kept in
 # a table of the log.
 
 
-HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
+HELD_OVERHEAD_BYTES = 300  # of Python's objects around a held batch
 
 
 class Impulses:
-    """Impulses of one instance. ``count``: how many it has sent to itself in all its life."""
+    """Impulses of one instance. ``count``: how many it has sent to itself since its first start."""
 
     def __init__(self, state: CoreState, peers: Peers) -> None:
         self.count = 0
         self.held_bytes = 0
-        self._held: list[Calls] = []  # that must not be taken yet
+        self._held: list[Calls] = []  # impulses that must still wait
         self._held_bytes_max = state.limits.held_impulses_bytes + state.limits.arguments_bytes_max
         self._state = state
         self._peers = peers
 
     def load(self, summary: LogSummary) -> None:
-        """Take in what the log says."""
+        """Load the number of own impulses from the log."""
         known = summary.sources.get(IMPULSES)
         self.count = known.position if known else 0
 
@@ -66,14 +66,14 @@ class Impulses:
         self.held_bytes += len(calls.payload) + HELD_OVERHEAD_BYTES
 
     def take_held(self) -> None:
-        """Take the impulses that were held."""
+        """Log the held impulses."""
         held = self._held
         self.forget()
         for calls in held:
             self.take(calls)
 
     def forget(self) -> None:
-        """Drop held impulses of an app that is gone: nobody was told that they were accepted."""
+        """Drop the held impulses of an app that is gone: it was never told that they were accepted."""
         self._held, self.held_bytes = [], 0
 
     def take(self, calls: Calls) -> None:
@@ -95,50 +95,52 @@ class Impulses:
         return group
 
 
-# Back-pressure on the app: whether it is read, and for which peers it is held up. Each change is reported once.
+# Back-pressure on the app: whether it is read, and which peers block it. Each change is reported once.
 
 
-CALM_NS = 10_000_000_000  # a peer's state is told as better only when it has been so for this long
+CALM_NS = 10_000_000_000  # a peer's better state is reported only after it has lasted this long
 
 
 class Load(IntEnum):
-    """Degree of load of one output stream, and what it means for the app."""
+    """Degree of load of one output stream, and its effect on the app."""
 
     IN_MEMORY = 0
-    WAITED_FOR = 1  # memory is full, and the receiver takes what it can: the app waits for it
-    SPILLED = 2  # memory is full: what comes goes to the log
+    WAITED_FOR = 1  # memory is full, and the receiver takes as much as it can: the app waits for it
+    SPILLED = 2  # memory is full: further messages go to the log
     HELD_UP = 3  # the spill space is full too: the app is not read
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _ReportedLoad:
     load: Load
-    seen_ns: int  # when it was last that bad
+    seen_ns: int  # when it was last seen
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class BackPressure:
+    """Pauses and resumes reading from the app, and reports the load of streams."""
+
     state: CoreState
     outbound: Outbound
     impulses: Impulses
     paused: bool = False
-    held_up_for: list[str] = field(default_factory=list)  # ONESELF among them where the own log is what is too slow
+    held_up_for: list[str] = field(default_factory=list)  # with ONESELF if the own log is too slow
     _reported: dict[str, _ReportedLoad] = field(default_factory=dict)
 
     def update(self) -> None:
-        """Pause or resume the app, and tell the operator what has changed for the streams."""
+        """Pause or resume the app, and report changed loads of streams to the operator."""
         state, limits, outbound, effects = self.state, self.state.limits, self.outbound, self.state.effects
         if outbound.busy or self._reported:
             spilling = outbound.spilling
             self.held_up_for = spilling.full
             if self.held_up_for or self._reported or spilling.kept_bytes:
                 effects.extend(self._report_changes())
-        else:  # nothing waits for anybody
+        else:  # no stream waits
             self.held_up_for = []
         full = (
             state.log.from_app_bytes > limits.log_pending_bytes
             or state.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
-            # ... the last checkpoint comes behind what the app has sent
+            # ... the last checkpoint arrives after what the app has sent
             or (bool(self.held_up_for) and not state.shutdown.is_requested)
             or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
             or state.shutdown.hands_over
@@ -149,7 +151,7 @@ class BackPressure:
 
     @property
     def _app_has_nothing_to_do(self) -> bool:
-        """True if the app has handled all records and owes no checkpoint, so nothing it could send is waited for."""
+        """True if the app has handled all records and owes no checkpoint, so nothing that it could send is needed."""
         state, session = self.state, self.state.session
         has_all = session.fed_sequence_id == state.log.durable_sequence_id or state.pause.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0

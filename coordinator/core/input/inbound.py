@@ -1,4 +1,4 @@
-"""Input streams: takes frames of peers, delivers what is new in them, and answers them.
+"""Input streams: takes frames of peers, delivers the new messages in them, and answers them.
 
 A frame is checked in this order: its sender (Senders), its turn (FairTurns), what of it is new (InputStream), the
 window granted (WindowGrants), and the delivery policy (Delivery).
@@ -36,7 +36,7 @@ class _Reply:
 
 
 class Inbound:
-    """Input side of all streams. ``streams``: by sender, the own one among them."""
+    """Input side of all streams. ``streams``: by sender, including the own stream."""
 
     def __init__(self, state: CoreState, delivery: Delivery) -> None:
         self.grants = WindowGrants(state.limits)
@@ -49,7 +49,7 @@ class Inbound:
         self._parked: dict[str, deque[PeerFrameReceived]] = {}  # by sender
 
     def received(self, event: PeerFrameReceived) -> None:
-        """Handle a frame from a peer. While stopping, frames are ignored: their senders keep them."""
+        """Handle a frame from a peer. While stopping, ignore it: its sender keeps it."""
         if not self._state.accepting:
             return
         token, frame = event.token, event.frame
@@ -79,7 +79,7 @@ class Inbound:
         return bool(self._parked) and self._state.ready and self._admission.holds_back
 
     def _park(self, hello: PeerFrameReceived) -> None:
-        """Keep a Hello until it can be answered. Only the newest few of a sender are kept."""
+        """Keep a Hello until it can be answered. Only the newest few of each sender are kept."""
         sender, limits = hello.frame.sender, self._state.limits
         if sender not in self._parked and len(self._parked) >= limits.parked_senders_max:
             self._reply(hello.token, sender, self._not_ready(self._admission.peer_wait_reason(sender)))
@@ -93,17 +93,17 @@ class Inbound:
         self.answer_parked()
 
     def answer_parked(self) -> None:
-        """Answer the parked Hellos that need not wait any more."""
+        """Answer the parked Hellos that no longer need to wait."""
         if not self._state.ready:
             return
         parked, self._parked = self._parked, {}
         for hello in chain.from_iterable(parked.values()):
             self.received(hello)
 
-    # --- a Batch that comes before its turn --------------------------------------------------------------------------
+    # --- a Batch before its turn -------------------------------------------------------------------------------------
 
     def _waits_for_turn(self, token: Token, frame: PeerFrame) -> bool:
-        """Hold back or refuse a Batch whose sender must wait for others; False if it may be taken now."""
+        """Delay or refuse a Batch whose sender must wait for others; return False if it can be taken now."""
         now_ns = self._state.now_ns
         sender, size_bytes = frame.sender, len(frame.payload)
         stream = self.streams.get(sender)
@@ -118,7 +118,7 @@ class Inbound:
         if not too_many and not (here_bytes and here_bytes + size_bytes > allowed_bytes):
             self.turns.wait(token, frame)
         elif not self.turns.continues(frame, stream.received):
-            # Sent again, or cut in other pieces: that is no more than it may send. It begins behind what was taken.
+            # Sent again, or cut into other pieces: the sender is within its window. It must resend what was not taken.
             for waiting in (*self.turns.take_all(sender), WaitingBatch(token, frame)):
                 self._reply(waiting.token, sender, _Reply(FrameType.RESEND, stream.received))
         elif too_many:
@@ -128,7 +128,7 @@ class Inbound:
         return True
 
     def take_turns(self) -> None:
-        """Take the batches whose turn has come. While stopping, none."""
+        """Take the batches whose turn has come; none while stopping."""
         now_ns = self._state.now_ns
         self.grants.now_ns = now_ns
         allowed = self.grants.allowed_bytes
@@ -139,10 +139,10 @@ class Inbound:
         stream = self.streams.get(sender)
         return 0 if stream is None else stream.pending_bytes
 
-    # --- what is new -------------------------------------------------------------------------------------------------
+    # --- the new part of a frame -------------------------------------------------------------------------------------
 
     def _answer(self, token: Token, frame: PeerFrame) -> _Reply | None:
-        """Handle a frame of its sender; return the answer, or None if it follows once the log is durable."""
+        """Handle an accepted frame; return the answer, or None if it follows once the log is durable."""
         state, now_ns = self._state, self._state.now_ns
         stream = self.streams.get(frame.sender) or InputStream(frame.sender, None)
         if stream.waiting_count >= state.limits.waiting_frames_max:
@@ -154,7 +154,7 @@ class Inbound:
         if frame.frame_type is not FrameType.BATCH:
             return _refuse(RefusedCode.MALFORMED, f"unexpected frame {frame.frame_type.name}")
         if self._admission.peer_wait_reason(frame.sender):
-            return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
+            return _Reply(FrameType.RESEND, 0)  # it greets again, and gets its answer once its calls can be checked
         if self._admission.is_full(frame.sender):
             name = state.name
             return self._not_ready(f"{name!r} takes a checkpoint: too many calls that were refused are behind it")
@@ -181,7 +181,7 @@ class Inbound:
                 self._note_taken(stream, frame, first_position, delivered)
                 self.turns.calls_taken(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
             if delivered is None or delivered.count < count:
-                return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once it may call again
+                return _Reply(FrameType.RESEND, 0)  # it greets again, and gets its answer once it can call again
         stream.wait_for(last_position, token)
         self.grants.sent(frame.sender, now_ns)
         return None
@@ -189,7 +189,7 @@ class Inbound:
     def _answer_hello(self, token: Token, frame: PeerFrame, stream: InputStream) -> _Reply | None:
         if (known := stream.new_epoch()) is not None:
             self._state.log.append_outside_record(0).transaction.sources[frame.sender] = known
-        if not stream.settled:  # the sender must hear of all that is taken, and nothing older be taken from now on
+        if not stream.settled:  # all accepted messages must be in the answer, and no older epoch accepted after it
             stream.wait_for(stream.received, PeerFrameReceived(token, frame))
             return None
         code = RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
@@ -206,17 +206,17 @@ class Inbound:
         self._note_taken(self.senders.stream(ONESELF), frame, batch.first_position, delivered)
 
     def _note_taken(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
-        """Note in the record's transaction how far the stream has got."""
+        """Note the stream's new position in the record's transaction."""
         position = stream.take(frame, first_position + delivered.count - 1, len(delivered.calls))
         delivered.group.transaction.sources[stream.source] = position
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
-        """Acknowledge batches up to these positions, which are on disk."""
+        """Acknowledge batches up to these positions, which are durable."""
         self.grants.now_ns = self._state.now_ns
         for source, known in sources:
             stream = self.senders.stream(source) if source != IMPULSES else None
             if stream is None or known.committer_id != stream.committer_id:
-                continue  # impulses; or of the log that its sender had before a reset
+                continue  # impulses; or a position in a log that the sender had before a reset
             position = known.position
             tokens = stream.became_durable(position, known.epoch)
             if self._state.accepting:
@@ -226,7 +226,7 @@ class Inbound:
                     else:
                         self._reply(token, source, _Reply(FrameType.TRIM_TO, position))
 
-    # --- what is answered --------------------------------------------------------------------------------------------
+    # --- answers -----------------------------------------------------------------------------------------------------
 
     def _not_ready(self, why: str = "") -> _Reply:
         return _refuse(RefusedCode.NOT_READY, why or f"{self._state.name!r} has not completed its first start")
@@ -264,14 +264,14 @@ def _refuse(code: RefusedCode, reason: str) -> _Reply:
     return _Reply(FrameType.REFUSED, code=code, reason=reason)
 
 
-# Fair turns at the log: no peer holds up the others for long.
+# Fair turns at the log: no peer delays the others for long.
 #
-# The log is written one commit after the other, so a sender waits for the bytes of those before it. While several
-# senders are active, each has at most ``turn_bytes`` on their way to the disk, or one batch. The rest waits here, and
-# is taken in rounds of one batch for each sender.
+# The log writes one commit after the other, so a sender waits for the bytes of those before it. While several senders
+# are active, each has at most ``turn_bytes`` on their way to the disk, or one batch. The rest waits here, and is taken
+# in rounds of one batch for each sender.
 #
-# A batch larger than that holds up the others wherever it stands. After one did, the next large batch of anybody is
-# taken only after ``PAUSE_TIMES`` as long as it took; meanwhile the log is free for small ones.
+# A batch larger than ``turn_bytes`` always delays the others. After it did, the next large batch of any sender must
+# wait ``PAUSE_TIMES`` as long as it took; meanwhile the log is free for small ones.
 
 
 PAUSE_TIMES = 4
@@ -279,7 +279,7 @@ PAUSE_TIMES = 4
 
 @dataclass(slots=True, eq=False, repr=False)
 class WaitingBatch:
-    """Batch that waits for its sender's turn, with the token by which it is answered."""
+    """Batch that waits for its sender's turn, with the token for its answer."""
 
     token: Token
     frame: PeerFrame
@@ -287,7 +287,7 @@ class WaitingBatch:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Long:
-    """A batch of more than a turn, on its way to the disk."""
+    """Batch of more than ``turn_bytes`` that is on its way to the disk."""
 
     sender: str
     ticket: int  # of its commit
@@ -296,20 +296,20 @@ class _Long:
 
 @dataclass(slots=True, eq=False, repr=False)
 class FairTurns:
-    """Times are the instance's, in ns. ``pending``, where it is asked for: what a sender has on its way to the disk, in
-    bytes."""
+    """Turns of senders at the log. Times are the instance's, in ns. ``pending``, where a method takes it: the bytes of
+    a sender that are on their way to the disk."""
 
     limits: Limits
     waiting_bytes: int = 0
     _waiting: OrderedDict[str, deque[WaitingBatch]] = field(default_factory=OrderedDict)  # the next sender first
     _waiting_bytes: dict[str, int] = field(default_factory=dict)  # by sender
-    _last: tuple[str, int] = ("", 0)  # who has sent, and when
-    _last_other: tuple[str, int] = ("", 0)  # the last before it that was somebody else
+    _last: tuple[str, int] = ("", 0)  # the last sender, and when it sent
+    _last_other: tuple[str, int] = ("", 0)  # the last different sender before it
     _long: _Long | None = None
     _pause_until_ns: int = 0
 
     def note_sender(self, sender: str, now_ns: int) -> None:
-        """Note that ``sender`` has something for the log."""
+        """Note that ``sender`` has input for the log."""
         if sender != self._last[0]:
             self._last_other = self._last
         self._last = sender, now_ns
@@ -319,11 +319,11 @@ class FairTurns:
         return (self._last_other if sender == self._last[0] else self._last)[1]
 
     def is_shared(self, sender: str, now_ns: int) -> bool:
-        """Return whether others than ``sender`` send, too."""
+        """Return True if senders other than ``sender`` are active."""
         return 0 <= now_ns - self._other_ns(sender) < self.limits.recent_ns
 
     def must_wait(self, sender: str, size_bytes: int, pending: int, now_ns: int) -> bool:
-        """Return whether a batch that has just come must :meth:`wait`."""
+        """Return True if a new batch must :meth:`wait`."""
         return sender in self._waiting or not self._has_turn(sender, size_bytes, pending, now_ns)
 
     def _has_turn(self, sender: str, size_bytes: int, pending: int, now_ns: int) -> bool:
@@ -335,8 +335,8 @@ class FairTurns:
         return self._long is None and not self.pauses(now_ns)
 
     def pauses(self, now_ns: int) -> bool:
-        """True while batches larger than a turn are not taken."""
-        return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # else the clock has jumped
+        """Return True while batches larger than a turn must wait."""
+        return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # otherwise the clock has jumped
 
     def wait(self, token: Token, frame: PeerFrame) -> None:
         sender, size_bytes = frame.sender, len(frame.payload)
@@ -345,11 +345,11 @@ class FairTurns:
         self.waiting_bytes += size_bytes
 
     def waiting_of(self, sender: str) -> tuple[int, int]:
-        """Return how much of ``sender`` waits: (batches, bytes)."""
+        """Return how many batches and bytes of ``sender`` wait."""
         return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
 
     def continues(self, frame: PeerFrame, received: int) -> bool:
-        """Return whether the sender's waiting batches and ``frame`` continue ``received`` without gap or repetition."""
+        """Return True if the sender's waiting batches and ``frame`` continue ``received`` without gap or repetition."""
         position = received + 1
         for one in self._waiting.get(frame.sender, ()):
             if one.frame.position != position:
@@ -358,12 +358,12 @@ class FairTurns:
         return frame.position == position
 
     def take_all(self, sender: str) -> list[WaitingBatch]:
-        """Return and remove what waits of ``sender``."""
+        """Return and remove the waiting batches of ``sender``."""
         self.waiting_bytes -= self._waiting_bytes.pop(sender, 0)
         return list(self._waiting.pop(sender, ()))
 
     def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> WaitingBatch | None:
-        """Return the next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
+        """Return the next batch that has its turn. ``allowed``: how many pending bytes a sender can have."""
         for sender, waiting in self._waiting.items():
             size_bytes, pending_bytes = len(waiting[0].frame.payload), pending(sender)
             fits = not pending_bytes or pending_bytes + size_bytes <= allowed(sender)
@@ -383,7 +383,7 @@ class FairTurns:
         return first
 
     def calls_taken(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
-        """Note that a batch goes into the log, with the commit ``ticket``."""
+        """Note that a batch goes into the log with the commit ``ticket``."""
         if size_bytes > self.limits.turn_bytes:
             self._long = _Long(sender, ticket, now_ns)
 
@@ -398,5 +398,5 @@ class FairTurns:
             self._pause_until_ns = now_ns + min(PAUSE_TIMES * took_ns, self.limits.turn_pause_ns_max)
 
     def due_ns(self, now_ns: int) -> int | None:
-        """Return when to look again although nothing happens."""
+        """Return when the turns must be checked again even if nothing happens."""
         return self._pause_until_ns if self._waiting and self.pauses(now_ns) else None

@@ -1,8 +1,8 @@
-"""The receiving end of one stream: from one instance to this one.
+"""Receiving end of one stream, from another instance to this one; the windows and identities of senders.
 
-A batch is taken when it continues where the log ends; what is there already is dropped, a gap is asked for again. What
-has been taken is acknowledged once it is durable. A sender is known by its committer ID and its epoch: another
-committer ID means another log, and frames of an epoch before the newest are from a past life.
+A batch is accepted if it continues the log; messages that the log already has are dropped, and a gap is requested
+again. Accepted messages are acknowledged once they are durable. The committer ID and the epoch identify a sender:
+another committer ID means another log, and frames of an older epoch are from an earlier session.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from immortal.protocol.peer_frames import KNOWN_TO_RECEIVERS, FrameType, PeerFra
 
 
 class InputStream:
-    """Receiving end of one stream. ``received``: the last position taken; ``durable``: the last position in the log
+    """Receiving end of one stream. ``received``: the last position accepted; ``durable``: the last position in the log
     on disk."""
 
     def __init__(self, source: str, known: SourcePosition | None) -> None:
@@ -33,19 +33,19 @@ class InputStream:
         self.committer_id = known.committer_id if known else 0
         self.epoch = abs(known.epoch) if known else 0
         self.durable_epoch = self._logged_epoch = known.epoch if known else 0  # as in the log's row; negative: reset
-        self.epoch_began_ns = 0  # by the sender's clock, from its Hello; two that differ are two lives
+        self.epoch_began_ns = 0  # by the sender's clock, from its Hello; two different values are two epochs' starts
         self.received = self.durable = known.position if known else 0
-        self.reset_pending = known is not None and known.epoch < 0  # the sender may come with another log
-        self.forked = False  # let in by a reset, from an older copy of its log; nothing of it taken yet
+        self.reset_pending = known is not None and known.epoch < 0  # a sender with another log is accepted
+        self.forked = False  # accepted by a reset, from an older copy of its log; nothing was taken from it yet
         self.error = ""  # why the last frame was refused
-        self.pending_bytes = 0  # taken, and not durable
-        self.reported_beyond_window = False  # it was said that its sender does not keep within its window
-        self._taken: deque[tuple[int, int]] = deque()  # (last position, bytes) of what makes these up
-        self._greeted_committer_id = 0  # of a sender of which nothing is logged yet
-        self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to be acknowledged
+        self.pending_bytes = 0  # accepted and not durable
+        self.reported_beyond_window = False  # it was reported that the sender exceeds its window
+        self._taken: deque[tuple[int, int]] = deque()  # (last position, bytes) of the parts of pending_bytes
+        self._greeted_committer_id = 0  # of a sender from which nothing is logged yet
+        self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to acknowledge
 
     def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
-        """Return why ``frame`` can't be from the sender that this stream knows; None if it can. Notes a newer epoch."""
+        """Return why ``frame`` can't be from this stream's sender; None if it can. Note a newer epoch."""
         if self.committer_id and frame.committer_id != self.committer_id:
             if not (self.reset_pending and frame.frame_type is FrameType.HELLO):
                 return RefusedCode.COMMITTER_CHANGED, sender_swapped(
@@ -54,9 +54,10 @@ class InputStream:
             self._start_over(frame.committer_id)
         is_hello = frame.frame_type is FrameType.HELLO
         if is_hello and not self.has_greeted(frame.committer_id):
-            self._greeted_committer_id = frame.committer_id  # nothing of the one that was heard before is here
+            self._greeted_committer_id = frame.committer_id  # nothing is stored of a sender that greeted earlier
             self.epoch = self.epoch_began_ns = 0
-        # From a sender that was reset too: it asks what is here before it numbers anything.
+        # A sender whose own stream was reset greets with position 0, too: it asks for the position before it numbers
+        # anything.
         begins_anew = self.reset_pending and is_hello and frame.position == 0
         if frame.epoch < self.epoch and not begins_anew:
             return RefusedCode.STALE_EPOCH, (
@@ -69,7 +70,7 @@ class InputStream:
         if begins_anew:
             self.forked = self.committer_id != 0 and self.received > 0 and frame.epoch <= self.epoch
         if frame.epoch != self.epoch:
-            self.epoch_began_ns = 0  # a Batch that has overtaken its Hello does not say it
+            self.epoch_began_ns = 0  # unknown if a Batch has overtaken its Hello
         self.epoch = frame.epoch
         if is_hello:
             self.epoch_began_ns = frame.time_ns
@@ -77,34 +78,34 @@ class InputStream:
         return None
 
     def has_greeted(self, committer_id: int) -> bool:
-        """Return whether batches of this sender may be taken. Before its Hello they may be meant for an earlier log."""
+        """Return True if this sender's batches can be taken. Before its Hello they may be meant for an earlier log."""
         return committer_id in (self.committer_id, self._greeted_committer_id)
 
     def _is_another_life(self, hello: PeerFrame) -> bool:
         return self.epoch_began_ns != 0 and hello.time_ns != 0 and hello.time_ns != self.epoch_began_ns
 
     def reset(self) -> SourcePosition:
-        """Let in a sender with another log, or an older copy of its log; return the position to log."""
+        """Accept a sender with another log, or with an older copy of its log. Return the position to log."""
         self.reset_pending = True
         self.error = ""
         return self._known(self.epoch)
 
     def _known(self, epoch: int) -> SourcePosition:
-        """Return the position to log, and count it as on its way there."""
+        """Return the position to log, and note that it will be logged."""
         self._logged_epoch = -max(epoch, 1) if self.reset_pending else epoch
         return SourcePosition(self.committer_id, self._logged_epoch, self.received)
 
     def new_epoch(self) -> SourcePosition | None:
-        """Return the position to log before a Hello is answered; None if the log has it, or will.
+        """Return the position to log before a Hello is answered; None if the log has it, or will have it.
 
-        If a crash lost it, an older epoch would be taken again, behind what its sender believes is its own.
+        If a crash lost it, frames of an older epoch would be accepted again, after those of the current sender.
         """
         return self._known(self.epoch) if self.received and 0 <= self._logged_epoch < self.epoch else None
 
     @property
     def was_reset(self) -> bool:
-        """True if an operator has reset the stream and nothing was taken since. A sender that had more acknowledged is
-        let in."""
+        """True if an operator has reset the stream and nothing was taken since. Then a sender with more acknowledged
+        messages is accepted."""
         return self._logged_epoch < 0
 
     @property
@@ -115,7 +116,7 @@ class InputStream:
     def _start_over(self, committer_id: int) -> None:
         self.committer_id = committer_id
         self.epoch = self.epoch_began_ns = self.received = self.durable = 0
-        self.durable_epoch = self._logged_epoch  # nobody waits for commits in flight to the log before
+        self.durable_epoch = self._logged_epoch  # no frame waits for commits of the earlier log that are in flight
         self._waiting.clear()
         self._taken.clear()
         self.pending_bytes = 0
@@ -124,10 +125,10 @@ class InputStream:
         """Return the new part of a Batch: (first position, count, payload, indices of calls of methods that are
         reserved for the app itself). None if nothing is new, or there is a gap.
 
-        :meth:`take` then takes it. Raises RemoteProtocolError for a payload that is not ``count`` calls that this
-        sender may send: once logged, one of them could stop the app or speak for somebody else.
+        :meth:`take` then accepts it. Raises RemoteProtocolError if the payload is not ``count`` calls that this sender
+        is allowed to send: a wrong one in the log could stop the app, or act in another's name.
         """
-        known = self.received - frame.position + 1  # messages of it that are here already
+        known = self.received - frame.position + 1  # number of its messages that were already received
         if known < 0 or known >= frame.count:
             return None
         reserved = rules.check(frame.payload, frame.count)
@@ -139,16 +140,16 @@ class InputStream:
 
     @property
     def is_empty(self) -> bool:
-        """True if the stream never took anything and nobody waits for it, so it can be forgotten."""
+        """True if the stream never took anything and no frame waits for it, so it can be forgotten."""
         return not (self.committer_id or self._waiting or self.reset_pending)
 
     @property
     def waiting_count(self) -> int:
-        """Frames that will be acknowledged."""
+        """Number of frames that wait for acknowledgement."""
         return len(self._waiting)
 
     def take(self, frame: PeerFrame, last_position: int, size_bytes: int) -> SourcePosition:
-        """Count the messages up to ``last_position`` as taken; return the position to log."""
+        """Count the messages up to ``last_position`` as accepted; return the position to log."""
         self._taken.append((last_position, size_bytes))
         self.pending_bytes += size_bytes
         self.committer_id = frame.committer_id
@@ -157,11 +158,11 @@ class InputStream:
         return self._known(frame.epoch)
 
     def wait_for(self, last_position: int, token: object) -> None:
-        """Acknowledge the frame behind ``token`` once ``last_position`` is durable."""
+        """Remember to acknowledge the frame of ``token`` once ``last_position`` is durable."""
         self._waiting.append((last_position, token))
 
     def became_durable(self, position: int, epoch: int) -> list[object]:
-        """Note that the log is durable up to ``position``, with ``epoch``; return tokens of frames to acknowledge."""
+        """Note that the log is durable up to ``position``, with ``epoch``; return the tokens to acknowledge."""
         self.durable, self.durable_epoch = position, epoch
         while self._taken and self._taken[0][0] <= position:
             self.pending_bytes -= self._taken.popleft()[1]
@@ -171,20 +172,20 @@ class InputStream:
         return done
 
 
-# Receive windows: how many unacknowledged bytes each peer may have in flight to this instance.
+# Receive windows: how many unacknowledged bytes each peer can have in flight to this instance.
 #
 # All active peers share one budget, less what waits for the disk. So a slow disk or more peers make the windows
-# smaller, and no peer can fill the memory that others need. A peer that sends more is refused. A smaller window takes
-# nothing back, so the largest one that the peer may still know counts.
+# smaller, and no peer can fill the memory that others need. A peer that sends more is refused. A smaller window does
+# not revoke a larger one, so the largest window that the peer can still know counts.
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Granted:
-    """Window granted to one peer. A window told in one period counts until the end of the next."""
+    """Window granted to one peer. A window sent in one period counts until the end of the next."""
 
     began_ns: int  # of this period
-    peak_bytes: int  # said in it, or last before it
-    before_bytes: int = 0  # of the period before
+    peak_bytes: int  # largest of this period, or the last one before it
+    before_bytes: int = 0  # largest of the period before
 
 
 class WindowGrants:
@@ -192,12 +193,12 @@ class WindowGrants:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._sent_ns: dict[str, int] = {}  # peers that send: when they did last
+        self._sent_ns: dict[str, int] = {}  # by active sender: when it last sent
         self._looked_ns = 0
         self._granted: dict[str, _Granted] = {}
-        self._began_ns: int | None = None  # when the first peer of this life was heard
+        self._began_ns: int | None = None  # when this process first heard a peer
         self.now_ns = 0
-        self.granted_bytes: dict[str, int] = {}  # as last said
+        self.granted_bytes: dict[str, int] = {}  # as last sent
 
     def sent(self, peer: str, now_ns: int) -> None:
         """Note that ``peer`` has sent a Batch."""
@@ -224,15 +225,15 @@ class WindowGrants:
         return granted_bytes
 
     def allowed_bytes(self, peer: str) -> int:
-        """Return how many bytes ``peer`` may have in flight by the largest window it may know, perhaps from an
-        earlier life."""
+        """Return how many bytes ``peer`` can have in flight by the largest window it may know, perhaps from this
+        instance's earlier process."""
         if self._began_ns is None:
             self._began_ns = self.now_ns
         known = self._granted.get(peer)
         if known is None:
             return max(self._limits.peer_window_bytes, self._limits.unsaid_window_bytes)
         if self.now_ns - self._began_ns < self._limits.active_ns:
-            # A window that an earlier life granted may have reached the peer after one that this life granted.
+            # A window from an earlier process can have reached the peer after one that this process granted.
             return max(self._limits.peer_window_bytes, known.peak_bytes)
         return known.peak_bytes if self._is_over(known) else max(known.peak_bytes, known.before_bytes)
 
@@ -244,35 +245,35 @@ class WindowGrants:
             known.pop(peer, None)
 
 
-# Known senders: a frame must come from the sender known by that name, or it is refused.
+# Known senders: a frame is refused if it is not from the known sender of that name.
 
 
 class Senders:
-    """Known senders. ``streams``: input streams by sender. Names that only say Hello, or are refused, leave little
-    for long."""
+    """Known senders. ``streams``: input streams by sender. Names that only say Hello, or are refused, use little
+    memory, and only for a limited time."""
 
     def __init__(self, state: CoreState, grants: WindowGrants) -> None:
         self.streams: dict[str, InputStream] = {}
-        self.refused: OrderedDict[str, str] = OrderedDict()  # why, of senders without a stream
-        self._greeted: OrderedDict[str, None] = OrderedDict()  # those of which nothing was taken yet
+        self.refused: OrderedDict[str, str] = OrderedDict()  # reason, by sender without a stream
+        self._greeted: OrderedDict[str, None] = OrderedDict()  # senders from which nothing was taken yet
         self._state = state
         self._grants = grants
 
     def load(self, summary: LogSummary) -> None:
-        """Take in what the log says."""
+        """Load the positions of all senders in the log."""
         for source, known in summary.sources.items():
             if source != IMPULSES:
                 self.streams[source] = InputStream(source, known)
 
     def stream(self, source: str) -> InputStream:
-        """Return the stream from ``source``, made if it is new."""
+        """Return the stream from ``source``; create it if it is new."""
         stream = self.streams.get(source)
         if stream is None:
             stream = self.streams[source] = InputStream(source, None)
         return stream
 
     def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
-        """Return why ``frame`` is refused; None if it is taken. A Hello makes its sender known."""
+        """Return why ``frame`` is refused; None if it is accepted. A Hello makes its sender known."""
         name, sender, is_hello = self._state.name, frame.sender, frame.frame_type is FrameType.HELLO
         if frame.frame_type is FrameType.UNKNOWN:
             return RefusedCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_RECEIVERS}"
@@ -299,7 +300,7 @@ class Senders:
     def _note_refused(
         self, frame: PeerFrame, stream: InputStream, code: RefusedCode, reason: str, *, is_known: bool
     ) -> None:
-        """Report the refusal; each reason is reported once."""
+        """Report the refusal, each reason only once."""
         sender, effects = frame.sender, self._state.effects
         told, stream.error = stream.error == reason, reason
         if not is_known:
@@ -308,10 +309,10 @@ class Senders:
             if len(self.refused) > self._state.limits.refused_senders_max:
                 self.refused.popitem(last=False)
         if code is RefusedCode.LOG_FULL or told:
-            return  # a full log is told once, for all peers
+            return  # a full log is reported once, for all peers
         if code is not RefusedCode.STALE_EPOCH:
             effects.append(Report(PeerRefused(sender, reason)))
-        elif frame.frame_type is FrameType.HELLO:  # one that was late is no error: its sender knows
+        elif frame.frame_type is FrameType.HELLO:  # a late frame of another type is no error: its sender knows
             effects.append(Report(OldPeerRefused(sender, formatting.perhaps_older(self._state.name, sender, reason))))
 
     def _add(self, stream: InputStream) -> None:

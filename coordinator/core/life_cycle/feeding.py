@@ -1,11 +1,9 @@
-"""Feeds the app with its input, and passes on the orders of an operator for its waiting handlers.
+"""Feeds the app with its input, and passes an operator's questions and orders on to its waiting handlers.
 
-Feeding the app: its checkpoint's blob and the log's records, as far as it may have them and has room.
-
-Waiting handlers: an operator's questions about them go to the app, orders to them go into the log.
+The app gets its checkpoint's blob and the log's records, as far as it is allowed to and has room.
 
 An order is an impulse of the instance to itself. It is answered once the app has obeyed it: after the record that holds
-it, the app is asked what came of it.
+it, the app is asked for the result.
 """
 
 from __future__ import annotations
@@ -46,19 +44,21 @@ from immortal.protocol.trailer import decode_trailer
 
 @dataclass(slots=True, eq=False, repr=False)
 class RecordFeeder:
+    """Feeds the app with its checkpoint's blob and the log's records."""
+
     state: CoreState
     peers: Peers
     lifecycle: Lifecycle
 
     def feed(self) -> None:
-        """Give the app what it may have and has room for."""
+        """Give the app its next input, as far as it is allowed to and has room."""
         state, session = self.state, self.state.session
         if session.phase in RECOVERING:
             if not self._recover():
                 return
             if session.phase is Phase.FOLLOWING and not state.write_lease.writes:
                 if state.write_lease.follows and not state.write_lease.is_granted:
-                    self._read()  # to its end, and what comes behind it
+                    self._read()  # to the end of the log, and what the writer adds
                 return
         elif session.reading or self._takes_none:
             return
@@ -79,7 +79,7 @@ class RecordFeeder:
         self.state.effects.append(ReadRecords(first, self.state.limits.read_size_bytes, session.number))
 
     def _recover(self) -> bool:
-        """Go on with the recovery; return whether the app may be given more in this turn."""
+        """Continue the recovery; return True if the app can get more in this turn."""
         session = self.state.session
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
@@ -108,7 +108,7 @@ class RecordFeeder:
 
     @property
     def _takes_none(self) -> bool:
-        """True if the app has enough to read, has its last checkpoint to take, or is paused."""
+        """True if the app has enough to read, must give its last checkpoint, or is paused."""
         state = self.state
         return (
             state.session.unsent_bytes >= state.limits.app_window_bytes
@@ -117,10 +117,10 @@ class RecordFeeder:
         )
 
     def _last_sequence_id(self) -> int:
-        """Return the last record that the app may be given now."""
+        """Return the last record that the app can get now."""
         state, session = self.state, self.state.session
         if self.lifecycle.proof is BEHIND:
-            return session.replay_target  # after a later record nobody could tell which calls are still missing
+            return session.replay_target  # after a later record the missing calls could not be told apart
         if session.phase in WORKS:
             return state.log.durable_sequence_id
         if session.phase in REPLAYS:
@@ -145,14 +145,14 @@ class RecordFeeder:
         self.lifecycle.recovery.chunk_read(event.data)
         self.state.outbox.send(event.data)
         if self.lifecycle.recovery.next_read() is None:
-            session.advance(Step.BLOB_SENT)  # from here on the app may say what a restored app may
+            session.advance(Step.BLOB_SENT)  # from here on the app can send what a restored app can
 
     # --- records -----------------------------------------------------------------------------------------------------
 
     def records_read(self, event: ev.RecordsRead) -> None:
         state, session = self.state, self.state.session
         if event.session not in (None, session.number):
-            return  # whoever asked is gone
+            return  # the session that asked is gone
         session.reading = False
         if session.phase not in GETS_RECORDS or state.shutdown.feeds_no_more or state.pause.is_paused:
             return
@@ -162,7 +162,7 @@ class RecordFeeder:
         for value in event.values:
             header = decode_header(value)
             if header.sequence_id != session.fed_sequence_id + 1:
-                return  # of a session that has ended, or from behind the replay's end
+                return  # of a session that has ended, or after the replay's end
             if header.sequence_id > self._last_sequence_id():
                 return
             record = memoryview(value)[: header.size_bytes]
@@ -176,7 +176,7 @@ class RecordFeeder:
             state.outbox.send_record(record, trailer.batches)
 
     def committed(self, group: Group) -> None:
-        """Give an app that is up to date the record of ``group``, which is durable: the very bytes just written."""
+        """Give an app that is up to date the durable record of ``group``: the same bytes that were written."""
         session = self.state.session
         if (
             group.record is not None
@@ -189,12 +189,12 @@ class RecordFeeder:
             self.state.outbox.send_record(group.record, group.batches)
 
 
-OPEN_MAX = 64  # questions and orders that are not answered: an app that is busy for long is asked no more
+OPEN_MAX = 64  # unanswered questions and orders: an app that is busy for long gets no more
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Ordered:
-    """An order in the log."""
+    """Order that is in the log."""
 
     token: Token
     sequence_id: int
@@ -203,17 +203,17 @@ class _Ordered:
 
 @dataclass(slots=True, eq=False, repr=False)
 class WaitingHandlers:
-    """Questions and orders about handlers that wait."""
+    """Questions and orders of operators about waiting handlers."""
 
     state: CoreState
     impulses: Impulses
     _ticket: int = 0
     _asked: dict[int, tuple[Token, _Ordered | None]] = field(default_factory=dict)  # by ticket
-    _ordered: deque[_Ordered] = field(default_factory=deque)  # what they have come to is not asked yet
+    _ordered: deque[_Ordered] = field(default_factory=deque)  # orders whose results were not asked for yet
 
     @property
     def has_work(self) -> bool:
-        """True if an order's result is still to be asked for: :meth:`advance` may do something."""
+        """True if an order's result must still be asked for: :meth:`advance` can do something."""
         return bool(self._ordered)
 
     def ask(self, event: ev.HandlersAsked) -> None:
@@ -247,14 +247,14 @@ class WaitingHandlers:
         return ""
 
     def _paused(self) -> str:
-        """Return why an order must wait for somebody to resume; "" if it need not."""
+        """Return why an order must wait until the instance is resumed; "" if it need not."""
         name, pause = self.state.name, self.state.pause
         if not pause.is_paused:
             return ""
         return f"{name!r} is paused by {pause.by}, and its handlers get no order until 'immortal resume {name}'"
 
     def advance(self) -> None:
-        """Ask the app about the orders whose records it has been given."""
+        """Ask the app for the results of the orders in its records."""
         while self._ordered and self._ordered[0].sequence_id <= self.state.session.fed_sequence_id:
             one = self._ordered.popleft()
             self._send(one.token, one)
@@ -279,7 +279,7 @@ class WaitingHandlers:
         self._answer(token, {**answer.value, **place})
 
     def app_lost(self) -> None:
-        """Answer all operators, since the app is gone. Orders in the log are obeyed by its successor."""
+        """Answer all operators, since the app is gone. Its successor obeys the orders in the log."""
         asked, ordered = self._asked, self._ordered
         self._asked, self._ordered = {}, deque()
         for token, one in asked.values():

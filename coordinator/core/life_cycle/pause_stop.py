@@ -1,6 +1,6 @@
-"""A pause that an operator asks for: input is logged, and the app gets none of it until somebody resumes.
+"""Pause and stop on an operator's request. During a pause input is logged, and the app gets none.
 
-It is kept in memory, so it ends with this process. To the rest of the machine the app is one that is slow.
+A pause is kept in memory, so it ends with this process. To the rest of the machine a paused app is a slow app.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pause:
         self._state = state
 
     def requested(self, event: ev.InstancePaused) -> None:
-        """Pause the app. One that recovers is not paused: its state would be neither of before nor of now."""
+        """Pause the app. A recovering app is not paused: its state would be neither the old nor the current one."""
         session, state = self._state.session, self._state
         changed = not self.is_paused
         if changed and session.phase not in WORKS:
@@ -56,27 +56,29 @@ class Pause:
         return {"paused": {"by": self.by, "since_ns": self.since_ns} if self.is_paused else None}
 
 
-# Shutdown on an operator's request: the app has time for a last checkpoint, and is told goodbye.
+# Shutdown on an operator's request: the app has time for a last checkpoint, and gets a goodbye.
 #
 # NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
 #    '------StopRequested, another one follows--> HANDING_OVER --all input that was taken is durable--> the end
 #
-# Handing over needs no checkpoint, since the follower has the state. For the app it is like a crash of its coordinator
-# with a goodbye; the follower does what it was doing, since it has the same records.
+# A handover needs no checkpoint, since the follower has the state. For the app it is like a crash of its coordinator
+# with a goodbye; the follower's app continues, since it has the same records.
 
 
 class StopStage(IntEnum):
+    """Stage of a requested stop; stages only rise."""
+
     NOT_ASKED = 0
-    ASKED = 1  # no input is taken any more
-    LAST_CHECKPOINT = 2  # the app was asked for its last one: it gets no more records
-    GOODBYE = 3  # it was told that this is the end
-    HANDING_OVER = 4  # it gets no more records, and is not read any more
+    ASKED = 1  # no more input is accepted
+    LAST_CHECKPOINT = 2  # the app was asked for its last checkpoint: it gets no more records
+    GOODBYE = 3  # the app got the goodbye
+    HANDING_OVER = 4  # the app gets no more records, and is not read any more
 
 
 class Shutdown:
-    """Stop that an operator asks for. ``stage`` only rises; losing the app on the way ends the stop. The other
-    attributes repeat the stage as plain values, since each turn asks for them. ``feeds_no_more``: the app gets no
-    more records."""
+    """Stop requested by an operator. ``stage`` only rises; the loss of the app completes the stop. The other
+    attributes repeat the stage as plain values, since each turn reads them. ``feeds_no_more``: the app gets no more
+    records."""
 
     def __init__(self, state: CoreState) -> None:
         self.is_requested = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = (
@@ -111,7 +113,7 @@ class Shutdown:
             self._say_goodbye()
 
     def checkpoint_failed(self) -> None:
-        """Say goodbye without a last checkpoint: the app has none to give, and the log has the one before."""
+        """Say goodbye without a last checkpoint: the app has none to give, and the log keeps the one before."""
         if self.takes_last_checkpoint:
             self._say_goodbye()
 

@@ -1,10 +1,9 @@
-"""Life cycle of an app, from its connection to being primary: a first start, or recovery from a checkpoint and a
-replay.
+"""Recovery of an app: from its connection until it is primary. A new log begins with a first start instead.
 
-The session's phases say how far it is (`session.py`). A recovery is a replay of a log that has ended; to follow is the
-same of one that another writes, and ends when this coordinator is given the right to write (`failover.py`). What the
-replay still owes when its last record is handled is here: a log that was cut by hand waits for the receivers, and an
-app that is primary may have to make more of what the log knows of before anything later may come.
+The session's phases say how far it is (`session.py`). A recovery loads a checkpoint and replays the records up to the
+end of the log. A follower does the same with a log that another process writes, and ends it with the write lease
+(`failover.py`). The end of a replay is here, too: after a cut the app waits for all receivers, and a promoted app can
+have to make further outputs that the log knows of before it gets any later record. Upgrades of the app are at the end.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class Proof(Enum):
     BEHIND = "it holds something back, which is still to come"
 
 
-BEHIND = Proof.BEHIND  # each turn asks
+BEHIND = Proof.BEHIND  # alias, since each turn reads it
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class LogLoader:
-    """Takes what the log says into all components."""
+    """Loads the log's state into all components."""
 
     state: CoreState
     peers: Peers
@@ -54,7 +53,7 @@ class LogLoader:
     call_failures: CallFailures
 
     def load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
-        """Let all components take in what the log says. ``clients``: given if this process writes it from now on."""
+        """Give all components the log's state. ``clients``: given if this process writes the log from now on."""
         state = self.state
         state.log.load(summary)
         state.committer_id = summary.committer_id
@@ -73,7 +72,7 @@ class LogLoader:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lifecycle:
-    """Way of the app to being primary. ``promote``: a recovered app starts to work without a checkpoint first."""
+    """Way of the app to become primary. ``promote``: a recovered app starts to work before it gives a checkpoint."""
 
     state: CoreState
     peers: Peers
@@ -84,21 +83,21 @@ class Lifecycle:
     loader: LogLoader
     promote: bool
     recovery: Recovery = field(init=False)
-    is_cut: bool = False  # the log that is replayed was cut by hand
+    is_cut: bool = False  # the replayed log was cut by hand
     proof: Proof = Proof.COMPLETE
-    _healing: Transaction | None = None  # what heals the cut, until a checkpoint takes it along
-    took_over: bool = False  # the session has followed the log of another
-    _wait_reported: bool = False  # the operator knows that receivers are waited for
+    _healing: Transaction | None = None  # repair of the cut, until a checkpoint's transaction includes it
+    took_over: bool = False  # the session has followed another process's log
+    _wait_reported: bool = False  # the operator knows that receivers must answer first
     _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
-    _load_due: bool = False  # the log is to be loaded for a new session
-    _loading: bool = False  # a load was asked for, and is not answered
-    _reload_due_ns: int = 0  # when a follower may look again at what the log says
-    _rechecked_id: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
+    _load_due: bool = False  # the log must be loaded for a new session
+    _loading: bool = False  # a load was requested, and is not answered
+    _reload_due_ns: int = 0  # when a follower can next read the log's state
+    _rechecked_id: int = 0  # the checkpoint of a followed log that was damaged at its last check
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.state.name)
 
-    # --- the app connects, and is gone -------------------------------------------------------------------------------
+    # --- the app connects and disconnects ----------------------------------------------------------------------------
 
     def connected(self, event: ev.AppConnected) -> None:
         self.state.session.connect()
@@ -107,9 +106,9 @@ class Lifecycle:
         self.start_recovery()
 
     def start_recovery(self) -> None:
-        """Load the log for the connected app, now or as soon as it may be read."""
+        """Load the log for the connected app, now or as soon as it can be read."""
         if self.state.write_lease.writes:
-            # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
+            # The new epoch's commit comes after all that the last app has sent: once it is durable, so are the others.
             self._load_ticket = self.state.begin_epoch()
         self._load_due = self.state.write_lease.may_read
 
@@ -126,8 +125,8 @@ class Lifecycle:
             self.state.effects.append(LoadLog())
 
     def reload_if_due(self) -> None:
-        """Look from time to time what the writer has spilled and what is acknowledged, so that it can leave memory
-        here. For a follower whose app waits for room, and so reads no record that would tell."""
+        """Read from time to time what the writer has spilled and what is acknowledged, so that it can leave memory.
+        Needed if the follower's app waits for room, as it then reads no record that would bring this news."""
         state = self.state
         if not self._loading and state.now_ns >= self._reload_due_ns:
             self._reload_due_ns = state.now_ns + state.limits.recent_ns
@@ -136,11 +135,11 @@ class Lifecycle:
 
     @property
     def may_restart_recovery(self) -> bool:
-        """True if the log has answered everything that this session asked of it."""
+        """True if the log has answered all requests of this session."""
         return not self._loading and not self.recovery.is_choosing
 
     def send_introduction(self) -> None:
-        """Send the app what it must know before its first record: verdicts and the time."""
+        """Send the app what it needs before its first record: verdicts and the time."""
         self.call_failures.send_verdicts()
         self.app_clock.introduce()
 
@@ -160,13 +159,13 @@ class Lifecycle:
                 f"fenced by another coordinator at epoch {epoch}: its log has {event.summary.epoch} by now",
             )
         if state.write_lease.follows and not event.summary.checkpoints:
-            return  # the first start has not come to its end, and its writer is gone: it is ours to begin
+            return  # the first start is incomplete and its writer is gone: this process will get the lease and begin it
         if state.ready:
             state.effects.append(self.recovery.choose(event.summary))
             return
         self.peers.replay.restore(None, event.summary)
         self.call_failures.session_began(event.summary, -1)
-        if session.has_spoken:  # else as soon as its Hello is here
+        if session.has_spoken:  # otherwise once its Hello arrives
             self.send_introduction()
         session.advance(Step.LOG_IS_NEW)
         state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
@@ -175,10 +174,10 @@ class Lifecycle:
         state = self.state
         if state.session.phase is not Phase.LOADING:
             return
-        if state.write_lease.is_granted:  # the log is about to be loaded anew, so this answer is outdated
+        if state.write_lease.is_granted:  # the log will be loaded again, so this answer is outdated
             self.recovery.forget()
         elif event.problem is not None and state.write_lease.follows and event.checkpoint_id != self._rechecked_id:
-            self._rechecked_id = event.checkpoint_id  # its writer may have removed it since
+            self._rechecked_id = event.checkpoint_id  # the writer may have removed it since
             self.recovery.forget()
             self._load_due = True
         elif event.problem is not None:
@@ -207,15 +206,14 @@ class Lifecycle:
         to_replay = session.replay_target - header.sequence_id
         state.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch))
 
-    # --- a log that another writes -----------------------------------------------------------------------------------
+    # --- a followed log ----------------------------------------------------------------------------------------------
 
     def check_writer(self) -> None:
         if self.state.session.phase is Phase.REPLAYING and self.state.following:
             self.state.session.advance(Step.FOLLOWS)
 
     def log_grew(self, summary: LogSummary) -> bool:
-        """Take in that the followed log is now as ``summary`` says. False where the app must start over, which this
-        begins.
+        """Note the new state of the followed log, ``summary``. Return False if the app must start over; that has begun.
 
         Raises FollowerError.
         """
@@ -230,7 +228,7 @@ class Lifecycle:
         return True
 
     def _restart_reason(self, summary: LogSummary) -> str:
-        """Return why the following app can't go on with the log; "" if it can. Raises FollowerError."""
+        """Return why the following app can't continue with the log; "" if it can. Raises FollowerError."""
         session, versions = self.state.session, self.state.versions
         if len(summary.versions) > len(versions.starts):
             started, had = summary.versions[-1], versions.current
@@ -251,7 +249,7 @@ class Lifecycle:
         return ""
 
     def start_over(self, why: str) -> None:
-        """Drop the app, whose state is of no use any more; its successor begins at a checkpoint."""
+        """Drop the app, whose state is no longer usable; its successor begins at a checkpoint."""
         self.state.report(notices.FollowerBeginsAnew(problem=why))
         self.state.session.refused = True
         self.state.effects.append(CloseApp())
@@ -269,18 +267,18 @@ class Lifecycle:
     # --- the end of the replay ---------------------------------------------------------------------------------------
 
     def end_replay_if_due(self) -> None:
-        """Tell the app what to become, at the start of another version and at the end of the replay."""
+        """Tell the app its next step at the start of another version, or at the end of the replay."""
         session, versions = self.state.session, self.state.versions
         fed = session.fed_sequence_id
         if versions.version_starts_after(fed):
             if not session.hello_is_due:
                 self.upgrades.repeat_next()
         elif session.phase is Phase.FOLLOWING:
-            return  # there may be more at any time
+            return  # the log can grow at any time
         elif fed < session.replay_target or (self.is_cut and self._waits_for_receivers()):
             return
         elif versions.upgrade_to is not None:
-            if not session.hello_is_due:  # it says whether the app wants to know the version
+            if not session.hello_is_due:  # the Hello says whether the app wants to know the version
                 self.upgrades.ask_for_new()
         elif (self.promote or self._was_promoted) and not self.is_cut:
             self._promote_if_due()
@@ -291,17 +289,17 @@ class Lifecycle:
 
     @property
     def _was_promoted(self) -> bool:
-        """True if the app followed another writer's log, and may go on without a checkpoint. An app without extensions
-        expects TakeBecomingPrimaryCheckpoint there."""
+        """True if the app followed another writer's log, and can continue without a checkpoint. An app without
+        extensions expects TakeBecomingPrimaryCheckpoint instead."""
         return self.took_over and self.state.session.hello is not None
 
     def _promote_if_due(self) -> None:
-        """Promote the app once it has made everything that the log knows of; its next checkpoint proves the rest."""
+        """Promote the app once it has made all outputs that the log knows of; its next checkpoint proves the rest."""
         if self.peers.replay.is_behind():
             return
         self.state.session.advance(Step.PROMOTED)
         self.proof = Proof.AT_CHECKPOINT
-        self._replay_is_known()  # but for what the last calls come to: for a moment, more may count as open than are
+        self._replay_is_known()  # the last calls may be answered in a moment: until then too many count as open
         self.state.outbox.send_control(MessageType.BECOMING_PRIMARY)
         self.report_recovered()
 
@@ -309,46 +307,46 @@ class Lifecycle:
         self.state.report(notices.Recovered(self.state.epoch, self.state.session.fed_sequence_id))
 
     def _waits_for_receivers(self) -> bool:
-        """Return whether a receiver must still say how much it has: an acknowledgement may be lost in a cut."""
+        """Return True if a receiver must still say how much it has: a cut can lose acknowledgements."""
         unanswered_receivers = self.peers.replay.unanswered_receivers()
         if unanswered_receivers and not self._wait_reported:
             self._wait_reported = True
             self.state.report(notices.WaitsForReceivers(", ".join(map(repr, unanswered_receivers))))
         return bool(unanswered_receivers)
 
-    # --- the proof: all is made that the log knows of ----------------------------------------------------------------
+    # --- the proof: the app has made all that the log knows of -------------------------------------------------------
 
     def check_replay_complete(self) -> None:
-        """Note if the outputs that were missing have come."""
+        """Set the proof to COMPLETE if the missing outputs were made."""
         if not self.peers.replay.is_behind():
             self.proof = Proof.COMPLETE
 
     def prove_promotion(self) -> None:
-        """Finish the replay of a promoted app: its checkpoint has begun, so all that it made by then is sent."""
+        """Finish the replay of a promoted app: its checkpoint has begun, so it has sent all earlier outputs."""
         if self.proof is Proof.AT_CHECKPOINT:
             self.finish_replay()
 
     def finish_replay(self) -> None:
-        """Finish the replay: the app has made everything but what it holds back. Raises DivergenceError."""
+        """Finish the replay: the app has made all outputs except those it holds back. Raises DivergenceError."""
         self._replay_is_known()
         if self.is_cut:
             self._healing = self.peers.replay.heal_cut()
             self.clients.mark_open_lost()
             return
-        # Output that was held back at one checkpoint comes behind it, so before the next.
+        # Output that is held back at one checkpoint is sent after it, so before the next one.
         all_sent = self.state.session.flushes or self.proof is Proof.BEHIND
         self.peers.replay.finish(all_sent=all_sent)
         behind = not all_sent and self.peers.policy.compares and self.peers.replay.is_behind()
         self.proof = Proof.BEHIND if behind else Proof.COMPLETE
 
     def _replay_is_known(self) -> None:
-        """Count open calls from here on: the recovery has made all answers again."""
+        """Count open calls from now on: the recovery has made all answers again."""
         if not self.peers.admission.open_calls.is_known:
             self.peers.admission.open_calls.is_known = True
             self.peers.inbound.answer_parked()
 
     def take_healing(self, transaction: Transaction) -> None:
-        """Add what heals a cut to the checkpoint's transaction."""
+        """Add the repair of a cut to the checkpoint's transaction."""
         if self._healing is not None:
             transaction.absorb(self._healing)
             self._healing = None
@@ -357,27 +355,29 @@ class Lifecycle:
         self.is_cut = self.state.held = False
 
 
-# Upgrades of the app: those of the log's past, which each replay repeats, and a new one that an operator asks for.
+# Upgrades of the app: past ones in the log, which each replay repeats, and a new one that an operator asks for.
 #
 # Both are requested after a record of the replay, and begin with a checkpoint of the app. A past upgrade needs no more.
-# A new version counts once a second checkpoint, which confirms it, is durable; until then the old one is intact.
+# A new version counts once a second checkpoint, which confirms it, is durable; until then the old version is intact.
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Upgrades:
+    """Upgrades of the app: the past ones of the log, and a new one."""
+
     state: CoreState
     operator: OperatorActions
-    _replayed_version: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
+    _replayed_version: VersionStart | None = None  # the past version to which the app is being upgraded
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- the request -------------------------------------------------------------------------------------------------
 
     def repeat_next(self) -> None:
-        """Ask the app for the next version of the log's past, where the replay has come to its start."""
+        """Ask the app for the next past version, at the record where that version began."""
         self._replayed_version = self.state.versions.take_next()
         self._ask(self._replayed_version.version)
 
     def ask_for_new(self) -> None:
-        """Ask the app for the version that the operator wants: the replay is complete."""
+        """Ask the app for the version that the operator wants, after the replay."""
         self.state.session.checkpoint_sequence_id = self.state.session.fed_sequence_id
         self._ask(self.state.versions.upgrade_to)
 
@@ -391,8 +391,8 @@ class Upgrades:
     # --- the app's answer --------------------------------------------------------------------------------------------
 
     def is_new(self) -> bool:
-        """Return whether the checkpoint that comes begins the new version. Raises AppProtocolError where the app
-        names another version than was asked for."""
+        """Return True if the next checkpoint begins the new version. Raises AppProtocolError if the app names another
+        version than the requested one."""
         if self._replayed_version is not None:
             return False
         session, wanted = self.state.session, self.state.versions.upgrade_to
@@ -403,7 +403,7 @@ class Upgrades:
         return True
 
     def upgraded(self) -> None:
-        """Take the app's checkpoint that begins an upgrade."""
+        """Note the app's checkpoint that begins an upgrade."""
         session = self.state.session
         session.upgraded = True
         session.upgraded_sequence_id = session.fed_sequence_id
@@ -415,7 +415,7 @@ class Upgrades:
         self.state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     def failed(self, message: Message) -> None:
-        """Handle the app's UpgradeFailed. Raises DivergenceError where it repeats an upgrade of the log's past."""
+        """Handle the app's UpgradeFailed. Raises DivergenceError if the app was repeating a past upgrade."""
         session = self.state.session
         reason = message.data.decode("utf-8", "replace")
         if session.phase not in UPGRADES:
@@ -444,7 +444,7 @@ class Upgrades:
     # --- durable -----------------------------------------------------------------------------------------------------
 
     def began(self, start: VersionStart) -> None:
-        """Note that a version is durable: of the first start, or of an upgrade."""
+        """Note that a version is durable: that of the first start, or of an upgrade."""
         state = self.state
         before = state.versions.current
         state.versions.began(start)

@@ -1,4 +1,4 @@
-"""Session with one app: its phase, what it has been given, what it has said of itself.
+"""Session with one app: its phase, its records, and what the app has said about itself.
 
     WAITING --first start--> FIRST_START --its checkpoint--------------------------------> NORMAL
             --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
@@ -8,10 +8,10 @@
     NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint, or that there is none--> NORMAL
     REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint--> REPLAYING        a version of the log's past
     REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint, TakeCheckpoint sent--> CONFIRMING_UPGRADE
-              --its checkpoint--> COMPLETING_UPGRADE --durable--> NORMAL                     the upgrade asked for
+              --its checkpoint--> COMPLETING_UPGRADE --durable--> NORMAL                     the requested upgrade
     any --connection lost--> WAITING, under a new epoch
 
-The table below is the whole of it; anything else is an internal error.
+The table below has all transitions; any other is an internal error.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource
 
 INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})
-"""Messages that only an app with a Hello asks for; its calls that wait for an answer say who waits (WIRE.md, 4.1)."""
+"""Messages that only an app with a Hello asks for; its calls that wait for an answer name the caller (WIRE.md, 4.1)."""
 
 
 class Phase(Enum):
+    """Phase of a session with the app."""
+
     WAITING = "waiting for the app"
     LOADING = "loading"
     FIRST_START = "first start"
@@ -50,14 +52,16 @@ class Phase(Enum):
     COMPLETING_UPGRADE = "completing the upgrade"
     STOPPED = "stopped"
 
-    __hash__ = object.__hash__  # there is one of each; an enum's own would be a call for each look into a set
+    __hash__ = object.__hash__  # each member exists once; an enum's own hash would cost a call for each set look-up
 
 
 NORMAL = Phase.NORMAL
-"""For who asks in each turn: to look a member up in its class takes ten times as long on Python 3.11 as a name does."""
+"""Alias for each turn's code: on Python 3.11 an enum member's look-up takes ten times as long as a name's."""
 
 
 class Step(Enum):
+    """Event that moves a session to its next phase."""
+
     APP_CONNECTED = "an app connected"
     LOG_IS_NEW = "the log is new"
     CHECKPOINT_CHOSEN = "a checkpoint was chosen"
@@ -107,34 +111,34 @@ UPGRADES = frozenset({Phase.UPGRADING, Phase.CONFIRMING_UPGRADE, Phase.COMPLETIN
 AWAITING_CHECKPOINT = frozenset(
     {Phase.FIRST_START, Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING, Phase.UPGRADING, Phase.CONFIRMING_UPGRADE}
 )
-"""The phases in which the app owes a checkpoint, and may send one."""
+"""Phases in which the app owes a checkpoint, and can send one."""
 
 REPLAYS = frozenset({Phase.REPLAYING, Phase.FOLLOWING})
-"""The phases in which the app does again what was done before, or elsewhere."""
+"""Phases in which the app repeats work that was done before, or elsewhere."""
 
 GETS_RECORDS = REPLAYS | {Phase.BECOMING_PRIMARY, Phase.NORMAL, Phase.CHECKPOINTING}
-"""The phases in which logged records go to the app."""
+"""Phases in which logged records go to the app."""
 
 RECOVERING = REPLAYS | {Phase.LOADING, Phase.RESTORING}
-"""The phases in which each turn may bring the app a step further."""
+"""Phases in which each turn can bring the app a step further."""
 
 RECOVERED = GETS_RECORDS - REPLAYS
-"""Phases behind the replay: new records go to the app as soon as they are durable."""
+"""Phases after the replay: new records go to the app as soon as they are durable."""
 
 WORKS = frozenset({Phase.NORMAL, Phase.CHECKPOINTING})
-"""The phases in which what the app makes is new, and marks of it go to the log."""
+"""Phases in which the app's outputs are new, and their marks go to the log."""
 
 SENDS_CALLS = GETS_RECORDS | UPGRADES
-"""The phases in which the app may call: whenever it has got records or may have impulses."""
+"""Phases in which the app can send calls: it has records, or can have impulses."""
 
 SENDS_IMPULSES = frozenset({Phase.NORMAL, Phase.CHECKPOINTING, Phase.COMPLETING_UPGRADE})
-"""The phases in which the app is primary. One that has upgraded takes itself for it: its impulses wait for these."""
+"""Phases in which the app is primary. An upgraded app can count itself as primary too early: its impulses wait."""
 
 
 class AppSession:
-    """The state of the connection with the app; without one, that of the next.
+    """State of the connection with the app; without a connection, that of the next one.
 
-    ``logged_extensions``: those of the app that the log was begun with; None if the log is new.
+    ``logged_extensions``: the extensions of the app that began the log; None if the log is new.
     """
 
     def __init__(self, rpc_size_bytes_max: int = RPC_SIZE_BYTES_MAX) -> None:
@@ -146,37 +150,37 @@ class AppSession:
         self.connect()
 
     def load(self, committer_id: int, logged_extensions: frozenset[int] | None) -> None:
-        """Take in what the log says of itself and of its app."""
+        """Load what the log has about itself and its app."""
         self._committer_id = committer_id
         self.logged_extensions = logged_extensions
 
     def connect(self) -> None:
-        """Start a new connection: forget all about the last one."""
+        """Start a new connection: forget the last one."""
         self.number += 1
         self.reader = MessageReader(rpc_size_bytes_max=self._rpc_size_bytes_max)
         self.hello: Hello | None = None
         self._extensions_of: Hello | None = None
         self._extensions: frozenset[int] = frozenset()
         self.description = AppDescription()
-        self.has_spoken = False  # the app has said something
+        self.has_spoken = False  # the app has sent something
         self.refused = False  # it broke the protocol; nothing more is read
         self.attached: set[str] = set()
-        self.upgraded = False  # it has answered an UpgradeTakeCheckpoint: it may take itself for primary
-        self.upgraded_sequence_id = -2  # ... behind this record; -2: it has not
+        self.upgraded = False  # it has answered an UpgradeTakeCheckpoint: it may count itself as primary
+        self.upgraded_sequence_id = -2  # ... after this record; -2: it has not
         self.fed_sequence_id = -1  # the last record given to the app
         self.replay_target = -1  # the last record it gets before it is primary
         self.checkpoint_sequence_id = -1  # the last record it got before it was asked for a checkpoint
         self.unsent_bytes = 0  # given to the runtime, not yet taken by the socket
-        self.reading = False  # records asked of the log
+        self.reading = False  # a read of records is under way
         self.initial_message: bytes | None = None
         self.impulses_accepted = 0
-        self.acceptances: deque[tuple[int, int]] = deque()  # to be told: (behind this record, accepted by then)
+        self.acceptances: deque[tuple[int, int]] = deque()  # unsent: (after this record, total accepted by then)
         self._rules: dict[str, CallRules] = {}  # by destination
-        self._sources: list[tuple[int, str]] | None = None  # as the app was told last
+        self._sources: list[tuple[int, str]] | None = None  # as last sent to the app
 
     @property
     def is_loaded(self) -> bool:
-        """True if the log is loaded, so its committer ID and kind of app are known."""
+        """True if the log is loaded, so its committer ID and the kind of its app are known."""
         return self._committer_id != 0
 
     def advance(self, step: Step) -> None:
@@ -187,25 +191,25 @@ class AppSession:
 
     @property
     def extensions(self) -> frozenset[int]:
-        """Extensions that the app asked for and this coordinator has."""
-        if self._extensions_of is not self.hello:  # asked for with each batch
+        """Extensions that the app asked for and this coordinator supports."""
+        if self._extensions_of is not self.hello:  # cached, since each batch reads it
             self._extensions_of = self.hello
             self._extensions = self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
         return self._extensions
 
     @property
     def knows_extensions(self) -> bool:
-        """True if the app knows more than the base protocol: its calls that wait for an answer say who waits."""
+        """True if the app knows more than the base protocol: its calls that wait for an answer name the caller."""
         return not INTRODUCED.isdisjoint(self.extensions)
 
     @property
     def label(self) -> str:
-        """Name that the app gives itself."""
+        """The app's name for itself."""
         return self.hello.label if self.hello else ""
 
     @property
     def flushes(self) -> bool:
-        """True if the app sends all it has made before a checkpoint; one of the base protocol may send some behind
+        """True if the app sends all its outputs before a checkpoint; one of the base protocol can send some after
         it."""
         return MessageType.STREAM_BATCH in self.extensions
 
@@ -216,25 +220,25 @@ class AppSession:
 
     @property
     def waits_for_hello(self) -> bool:
-        """True if the app's Hello must come before its first record, since it says what to tell the app first."""
+        """True if the app's Hello must arrive before its first record, since it decides what the app gets first."""
         return not self.has_spoken and not INTRODUCED.isdisjoint(self.logged_extensions or ())
 
     def note_first_message(self, message: Message | None) -> None:
-        """Note the app's first message (None: a blob); only this one may be a Hello. Raises RemoteProtocolError."""
+        """Note the app's first message (None: a blob); only this one can be a Hello. Raises RemoteProtocolError."""
         self.has_spoken = True
         if message is not None and message.message_type == MessageType.HELLO:
             self.hello = decode_hello(message.data)
 
     def rules(self, own_name: str, destination: str) -> CallRules:
-        """Return the rules for what the app may send to ``destination``."""
+        """Return the rules for calls that the app sends to ``destination``."""
         rules = self._rules.get(destination)
         if rules is None:
             rules = self._rules[destination] = from_app(own_name, destination, speaks=self.knows_extensions)
         return rules
 
     def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:
-        """Return the control record that names the senders of the next record's batches; None if they are the same
-        as before."""
+        """Return the control record that names the senders of the next record's batches; None if they did not
+        change."""
         if MessageType.SOURCES not in self.extensions:
             return None
         runs: list[tuple[int, str]] = []
@@ -254,19 +258,19 @@ class AppSession:
         return self.control_record(MessageType.SOURCES, encode_sources(runs))
 
     def control_record(self, message_type: MessageType, message: bytes | None = None) -> bytes:
-        """Return a record with one message that is not logged; it counts as unsent."""
+        """Return a record with one message that is not logged. Count it as unsent."""
         record = encode_record(self._committer_id, CONTROL_SEQUENCE_ID, message or encode_message(message_type))
         self.unsent_bytes += len(record)
         return record
 
-    # --- impulses: accepted in the order of the records that hold them, and told behind them ------------------------
+    # --- impulses: accepted in the order of their records, and reported to the app after these records ---------------
 
     def note_accepted(self, count: int, durable_sequence_id: int) -> None:
         self.impulses_accepted += count
         self.acceptances.append((durable_sequence_id, self.impulses_accepted))
 
     def acceptance_to_send(self) -> int | None:
-        """Return how many impulses of this connection are accepted, if the app is to hear of more now."""
+        """Return how many impulses of this connection are accepted, if the app must get a new number now."""
         accepted = None
         while self.acceptances and self.acceptances[0][0] <= self.fed_sequence_id:
             accepted = self.acceptances.popleft()[1]

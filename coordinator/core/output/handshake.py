@@ -1,7 +1,7 @@
 """Handshake with the receiver of an output stream: Hello, Welcome, and its other answers.
 
-A stream is greeted before anything is sent, and again whenever it is not known what has arrived. One whose receiver
-refuses it, or is not what it was, stops alone: its messages are kept, and it is greeted again after a while.
+A stream greets its receiver before anything is sent, and again whenever it is unknown what has arrived. If the receiver
+refuses it, or has another log, only this stream stops: its messages are kept, and it greets again after a while.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 
 
 class Handshake:
-    """Handshake with any receiver. ``some_failed``: a stream has stopped since the start; mostly none has."""
+    """Handshake with any receiver. ``some_failed``: a stream has stopped since the start."""
 
     def __init__(self, state: CoreState, receivers: Receivers) -> None:
         self.some_failed = False
@@ -68,17 +68,17 @@ class Handshake:
             return
         elif frame.frame_type is FrameType.RESEND:
             stream.give_up_in_flight()
-            # Late, or from an older copy of its log, or from one that has not heard of this stream: it will say.
+            # Late, or from an older copy of the receiver's log, or from one without this stream: a new Hello finds out.
             if position < stream.acknowledged or frame.position == 0:
                 self.greet(stream)
         elif frame.frame_type is FrameType.WELCOME and stream.state is StreamState.GREETING:
             self._welcomed(stream, frame, position)
 
     def _welcomed(self, stream: OutputStream, frame: PeerFrame, position: int) -> None:
-        # Compared with what Hello said: an acknowledgement may have overtaken the Welcome since.
+        # Compared with the position in Hello: an acknowledgement can have overtaken the Welcome since.
         once = stream.greeted_position
         if frame.position < once and frame.code == RefusedCode.ROLLED_BACK:
-            stream.reset()  # by the word of its operator, to whom alone the rest is lost
+            stream.reset()  # its operator has reset it and accepts that the rest is lost there
             self._start_over(stream, frame)
         elif frame.position < once:
             self._fail(stream, formatting.receiver_older(self._state.name, stream.destination, frame.position, once))
@@ -91,14 +91,14 @@ class Handshake:
         stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.unsaid_window_bytes)
 
     def _start_over(self, stream: OutputStream, frame: PeerFrame) -> None:
-        """Continue a reset stream behind what its receiver has; what was never acknowledged is sent there.
+        """Continue a reset stream after the receiver's last message; send it all unacknowledged messages.
 
-        If it still is the log that it was, with all that it had, and this one too, nothing changes. If this log is an
-        older copy, what the receiver has beyond the acknowledged may be something else: everything is sent.
+        If the receiver's log and this one are unchanged and complete, nothing changes. If this log is an older copy,
+        the receiver's messages after the acknowledged ones can be different ones: all unacknowledged ones are sent.
         """
         state, receivers, destination = self._state, self._receivers, stream.destination
         position = frame.position + stream.offset
-        # By numbers of which nothing was ever acknowledged, what a new log has is what late frames brought it.
+        # If nothing was ever acknowledged by the stream's numbers, a new log has only what late frames brought it.
         is_known = receivers.committer_ids.get(destination) == frame.committer_id
         same = stream.acknowledged == stream.offset or is_known
         forked = receivers.start(destination).forked or frame.code == RefusedCode.STALE_EPOCH
@@ -115,7 +115,7 @@ class Handshake:
         receivers.acknowledge(stream, position)
         state.effects.append(Report(StreamReset(destination, stream.acknowledged, frame.position)))
 
-    # --- what stops a stream -----------------------------------------------------------------------------------------
+    # --- failures of a stream ----------------------------------------------------------------------------------------
 
     def _is_same_receiver(self, stream: OutputStream, frame: PeerFrame) -> bool:
         destination = stream.destination
@@ -147,8 +147,8 @@ class Handshake:
     def _fail(
         self, stream: OutputStream, reason: str, *, failure: str = "", notice: type[StreamStopped] = StreamStopped
     ) -> None:
-        """Stop a stream and report it once per failure. ``failure``: what it is about, where the reason has figures
-        that change."""
+        """Stop a stream and report it once per failure. ``failure``: kind of the failure, if the reason has changing
+        figures."""
         told = stream.failure == (failure or reason)
         stream.failure = failure or reason
         stream.fail(reason)
@@ -158,21 +158,20 @@ class Handshake:
             self._state.effects.append(Report(notice(stream.destination, reason)))
 
     def moved(self, stream: OutputStream) -> None:
-        """Ask how much the receiver has, as nothing in flight will arrive. A stopped stream waits for its turn."""
+        """Ask how much the receiver has, as nothing in flight will arrive. A stopped stream is greeted later."""
         if stream.state in (StreamState.OPEN, StreamState.GREETING):
             stream.give_up_in_flight()
             self.greet(stream)
 
 
-# Receivers: what this instance and its log know of the receiving ends.
+# Receivers: what this instance and its log know of the receivers.
 
 
 class Receivers:
-    """Known receivers, by name: ``committer_ids``, once seen; ``starts`` of streams that were reset;
-    ``acknowledged`` positions.
+    """Known receivers by name: ``committer_ids``; ``starts`` of streams that were reset; ``acknowledged`` positions.
 
-    A stream of a replay may be acknowledged beyond what is made of it again; in ``acknowledged`` are only positions
-    that were made.
+    In a replay a stream can be acknowledged beyond its last message; ``acknowledged`` has only positions that were
+    made.
     """
 
     def __init__(self, state: CoreState) -> None:
@@ -180,15 +179,15 @@ class Receivers:
         self.starts: dict[str, StreamStart] = {}
         self.acknowledged: dict[str, int] = {}
         self._state = state
-        self._freed_bytes = 0  # spilled and acknowledged since the end's trim_ticket
+        self._freed_bytes = 0  # spilled and acknowledged since trim_ticket was set
 
     def load(self, acknowledged: Mapping[str, int]) -> None:
-        """Take in what the log says."""
+        """Load the acknowledged positions of the log."""
         for receiver, position in acknowledged.items():
             self.note_durable_acknowledgement(receiver, position)
 
     def load_peers(self, summary: LogSummary) -> None:
-        """Take in whom the log knows, and how its streams to them were reset."""
+        """Load the receivers that the log knows, and how its streams to them were reset."""
         self.committer_ids = dict(summary.peers)
         self.starts = dict(summary.stream_starts)
 
@@ -200,7 +199,7 @@ class Receivers:
         return self.starts.get(receiver, StreamStart())
 
     def set_start(self, receiver: str, start: StreamStart, group: Group) -> None:
-        """Set how the receiver's stream goes on from the commit of ``group``."""
+        """Set the start of the receiver's stream from the commit of ``group`` on."""
         self.starts[receiver] = group.transaction.stream_starts[receiver] = start
 
     def set_committer(self, receiver: str, committer_id: int, group: Group) -> None:
@@ -210,7 +209,7 @@ class Receivers:
     def acknowledge(self, stream: OutputStream, position: int) -> None:
         """Note that the receiver of ``stream`` has everything up to ``position`` on disk."""
         freed_bytes = stream.acknowledge(position)
-        if position <= stream.position:  # else the replay has not got there: whether it will is not known yet
+        if position <= stream.position:  # otherwise it is unknown whether the replay will reach it
             self.note_acknowledged(stream)
         if freed_bytes:
             self._trim_spilled(stream, freed_bytes)
@@ -222,7 +221,7 @@ class Receivers:
             self._state.log.open.transaction.acknowledged[receiver] = position
 
     def _trim_spilled(self, stream: OutputStream, size_bytes: int) -> None:
-        """Let spilled messages that are acknowledged be removed from the log, a batch at a time."""
+        """Let acknowledged spilled messages be removed from the log, many at a time."""
         state = self._state
         self._freed_bytes += size_bytes
         if self._freed_bytes >= state.limits.spill_trim_bytes or not stream.spill.kept_bytes:

@@ -1,6 +1,6 @@
-"""Output streams: messages from the app go in, frames to the receivers come out.
+"""Output streams of an instance: the app adds messages, and frames to the receivers leave.
 
-A stream to oneself is one of them, whose receiver is the own log. The answers to clients are another, which goes to the
+The stream to oneself is one of them; its receiver is the own log. The answers to clients are another; they go to the
 log as well.
 """
 
@@ -26,7 +26,7 @@ from immortal.protocol.trailer import OutputMarkEntry
 
 @dataclass(slots=True, eq=False, repr=False)
 class Outbound:
-    """Output side of all streams. ``streams``: by destination; ``busy``: the ones that are not idle, perhaps others."""
+    """Output side of all streams. ``streams``: by destination; ``busy``: all that are not idle, and perhaps others."""
 
     state: CoreState
     inbound: Inbound
@@ -40,7 +40,7 @@ class Outbound:
     busy: dict[str, OutputStream] = field(default_factory=dict)
     spilling: SpillPolicy = field(init=False)
     barriers: Barriers = field(init=False)
-    _moved: set[str] = field(default_factory=set)  # those that may have a new mark
+    _moved: set[str] = field(default_factory=set)  # destinations that can have a new mark
 
     def __post_init__(self) -> None:
         self.receivers = Receivers(self.state)
@@ -50,10 +50,10 @@ class Outbound:
         self.spilling = SpillPolicy(self.state, self.streams, self.busy)
         self.barriers = Barriers(self.state.limits.barrier_ns)
 
-    # --- which there are ---------------------------------------------------------------------------------------------
+    # --- the streams -------------------------------------------------------------------------------------------------
 
     def stream(self, destination: str) -> OutputStream:
-        """Return the stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
+        """Return the stream to ``destination``; create it if it is new. The next :meth:`send` handles it."""
         stream = self.touch(destination)
         if stream is not None:
             return stream
@@ -92,13 +92,13 @@ class Outbound:
         return stream
 
     def begin(self, stream: OutputStream) -> None:
-        """Greet the receiver: the stream belongs to an app that works, or is to."""
+        """Greet the receiver: the app of the stream works, or will work."""
         stream.offset = self.receivers.start(stream.destination).offset
         self.state.effects.append(OpenPeer(stream.destination))
         self.handshake.greet(stream)
 
     def forget(self) -> None:
-        """Forget the streams of an app that is gone: its replay makes the outputs again."""
+        """Forget the streams of an app that is gone: the replay makes its outputs again."""
         for destination, stream in self.streams.items():
             if destination not in (ONESELF, CLIENTS) and stream.state is not StreamState.CLOSED:
                 self.state.effects.append(ResetPeer(destination))
@@ -125,21 +125,21 @@ class Outbound:
             stream.append(count, payload, self.state.held_ticket)
 
     def put_barrier(self, destination: str) -> None:
-        """Hold back what the app sends to others from here on until ``destination`` has everything sent so far."""
+        """Hold back later messages to other instances until ``destination`` has everything sent so far."""
         stream = self.streams.get(destination)
         if stream is not None and destination not in (ONESELF, CLIENTS) and not self.state.following:
             self.barriers.add(stream, self.state.now_ns)
 
     def place(self, marks: Iterable[OutputMarkEntry]) -> None:
-        """Place what the app has made up to these ``marks`` of the followed log."""
+        """Give positions to the app's outputs, up to these ``marks`` of the followed log."""
         for mark in marks:
             self.followed.mark_reached(self.stream(mark.destination), mark.position)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
         """Return the marks of the streams that moved since the last call, for the commit ``ticket``.
 
-        None from behind a verdict that only a later commit holds: without it a replay would make something else. None
-        of what is held for a checkpoint that changes what a replay makes.
+        No marks if a verdict becomes durable only in a later commit: without it a replay would make something else. No
+        marks while outputs are held for a checkpoint that changes what a replay makes.
         """
         marks: dict[str, OutputMark] = {}
         if self.state.held_ticket > ticket or self.state.held:
@@ -153,13 +153,13 @@ class Outbound:
 
     @property
     def any_unmarked(self) -> bool:
-        """True if the app has made something that no mark covers."""
+        """True if the app has outputs that no mark covers."""
         return any(self.streams[destination].is_unmarked for destination in self._moved)
 
     # --- to the receivers --------------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send all batches that may go now; none before the first checkpoint is durable."""
+        """Send all batches that can be sent now; none before the first checkpoint is durable."""
         now_ns = self.state.now_ns
         state, busy, spilling = self.state, self.busy, self.spilling
         if not state.ready or state.held or state.following:
@@ -200,7 +200,7 @@ class Outbound:
             del busy[destination]
 
     def take_answers(self) -> list[OutputBatch]:
-        """Return the app's new answers to clients; under the same conditions as :meth:`send`."""
+        """Return the app's new answers to clients, under the same conditions as :meth:`send`."""
         state = self.state
         stream = self.streams.get(CLIENTS)
         if stream is None or not state.ready or state.held or state.following:
@@ -208,7 +208,7 @@ class Outbound:
         return stream.buffer.take_all(state.log.durable_ticket, stream.open_up_to(self.barriers.passed))
 
     def spilled_read(self, event: ev.SpilledRead) -> None:
-        """Take the result of a ReadSpilled."""
+        """Handle the result of a ReadSpilled."""
         stream = self.touch(event.destination)
         if stream is not None:
             stream.spilled_read(event.first_position, event.batches)
@@ -222,7 +222,7 @@ class Outbound:
             self.handshake.replied(stream, event.tag, event.frame)
 
     def moved(self, event: ev.PeerMoved) -> None:
-        """Handle the news that nothing in flight to a receiver will arrive."""
+        """Handle PeerMoved: nothing in flight to the receiver will arrive."""
         stream = self.touch(event.destination)
         if stream is not None:
             self.handshake.moved(stream)
@@ -245,20 +245,20 @@ class Outbound:
         return self.handshake.some_failed and any(stream.state is StreamState.FAILED for stream in self.busy.values())
 
     def retry_failed(self) -> None:
-        """Greet the receivers of stopped streams again: the cause may be mended there."""
+        """Greet the receivers of stopped streams again: the cause may be fixed there."""
         for stream in self.busy.values():
             if stream.state is StreamState.FAILED:
                 self.handshake.greet(stream)
 
 
-# Barriers: messages that leave only once earlier calls to another instance are durable there, for ordered traffic.
+# Barriers: messages that wait until earlier calls to another instance are durable there, for ordered traffic.
 #
-# Between two batches the app names an instance that it has called; what it sends to others after that waits. So nothing
-# that follows from a call arrives anywhere before the call is in its receiver's log. A receiver that does not answer is
-# waited for no longer than ``barrier_ns``, and not again before it answers.
+# Between two batches the app names an instance that it has called; its later messages to others wait. So no message
+# that follows from a call arrives anywhere before the call is in its receiver's log. Messages wait for a silent
+# receiver no longer than ``barrier_ns``, and not again before it answers.
 
 
-BARRIERS_MAX = 4096  # with so many on their way there is nothing to be told apart
+BARRIERS_MAX = 4096  # beyond this many open ones, further barriers are ignored
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -271,13 +271,13 @@ class _Barrier:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Barriers:
-    """Barriers of one connection. ``passed``: the last barrier behind which everything may leave."""
+    """Barriers of one connection. ``passed``: the last barrier whose later messages can be sent."""
 
     barrier_ns: int
     passed: int = 0
     _last: int = 0
     _open: deque[_Barrier] = field(default_factory=deque)
-    _waived: dict[str, int] = field(default_factory=dict)  # what was acknowledged, where nobody waits for more
+    _waived: dict[str, int] = field(default_factory=dict)  # acknowledged position, by silent receiver without barriers
 
     @property
     def is_open(self) -> bool:
@@ -290,7 +290,7 @@ class Barriers:
         return self._open[0].since_ns + self.barrier_ns if self._open else None
 
     def add(self, stream: OutputStream, now_ns: int) -> None:
-        """Hold back what is sent from here on until the receiver of ``stream`` has everything sent to it."""
+        """Hold back later messages until the receiver of ``stream`` has everything sent to it."""
         destination = stream.destination
         if stream.acknowledged >= stream.position or len(self._open) >= BARRIERS_MAX:
             return
@@ -302,7 +302,7 @@ class Barriers:
         self._open.append(_Barrier(self._last, destination, stream.position, now_ns))
 
     def stop(self, stream: OutputStream) -> None:
-        """Make messages about to be added to ``stream`` wait for all open barriers but its own."""
+        """Make messages that are about to be added to ``stream`` wait for all open barriers except its own."""
         if stream.destination == ONESELF:
             return
         for barrier in reversed(self._open):
@@ -329,13 +329,13 @@ class Barriers:
         self._waived.clear()
 
 
-# Spilling: when messages go to the log because memory is full, and how many may.
+# Spilling: when messages go to the log because memory is full, and how many.
 
 
 class SpillPolicy:
-    """Decides when output ``streams`` go to the log; ``busy`` are those that are not idle.
+    """Decides when output ``streams`` are spilled; ``busy``: the streams that are not idle.
 
-    ``waits_for_receiver``: one waits instead of spilling, and is looked at again after a while.
+    ``waits_for_receiver``: a stream waits instead of spilling, and is checked again after a while.
     """
 
     def __init__(self, state: CoreState, streams: Mapping[str, OutputStream], busy: Mapping[str, OutputStream]) -> None:
@@ -345,7 +345,7 @@ class SpillPolicy:
         self._busy = busy
 
     def update(self, stream: OutputStream) -> None:
-        """Spill what has gathered in ``stream``, and read back what memory has room for again."""
+        """Spill gathered messages of ``stream``, and read messages back if memory has room again."""
         log, limits, spill = self._state.log, self._state.limits, stream.spill
         read = stream.next_read(log.durable_ticket)
         if read is not None:
@@ -364,11 +364,10 @@ class SpillPolicy:
         ]
 
     def _slows_nobody(self, stream: OutputStream) -> bool:
-        """Return whether the app may as well wait for that receiver: it takes what it can, and nobody else is sent
-        to.
+        """Return True if the app can wait for that receiver: it takes what it can, and no other instance is called.
 
-        Spilling would only make the disk slower, for both. What was spilled before goes on to shrink: half as much as
-        was sent may be spilled anew.
+        Spilling would only make the disk slower, for both. Earlier spilled messages continue to shrink: new ones can be
+        spilled only for half of the bytes that were sent.
         """
         now_ns = self._state.now_ns
         recent_ns = self._state.limits.recent_ns
@@ -385,12 +384,12 @@ class SpillPolicy:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes spilled to the log and not acknowledged, all streams together."""
+        """Unacknowledged bytes spilled to the log, of all streams."""
         return sum([stream.spill.kept_bytes for stream in self._busy.values()])
 
     @property
     def full(self) -> list[str]:
-        """Destinations for which memory holds more than it may, as the spill limit is reached too."""
+        """Destinations whose messages exceed the memory limit, because the spill limit is reached too."""
         return [destination for destination, stream in self._busy.items() if stream.memory_is_full]
 
     @property

@@ -1,11 +1,11 @@
-"""Proof that a replay makes the same outputs: the messages of one stream against the marks in the log.
+"""Proof that a replay makes the same outputs: compares the messages of one stream with the marks in the log.
 
-A record's trailer says how far the stream had got when the record was sealed: its position, and the running checksum of
-what had been made up to there. A replay may make messages before their mark is read or after it, so each waits for the
-other. Only the last mark within reach is compared: if it fits, so do all before it.
+A record's trailer has the stream's position when the record was sealed, and the running checksum of all messages up to
+there. A replay can make messages before or after their mark is read, so each waits for the other. Only the last mark
+that is reached is compared: if it fits, so do all before it.
 
-Where a mark does not fit, ``differs`` decides: it raises, or the messages count from there on, and their contents no
-more (a running checksum can't tell again). Of calls to oneself the log has the contents as well.
+If a mark does not fit, ``differs`` decides: it raises, or from there on messages are only counted (a running checksum
+can't fit again). For calls to oneself the log also has the contents.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import decode_incoming_rpc, decode_message, decode_messages
 
-KEPT_SIZE_BYTES_MAX = 8 << 20  # of messages that no mark has confirmed: beyond it a report shows fewer, none is missed
+KEPT_SIZE_BYTES_MAX = 8 << 20  # of unconfirmed messages: above this a report shows fewer of them, but misses nothing
 SHOWN_MESSAGES_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A mark that the replay does not fit.
+    """Mark that the replay does not fit.
 
     The record ``sequence_id`` (None: a checkpoint's header) holds the mark at ``position`` of the stream to
-    ``destination``; at ``after_position`` all was as before. ``made``: the messages that the replay made between the
-    two, by position, the first SHOWN_MESSAGES_MAX at most; ``made_position``: how many it has made in all.
-    ``logged``: what the log has at these positions, as far as it has it. ``other_calls``: that is known, and not only
-    the arguments are others.
+    ``destination``; up to ``after_position`` all was equal. ``made``: the messages that the replay made between the
+    two, by position, at most the first SHOWN_MESSAGES_MAX; ``made_position``: how many it has made in all.
+    ``logged``: the log's messages at these positions, as far as it has them. ``other_calls``: the log proves that more
+    than the arguments differ.
     """
 
     destination: str
@@ -46,7 +46,7 @@ class Divergence:
 
 
 class OutputDivergenceError(DivergenceError):
-    """Raised if a replay makes other outputs than were made before; ``divergence`` says where."""
+    """Raised if a replay makes other outputs than before. ``divergence``: where they differ."""
 
     def __init__(self, divergence: Divergence) -> None:
         after, sequence_id = divergence.after_position, divergence.sequence_id
@@ -59,7 +59,7 @@ class OutputDivergenceError(DivergenceError):
 
 
 Differs = Callable[[Divergence], None]
-"""Told of what does not fit. Raises OutputDivergenceError, or returns where the replay may go on."""
+"""Callback for a mark that does not fit. Raises OutputDivergenceError, or returns if the replay can continue."""
 
 
 def stop(divergence: Divergence) -> None:
@@ -74,12 +74,12 @@ class _Made:
 
 
 class OutputCheck:
-    """The check of one stream, from ``mark`` (where the replay begins) on."""
+    """Check of one stream, beginning at ``mark``, where the replay begins."""
 
     def __init__(self, destination: str, mark: OutputMark | None = None, differs: Differs = stop) -> None:
         self.destination = destination
         self._differs = differs
-        self._told = False  # of a mark that does not fit: from there on none does
+        self._told = False  # a mark did not fit, so no later one fits
         self._logged: deque[OutputBatch] = deque()
         self._logged_size_bytes = 0
         self._confirmed = mark or OutputMark(0, 0)
@@ -95,19 +95,19 @@ class OutputCheck:
 
     def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
         """Add a mark of the log, to be compared by :meth:`compare`, in the order of the log."""
-        if mark.position > self._confirmed.position:  # lower marks are of output that the checkpoint holds already
+        if mark.position > self._confirmed.position:  # the checkpoint already has the output of lower marks
             self._expected.append((sequence_id, mark))
 
     def logged(self, batch: OutputBatch) -> None:
-        """Add messages that the log has, before the mark behind them. The oldest go where memory is short."""
+        """Add messages that the log has, before the mark that follows them. Drop the oldest if memory is short."""
         self._logged.append(batch)
         self._logged_size_bytes += len(batch.payload)
         while self._logged_size_bytes > KEPT_SIZE_BYTES_MAX and len(self._logged) > 1:
             self._logged_size_bytes -= len(self._logged.popleft().payload)
 
     def made(self, batch: OutputBatch, checksum_before: int, checksum_after: int) -> None:
-        """Add a ``batch`` that the replay has made, with the stream's checksums before and after it. An impulse
-        changes none.
+        """Add a ``batch`` that the replay has made, with the stream's checksums before and after it. Impulses do not
+        change the checksum.
 
         Raises OutputDivergenceError.
         """
@@ -119,7 +119,7 @@ class OutputCheck:
             self._made_size_bytes -= len(self._made.popleft().batch.payload)
 
     def compare(self) -> None:
-        """Compare what is known on both sides. Raises OutputDivergenceError."""
+        """Compare the reached marks with the replay's messages. Raises OutputDivergenceError."""
         within_reach: list[tuple[int | None, OutputMark]] = []
         while self._expected and self._expected[0][1].position <= self._made_position:
             within_reach.append(self._expected.popleft())
@@ -140,18 +140,18 @@ class OutputCheck:
             self._logged_size_bytes -= len(self._logged.popleft().payload)
 
     def has_confirmed(self, mark: OutputMark) -> bool:
-        """Return whether a mark has shown that the replay made the same up to ``mark``, impulses left out."""
+        """Return True if a mark proves that the replay made the same messages up to ``mark``, impulses left out."""
         confirmed = self._confirmed
         return not self._told and (confirmed.position >= mark.position or confirmed.checksum == mark.checksum)
 
     def finish(self) -> None:
-        """Check that the replay, now complete, has reached all marks. Raises OutputDivergenceError."""
+        """Check that the complete replay has reached all marks. Raises OutputDivergenceError."""
         if self._expected:
             raise OutputDivergenceError(self._divergence(*self._expected[0]))
 
     def _checksum_at(self, position: int) -> int | None:
-        """Return the checksum at ``position``; None where the messages are not kept any more, and a later mark
-        covers them."""
+        """Return the checksum at ``position``; None if its messages are no longer kept, and a later mark covers
+        them."""
         for made in self._made:
             batch = made.batch
             if position == batch.last_position:
@@ -171,7 +171,7 @@ class OutputCheck:
         return expected[-1]
 
     def _divergence(self, sequence_id: int | None, mark: OutputMark, through: int | None = None) -> Divergence:
-        """Describe a divergence. ``through``: compare calls with the log's up to there; without it up to the mark."""
+        """Describe a divergence. ``through``: compare calls with the log's up to there; None: up to the mark."""
         after, last = self._confirmed.position, max(mark.position, through or 0)
         made = _messages([entry.batch for entry in self._made], after, last)
         logged = _messages(self._logged, after, last)
@@ -190,7 +190,7 @@ class OutputCheck:
 
 
 def _messages(batches: Iterable[OutputBatch], after: int, last: int) -> dict[int, bytes]:
-    """Return the messages behind ``after`` up to ``last``, by position. Acknowledged impulses have none."""
+    """Return the messages after ``after`` up to ``last``, by position. Acknowledged impulses have none."""
     found: dict[int, bytes] = {}
     for batch in batches:
         if batch.last_position <= after or batch.first_position > last:
@@ -210,7 +210,7 @@ def _shown(messages: dict[int, bytes], last: int, same: set[int]) -> tuple[tuple
 
 
 def _front(message: bytes) -> tuple[int, int, int]:
-    """Return a call without its arguments: kind, method, type."""
+    """Return kind, method and type of a call, without its arguments."""
     _, start, end = decode_message(message)
     rpc = decode_incoming_rpc(message, start, end)
     return rpc.kind, rpc.method_id, rpc.rpc_type

@@ -1,17 +1,17 @@
-"""Sending end of one stream, from this instance to one other.
+"""Sending end of one stream, from this instance to another one.
 
-Every message of the app to that instance takes the stream's next position, from 1. A message is kept until the receiver
-has said that it is durable there: the oldest in memory, up to a limit, those behind them in the log. After a crash the
-app's replay makes the same messages again, at the same positions: those at or below the acknowledged one are dropped,
-the rest are sent. Impulses, which no replay makes, are put back at the positions that they had.
+Every message of the app to that instance gets the stream's next position, from 1. A message is kept until the receiver
+says that it is durable there: the oldest in memory, up to a limit, those after them in the log. After a crash the app's
+replay makes the same messages again, at the same positions: acknowledged ones are dropped, the others are sent.
+Impulses, which no replay makes, return to the positions that they had.
 
     CLOSED --open--> GREETING --Welcome--> OPEN          Hello asks how much the receiver has; batches follow it
                         |                    |
                         +----- Refused ------+--> FAILED   this stream alone stops; its messages are kept, and it is
                         <--- after a while, or reset ---+  tried again
 
-Positions are those of this instance, for the life of its log. The receiver's differ from them by an offset once the
-stream was reset, since its log was wiped or replaced.
+Positions are those of this instance, for the lifetime of its log. After a reset, because the receiver's log was wiped
+or replaced, the receiver's positions differ from them by an offset.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from immortal.protocol.client_frames import CLIENTS
 
 
 class StreamState(Enum):
+    """State of an output stream."""
+
     CLOSED = "closed"
     GREETING = "greeting"
     OPEN = "open"
@@ -38,7 +40,7 @@ class StreamState(Enum):
 
 
 class OutputStream:
-    """Sending end of one stream. Messages go in by ``append*``; frames come out of :meth:`next_batch`."""
+    """Sending end of one stream. ``append*`` adds messages; :meth:`next_batch` returns what to send."""
 
     def __init__(
         self,
@@ -57,36 +59,36 @@ class OutputStream:
         self.destination = destination
         self.state = StreamState.CLOSED
         self.error = ""
-        self.failure = ""  # what the last failure was about, until the stream is open again
-        self.attempt = attempt  # grows when frames on their way are given up; tags what is sent
+        self.failure = ""  # kind of the last failure, until the stream is open again
+        self.attempt = attempt  # grows when frames in flight are given up; tags what is sent
         self.position = mark.position if mark else 0
         self.checksum = mark.checksum if mark else 0
         self.acknowledged = acknowledged
-        self.first_tag = 0  # answers to attempts before it are from before a reset
+        self.first_tag = 0  # answers to earlier attempts are from before a reset
         self.forked = False  # this log is an older copy of one that has sent more
         self.offset = 0  # the receiver's position p is p + offset here
-        self.greeted_position = 0  # what Hello said, in the receiver's positions
-        self.window_bytes = limits.peer_window_bytes  # what the receiver grants
+        self.greeted_position = 0  # position in the last Hello, by the receiver's numbers
+        self.window_bytes = limits.peer_window_bytes  # window that the receiver grants
         self.buffer = SendBuffer(limits)
-        self.spill = Spill(limits.spill_row_bytes, spilled)  # behind the buffer
-        self.called = self.moved_on = False  # since Outbound last looked: by the app, by the receiver
-        self.called_ns = self.moved_on_ns = 0  # when it last saw that
-        self.spill_credit_bytes = 0  # what may be spilled because as much was sent: while the app is to be slowed
-        self._may_spill = destination not in (ONESELF, CLIENTS)  # those go to the log as they are
-        # Since the replay is complete: the last one sent, by it or before it; a stream that no replay made sent none.
+        self.spill = Spill(limits.spill_row_bytes, spilled)  # messages after those in the buffer
+        self.called = self.moved_on = False  # since Outbound's last look: the app called, the receiver acknowledged
+        self.called_ns = self.moved_on_ns = 0  # when Outbound last saw that
+        self.spill_credit_bytes = 0  # bytes that can be spilled because twice as many were sent, to slow the app
+        self._may_spill = destination not in (ONESELF, CLIENTS)  # the messages of these two go to the log anyway
+        # Once the replay is complete: the last position sent; 0 for a stream that began after it.
         self._sent_through: int | None = 0 if begins_now else None
         self._limits = limits
         self._marked_position = self.position
         self._impulse_ticket = 0  # of the last impulse's commit
-        self._opening_ticket = 0  # of the commit without which nothing is sent
+        self._opening_ticket = 0  # commit that must be durable before anything is sent
         self._check = check  # while a replay makes messages again
-        self._gates: deque[tuple[int, int]] = deque()  # behind this position, all waits for the barrier of that number
+        self._gates: deque[tuple[int, int]] = deque()  # (position, barrier): what comes after waits for the barrier
         self._kept_impulses = KeptImpulses(destination)
         self._kept_impulses.keep(impulses, self.position)
         self._restore(unacknowledged)
 
     def _restore(self, unacknowledged: Sequence[OutputBatch]) -> None:
-        """Restore what a checkpoint had in memory; what it lacks is in the log."""
+        """Restore the messages that a checkpoint had in memory; the others are in the log."""
         position = self.acknowledged
         for batch in unacknowledged:
             self._restore_stored(position + 1, batch.first_position - 1)
@@ -102,9 +104,9 @@ class OutputStream:
     # --- messages in ---------------------------------------------------------------------------------------------
 
     def append(self, count: int, payload: bytes, ticket: int = 0) -> None:
-        """Add the app's next ``count`` messages (checked before); they wait for the commit ``ticket``.
+        """Add the app's next ``count`` checked messages; they wait for the commit ``ticket``.
 
-        On replay, kept impulses take their places between them. Raises DivergenceError.
+        In a replay, kept impulses take their places between them. Raises DivergenceError.
         """
         self.called = True
         while (room := self._kept_impulses.room(self.position, count)) < count:
@@ -117,16 +119,16 @@ class OutputStream:
         self._add_impulses_that_follow()
 
     def keep_impulses(self, impulses: Sequence[ImpulseBatch]) -> None:
-        """Keep the new ones of these impulses of the log, ordered by position, until their places come."""
+        """Keep the new ones of these logged impulses, ordered by position, until the stream reaches their positions."""
         self._kept_impulses.keep(impulses, self.position)
 
     def room_up_to(self, position: int) -> int:
-        """Return how many messages of the app, impulses left out, fit before ``position``."""
+        """Return how many messages of the app, impulses not counted, fit before ``position``."""
         return max(0, position - self.position - self._kept_impulses.count_up_to(position))
 
     def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
-        """Add new impulses; they and everything behind them wait for the commit ``ticket``."""
-        if len(self._kept_impulses):  # an app that had held calls back sends something new before them
+        """Add new impulses; they and all later messages wait for the commit ``ticket``."""
+        if len(self._kept_impulses):  # the app sends something new before the calls that it held back
             raise self._kept_impulses.misplaced(self.position)
         batch = ImpulseBatch(self.position + 1, count, payload, self.destination)
         self._impulse_ticket = ticket
@@ -139,10 +141,10 @@ class OutputStream:
         return self._kept_impulses.end_behind(self.position)
 
     def finish_replay(self, *, all_sent: bool = True) -> None:
-        """Complete the replay: impulses that came after the last replayed message go behind it.
+        """Complete the replay: impulses that followed the last replayed message go after it.
 
-        ``all_sent``: the app holds nothing back that its replay made; a base app may, and sends it later. Raises
-        DivergenceError where the app has sent less than it once did.
+        ``all_sent``: the app has sent all outputs of its replay; a base app can send some later. Raises DivergenceError
+        if the app has sent less than before.
         """
         self._add_impulses_that_follow()
         if all_sent and self._check is not None:
@@ -165,16 +167,16 @@ class OutputStream:
 
     @property
     def has_kept_impulses(self) -> bool:
-        """True if impulses wait for places that the replay has not reached. Those that follow at once take theirs."""
+        """True if impulses wait for positions that the replay has not reached. Add those whose position is next."""
         self._add_impulses_that_follow()
         return len(self._kept_impulses) > 0
 
     def heal_cut(self) -> tuple[list[ImpulseBatch], list[int]]:
-        """Go on behind what the receiver has, where the log was cut: what its lost part sent is never made again.
+        """Continue after the receiver's last message in a cut log, whose lost part is never made again.
 
-        In place of :meth:`finish_replay`. Impulses that the receiver has not are put behind, at new positions. Returns
-        the rows that say so from now on, and the first positions of those that they replace. What was spilled behind
-        the position that the stream has before this must go.
+        Replaces :meth:`finish_replay`. Impulses that the receiver lacks get new positions. Returns the new rows of the
+        table of impulses, and the first positions of the rows that they replace. Spilled messages after the position
+        that the stream has before this call must be removed.
         """
         self._check = None
         self.spill.end_at(self.position)
@@ -193,14 +195,14 @@ class OutputStream:
         return rows, [impulses.first_position for impulses in kept]
 
     def _add_impulses_that_follow(self) -> None:
-        """Add kept impulses whose place is directly behind what was made."""
+        """Add kept impulses whose position is the next one."""
         while (impulses := self._kept_impulses.take_following(self.position)) is not None:
             self._add_kept(impulses)
 
     def _add_kept(self, impulses: ImpulseBatch) -> None:
         if impulses.payload:
             self._add(impulses.count, impulses.payload, 0, made_by_replay=False)
-        else:  # acknowledged long ago, or left in the log: its place matters
+        else:  # acknowledged long ago, or left in the log: only its position matters
             self.position = impulses.last_position
             if impulses.left_size_bytes and impulses.last_position > self.acknowledged:
                 first_position = max(impulses.first_position, self.acknowledged + 1)
@@ -213,7 +215,7 @@ class OutputStream:
         batch = OutputBatch(self.position + 1, count, payload)
         self.position = batch.last_position
         before = self.checksum
-        if made_by_replay:  # only these can be compared with what a replay makes
+        if made_by_replay:  # only these can be compared in a later replay
             self.checksum = crc64(payload, before)
         if self._check is not None:
             self._check.made(batch, before, self.checksum)
@@ -237,7 +239,7 @@ class OutputStream:
 
     @property
     def spilled_bytes(self) -> int:
-        """Unacknowledged bytes in the log alone."""
+        """Unacknowledged bytes that are only in the log."""
         return self.spill.stored_bytes
 
     @property
@@ -247,26 +249,26 @@ class OutputStream:
 
     @property
     def memory_is_full(self) -> bool:
-        """True if the stream holds more in memory than it may; a single message may be larger than that."""
+        """True if memory holds more than the limit. A single message can be larger than the limit."""
         return self.memory_bytes > self._limits.output_memory_bytes and (
             len(self.buffer) > 1 or self.spill.gathered_bytes > 0
         )
 
     def spilled_by_writer(self, extents: Sequence[SpilledExtent]) -> None:
-        """Drop from memory what the writer of the followed log has spilled."""
+        """Drop messages from memory that the writer of the followed log has spilled."""
         if self._may_spill and extents:
             self.spill.know(extents)
 
     def next_read(self, durable_ticket: int) -> tuple[int, int, int] | None:
-        """Move gathered messages back to the buffer where it has room; return (first, last position, size) to read
-        back."""
+        """Move gathered messages back to the buffer if it has room; return (first position, last position, size) to
+        read back."""
         buffer, spill = self.buffer, self.spill
         if self.state is not StreamState.OPEN:
             return None
         while (waiting := spill.take_gathered(buffer.room_bytes, at_least_one=buffer.is_empty)) is not None:
             buffer.put(*waiting)
         limits = self._limits
-        # Not all that there is room for: it would only lie in memory until the window lets it go.
+        # Not as much as there is room for: it would only occupy memory until the window opens.
         enough_bytes = min(limits.output_memory_bytes // 2, 2 * self.window_bytes)
         size_bytes = min(limits.read_size_bytes, limits.output_memory_bytes // 4)
         has_enough = buffer.unsent_bytes >= enough_bytes or buffer.room_bytes < size_bytes
@@ -276,19 +278,19 @@ class OutputStream:
         return None if found is None else (*found, size_bytes)
 
     def spilled_read(self, first_position: int, batches: Sequence[OutputBatch]) -> None:
-        """Take the result of :meth:`next_read`."""
+        """Handle the result of :meth:`next_read`."""
         for batch in self.spill.take_read(first_position, batches):
             self.buffer.put(batch, 0)
 
-    # --- barriers: what waits for other streams -----------------------------------------------------------------------
+    # --- barriers: messages that wait for other streams ---------------------------------------------------------------
 
     def wait_for(self, number: int) -> None:
-        """Hold back what is added from here on until that barrier is passed."""
+        """Hold back later messages until the barrier ``number`` is passed."""
         if not self._gates or self._gates[-1][1] < number:
             self._gates.append((self.position, number))
 
     def open_up_to(self, passed: int) -> int | None:
-        """Return the last position that may leave; None: all may."""
+        """Return the last position that can be sent; None: all can."""
         gates = self._gates
         while gates and gates[0][1] <= passed:
             gates.popleft()
@@ -298,7 +300,7 @@ class OutputStream:
 
     def next_batch(self, durable_ticket: int, last_position: int | None = None) -> OutputBatch | None:
         """Return the next batch to send now, if stream and window are open and enough has gathered; none that begins
-        behind ``last_position``."""
+        after ``last_position``."""
         if self.state is not StreamState.OPEN or self._opening_ticket > durable_ticket:
             return None
         batch = self.buffer.next_batch(durable_ticket, self.window_bytes, last_position)
@@ -307,7 +309,7 @@ class OutputStream:
         return batch
 
     def acknowledge(self, position: int) -> int:
-        """Note that the receiver has everything up to ``position``; return how many bytes of the log that frees."""
+        """Note that the receiver has everything up to ``position``; return how many bytes of the log this frees."""
         if position <= self.acknowledged:
             return 0
         self.acknowledged = position
@@ -316,14 +318,14 @@ class OutputStream:
         return self.spill.acknowledge(position)
 
     def give_up_in_flight(self) -> None:
-        """Put what is in flight back, to be sent again under a new attempt: it will not arrive, or not in order."""
+        """Return batches in flight to the buffer, for a new attempt: they will not arrive, or not in order."""
         self.attempt += 1
         self.buffer.give_up_in_flight()
 
     def reset(self) -> None:
-        """Close the stream; answers to anything sent so far are ignored."""
+        """Close the stream; ignore later answers to anything sent so far."""
         self.give_up_in_flight()
-        self.buffer.acknowledge(self.acknowledged)  # of a frame that was acknowledged in part
+        self.buffer.acknowledge(self.acknowledged)  # removes the acknowledged part of a frame
         self.first_tag = self.attempt
         self.state = StreamState.CLOSED
         self.error = self.failure = ""
@@ -342,7 +344,7 @@ class OutputStream:
 
     @property
     def is_idle(self) -> bool:
-        """True if the stream has nothing to do or wait for until the app or the receiver sends something."""
+        """True if the stream has nothing to do until the app or the receiver sends something."""
         return (
             self.state is StreamState.OPEN
             and self.buffer.is_empty
@@ -353,7 +355,7 @@ class OutputStream:
 
     @property
     def wants_reply(self) -> bool:
-        """True if something in this stream is held up until the receiver answers."""
+        """True if something in this stream waits for the receiver's answer."""
         return (
             self.buffer.has_unsent
             or self.spill.active
@@ -364,7 +366,7 @@ class OutputStream:
 
     @property
     def sent_through(self) -> int:
-        """Last position that the receiver can have of this log. If it has more, its messages are others."""
+        """Last position of this log that the receiver can have. If it has more, its messages are from another log."""
         return self.position if self._sent_through is None else max(self._sent_through, self.acknowledged)
 
     # --- marks ---------------------------------------------------------------------------------------------------
@@ -379,13 +381,13 @@ class OutputStream:
         return self.position != self._marked_position
 
     def has_confirmed(self, mark: OutputMark) -> bool:
-        """Return whether the log's marks have shown that the replay is the same up to ``mark``."""
+        """Return True if the log's marks prove that the replay equals the original up to ``mark``."""
         return self._check is not None and self._check.has_confirmed(mark)
 
     def take_new_mark(self, ticket: int) -> OutputMark | None:
         """Return the mark if the stream has moved since the last call, for a record of the commit ``ticket``.
 
-        None as well while it holds an impulse that becomes durable only later: a crash in between would lose it.
+        Also None while it holds an impulse that becomes durable only later: a crash in between would lose it.
         """
         if self.position == self._marked_position or self._impulse_ticket > ticket:
             return None
@@ -394,5 +396,5 @@ class OutputStream:
 
     @property
     def unacknowledged(self) -> list[OutputBatch]:
-        """Unacknowledged batches in memory. Gaps between or behind them are in the log, or on the way there."""
+        """Unacknowledged batches in memory. Gaps between or after them are in the log, or being written to it."""
         return [*self.buffer.batches, *self.spill.gathered]

@@ -1,6 +1,6 @@
-"""Check of a replay's outputs against the log: on a difference a recovery stops, or warns and goes on.
+"""Check of a replay's outputs against the log: on a difference a recovery stops, or warns and continues.
 
-Number and order of calls are always strict: what a receiver has is known by its position.
+Number and order of calls are always checked, since a receiver's messages are identified by position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INPUT = (MessageType.RPC, MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_R
 
 
 class ReplayPolicy:
-    """Strictness of one instance."""
+    """Strictness of one instance's replay check, and its reaction to a difference."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -39,7 +39,7 @@ class ReplayPolicy:
 
     @property
     def counts(self) -> bool:
-        """True if calls are only counted; other arguments are let pass."""
+        """True if calls are only counted: other arguments are accepted."""
         if self._state.limits.replay_check is None:
             return self._state.session.hello is None
         return self._state.limits.replay_check is ReplayCheck.COUNTS
@@ -55,7 +55,7 @@ class ReplayPolicy:
         self._state.effects.append(Report(Diverged(to, self._divergence_text(divergence), holds)))
 
     def explained(self, error: ImmortalError) -> ImmortalError:
-        """Return an error about a replay in an operator's words; other errors unchanged."""
+        """Return an error about a replay with a text for operators; return other errors unchanged."""
         if not isinstance(error, OutputDivergenceError):
             return error
         name = self._state.name
@@ -78,8 +78,7 @@ def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[Ou
 def stream_batches(
     record: memoryview, batches: Sequence[BatchSource], senders: Container[str]
 ) -> Iterator[tuple[BatchSource, bytes]]:
-    """Yield what these ``senders`` have sent in a logged ``record``, whose trailer has ``batches``: packed RPC
-    messages."""
+    """Yield the packed RPC messages of these ``senders`` in a logged ``record``, whose trailer has ``batches``."""
     if not any(batch.kind == BatchKind.STREAM and batch.name in senders for batch in batches):
         return
     sources = iter(batches)
@@ -95,20 +94,20 @@ def stream_batches(
         offset = end
 
 
-# Expected outputs: what the log says of the messages that a replay makes again, by marks and spilled extents.
+# Expected outputs: what the log knows of the messages that a replay makes again, by marks and spilled extents.
 
 
 class ExpectedOutputs:
-    """Marks and spilled extents that a replay must reach, by destination, for streams that exist or not."""
+    """Marks and spilled extents that a replay must reach, by destination, also of streams that do not exist yet."""
 
     def __init__(self, state: CoreState, policy: ReplayPolicy) -> None:
         self._state = state
         self._policy = policy
         self._checks: dict[str, OutputCheck] = {}  # by destination
-        self._spilled: dict[str, Sequence[SpilledExtent]] = {}  # of streams that there are not yet
+        self._spilled: dict[str, Sequence[SpilledExtent]] = {}  # of streams that do not exist yet
 
     def begin(self, header: CheckpointHeader | None, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
-        """Start at that checkpoint; without one nothing is replayed."""
+        """Start at the checkpoint of ``header``; None: nothing is replayed."""
         self._checks.clear()
         self._spilled = dict(spilled)
         if header is not None and self._policy.compares:
@@ -116,21 +115,21 @@ class ExpectedOutputs:
             self._checks = {name: OutputCheck(name, mark, differs) for name, mark in header.outputs.items()}
 
     def check(self, destination: str) -> OutputCheck | None:
-        """Return the check of a stream that the replay may fill."""
+        """Return the check for a stream to ``destination``; None if nothing is compared."""
         if not (self._state.catching_up and self._policy.compares):
             return None
         return self._checks.setdefault(destination, OutputCheck(destination, differs=self._policy.differs))
 
     def take_spilled(self, destination: str) -> Sequence[SpilledExtent]:
-        """Return what the log has spilled of a stream that is made now."""
+        """Return and remove the spilled extents of a stream that is created now."""
         return self._spilled.pop(destination, ())
 
     def spilled(self, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
-        """Replace the spilled extents by these, which the log has now."""
+        """Replace the spilled extents by the log's current ones."""
         self._spilled = dict(spilled)
 
     def record(self, sequence_id: int, record: memoryview, trailer: Trailer) -> None:
-        """Expect the marks of a replayed ``record``. Raises DivergenceError where they do not fit."""
+        """Expect the marks of a replayed ``record``. Raises DivergenceError if they do not fit."""
         own = self.check(ONESELF) if self._policy.counts else None
         if own is not None:
             for calls in own_calls(record, trailer.batches):
@@ -154,18 +153,18 @@ class ExpectedOutputs:
 
 # Outputs of a follower's app, until their positions are known.
 #
-# The writer's impulse takes its position when its app sends it, but may be in the log only after the record whose calls
-# follow it. So a follower's message takes its place only once a mark covers it: then all impulses before it are known.
-# Later messages wait here in the order in which they were made.
+# The writer's impulse takes its position when its app sends it, but can be logged after the record of the calls that
+# follow it. So a follower's message gets its position only once a mark covers it: then all impulses before it are
+# known. Later messages wait here in their order.
 
 
 @dataclass(slots=True)
 class FollowerSnapshotCut:
-    """State of the output streams between two messages of the app; each is known once the messages before it are
-    placed.
+    """State of the output streams between two messages of the app; each stream's state is known once the earlier
+    messages have positions.
 
-    ``waits_for``: so many of these messages have none yet. ``outputs``, ``unacknowledged``: as a checkpoint's header
-    has them.
+    ``waits_for``: number of these messages without a position. ``outputs``, ``unacknowledged``: as in a
+    checkpoint's header.
     """
 
     waits_for: dict[str, int] = field(default_factory=dict)
@@ -180,13 +179,13 @@ class FollowerSnapshotCut:
 
 
 class FollowerOutputs:
-    """Outputs of a follower's app that have no place yet, by destination."""
+    """Outputs of a follower's app that have no position yet, by destination."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._cut: FollowerSnapshotCut | None = None
         self._made: dict[str, deque[tuple[int, bytes]]] = {}  # (count, payload)
-        self._marked: dict[str, int] = {}  # the last position that a mark of the log has
+        self._marked: dict[str, int] = {}  # the last position in a mark of the log
 
     def forget(self) -> None:
         self._made.clear()
@@ -194,7 +193,7 @@ class FollowerOutputs:
         self._cut = None
 
     def cut(self, streams: Mapping[str, OutputStream]) -> FollowerSnapshotCut:
-        """Cut the outputs here: what the app has made so far, and nothing later. One cut at a time."""
+        """Cut the outputs here: include what the app has made so far, and nothing later. One cut at a time."""
         cut = self._cut = FollowerSnapshotCut()
         for destination, stream in streams.items():
             if waiting := sum([count for count, _ in self._made.get(destination, ())]):
@@ -204,12 +203,12 @@ class FollowerOutputs:
         return cut
 
     def made(self, stream: OutputStream, count: int, payload: bytes) -> None:
-        """Add the app's next ``count`` messages, packed. Raises DivergenceError."""
+        """Add the app's next ``count`` packed messages. Raises DivergenceError."""
         self._made.setdefault(stream.destination, deque()).append((count, payload))
         self._place(stream)
 
     def mark_reached(self, stream: OutputStream, position: int) -> None:
-        """Place messages up to ``position``, which a mark of the log has; all impulses up to it are known. Raises
+        """Place messages up to ``position``, which a mark of the log has, so all impulses before it are known. Raises
         DivergenceError."""
         self._marked[stream.destination] = max(position, self._marked.get(stream.destination, 0))
         self._place(stream)
@@ -229,7 +228,7 @@ class FollowerOutputs:
                     self._cut.reach(stream)
 
     def place_all(self, streams: Mapping[str, OutputStream]) -> None:
-        """Place everything that was made; no mark is waited for. Raises DivergenceError."""
+        """Give positions to all outputs, without waiting for marks. Raises DivergenceError."""
         waiting, self._made = self._made, {}
         self._marked.clear()
         self._cut = None

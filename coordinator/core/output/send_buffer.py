@@ -15,11 +15,11 @@ from immortal.protocol.batch import offset_after
 @dataclass(slots=True, eq=False, repr=False)
 class _Waiting:
     batch: OutputBatch
-    ticket: int  # of the commit that must be durable before it is sent; 0: none
+    ticket: int  # commit that must be durable before the batch is sent; 0: none
 
 
 class SendBuffer:
-    """Batches go in by :meth:`put`, in order; they stay until the receiver has them."""
+    """Batches of one stream that wait to be sent, or are in flight. :meth:`put` adds them in order."""
 
     def __init__(self, limits: Limits) -> None:
         self.in_flight_bytes = 0
@@ -41,7 +41,7 @@ class SendBuffer:
 
     @property
     def sent_position(self) -> int:
-        """The last position on its way; 0: nothing is."""
+        """The last position in flight; 0: none."""
         return self._in_flight[-1].last_position if self._in_flight else 0
 
     @property
@@ -50,7 +50,7 @@ class SendBuffer:
 
     @property
     def room_bytes(self) -> int:
-        """Free bytes for messages sent before all spilled ones; the rest is for messages that gather to be a row."""
+        """Free bytes, less the room for messages that gather to be a row of the log."""
         limits = self._limits
         return limits.output_memory_bytes - limits.spill_row_bytes - self.in_flight_bytes - self.unsent_bytes
 
@@ -87,14 +87,14 @@ class SendBuffer:
         return batch
 
     def take_all(self, durable_ticket: int, last_position: int | None = None) -> list[OutputBatch]:
-        """Take everything that may go, for a local receiver without a window; it is in flight until acknowledged."""
+        """Take everything that can be sent, for a local receiver without a window; it is in flight then."""
         taken = self._take(durable_ticket, self.unsent_bytes, last_position)
         self._in_flight.extend(taken)
         return taken
 
     def _take(self, durable_ticket: int, size_bytes_max: int, last_position: int | None) -> list[OutputBatch]:
-        """Take unsent batches up to ``size_bytes_max``, but at least one. None that begins behind ``last_position``;
-        None: any."""
+        """Take unsent batches up to ``size_bytes_max``, but at least one. None begins after ``last_position``; None: no
+        limit."""
         unsent = self._unsent
         taken: list[OutputBatch] = []
         size_bytes = 0
@@ -118,7 +118,7 @@ class SendBuffer:
         while in_flight and in_flight[0].last_position <= position:
             size_bytes += len(in_flight.popleft().payload)
         self.in_flight_bytes -= size_bytes
-        if not in_flight:  # after a restart, when the receiver has more than was known
+        if not in_flight:  # after a restart, if the receiver has more than was known
             while unsent and unsent[0].batch.first_position <= position:
                 waiting = unsent.popleft()
                 self.unsent_bytes -= len(waiting.batch.payload)
@@ -129,7 +129,7 @@ class SendBuffer:
         return size_bytes
 
     def give_up_in_flight(self) -> None:
-        """Put what is in flight back as unsent: it will not arrive, or not in order."""
+        """Return batches in flight to the unsent ones: they will not arrive, or not in order."""
         for batch in reversed(self._in_flight):
             self._unsent.appendleft(_Waiting(batch, 0))
         self.unsent_bytes += self.in_flight_bytes
@@ -137,13 +137,13 @@ class SendBuffer:
         self.in_flight_bytes = 0
 
 
-# Kept impulses: impulses of one output stream in the log whose places the replay has not reached.
+# Kept impulses: logged impulses of one output stream whose positions the replay has not reached.
 #
-# No replay makes them. They go back between its messages, at the positions that they had.
+# No replay makes them. They return between its messages, at the positions that they had.
 
 
 class KeptImpulses:
-    """Impulses by position. ``position``: that of the stream at the time of the call."""
+    """Kept impulses by position. The parameter ``position`` is that of the stream at the time of the call."""
 
     def __init__(self, destination: str) -> None:
         self._destination = destination
@@ -153,12 +153,12 @@ class KeptImpulses:
         return len(self._batches)
 
     def keep(self, impulses: Iterable[ImpulseBatch], position: int) -> None:
-        """Keep the new ones of these impulses until their places come."""
+        """Keep the new ones of these impulses until the stream reaches their positions."""
         last = self._batches[-1].last_position if self._batches else position
         self._batches.extend(batch for batch in impulses if batch.first_position > last)
 
     def room(self, position: int, count: int) -> int:
-        """Return how many of the app's next ``count`` messages come before the next impulse. Raises DivergenceError."""
+        """Return how many of the app's next ``count`` messages precede the next impulse. Raises DivergenceError."""
         if not self._batches:
             return count
         room = self._batches[0].first_position - position - 1
@@ -167,7 +167,7 @@ class KeptImpulses:
         return min(room, count)
 
     def take_following(self, position: int) -> ImpulseBatch | None:
-        """Take the next impulses if their place is directly behind ``position``."""
+        """Take the next impulses if their position follows ``position``."""
         if self._batches and self._batches[0].first_position == position + 1:
             return self._batches.popleft()
         return None
@@ -188,14 +188,14 @@ class KeptImpulses:
         return sum([batch.count for batch in self._batches if batch.first_position <= position])
 
     def misplaced(self, position: int) -> DivergenceError:
-        """Return the error for an impulse whose place has passed, or is never reached by the replay."""
+        """Return the error for an impulse whose position has passed, or is never reached by the replay."""
         return DivergenceError(
             f"an impulse to {self._destination!r} has position {self._batches[0].first_position}, the replay has "
             f"made {position} messages where it belongs: the handlers did not do what they did before"
         )
 
 
-# Cutting and joining batches at message borders.
+# Cutting and joining batches between messages.
 
 
 def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:
@@ -205,7 +205,7 @@ def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:
 
 
 def part_behind(batch: OutputBatch, position: int) -> OutputBatch | None:
-    """Return the part of ``batch`` behind ``position``; None if there is none."""
+    """Return the part of ``batch`` after ``position``; None if there is none."""
     if batch.first_position > position:
         return batch
     if batch.last_position <= position:
@@ -214,9 +214,9 @@ def part_behind(batch: OutputBatch, position: int) -> OutputBatch | None:
 
 
 def split_to_fit(batch: OutputBatch, size_bytes_max: int) -> tuple[OutputBatch, OutputBatch | None]:
-    """Split ``batch`` so that the first part fits into ``size_bytes_max``; it has one message at least.
+    """Split ``batch`` so that the first part fits into ``size_bytes_max``, but has at least one message.
 
-    The split is found by assuming messages of one size.
+    The position of the split is estimated, as if all messages had one size.
     """
     count, offset = batch.count, len(batch.payload)
     while offset > size_bytes_max and count > 1:
@@ -226,7 +226,7 @@ def split_to_fit(batch: OutputBatch, size_bytes_max: int) -> tuple[OutputBatch, 
 
 
 def join(batches: Sequence[OutputBatch]) -> OutputBatch:
-    """Join batches, each at the position behind the one before it."""
+    """Join batches, each of which continues the one before it."""
     if len(batches) == 1:
         return batches[0]
     payload = b"".join([batch.payload for batch in batches])
@@ -240,21 +240,21 @@ def _cut_at(batch: OutputBatch, count: int, offset: int) -> tuple[OutputBatch, O
     )
 
 
-# Spilled messages of one output stream: they lie in the log, since memory has no room for them.
+# Spilled messages of one output stream: they are stored in the log, since memory has no room for them.
 #
 # A stream's oldest waiting messages are in memory, the newer ones here. Messages gather here until they are worth a row
 # of the log's table ``spilled``; impulses are in the log anyway. So this is a queue of segments, each gathered or
-# stored. Its front goes back to memory when there is room. Stored rows stay in the log until they are acknowledged.
+# stored. Its front returns to memory when there is room. Stored rows stay in the log until they are acknowledged.
 #
-# After a crash the replay makes the same messages at the same positions. Those that the log has are not written again.
+# After a crash the replay makes the same messages at the same positions. Those in the log are not written again.
 
 
-COUNTED_SIZE_BYTES = 1 << 20  # rows are counted together up to this, so that the count itself takes no memory
+COUNTED_SIZE_BYTES = 1 << 20  # rows are counted together up to this size, so that the count takes little memory
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Gathered:
-    """Messages in memory. ``ticket``: the commit that must be durable before they are sent; ``logged``: an impulse."""
+    """Messages in memory. ``ticket``: the commit that must be durable before they are sent; ``logged``: impulses."""
 
     batch: OutputBatch
     ticket: int
@@ -263,7 +263,7 @@ class _Gathered:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Stored:
-    """Messages in the log once the commit ``ticket`` is durable."""
+    """Messages that are in the log once the commit ``ticket`` is durable."""
 
     first_position: int
     last_position: int
@@ -272,14 +272,14 @@ class _Stored:
 
 
 class Spill:
-    """Spilled part of one stream. ``row_bytes``: size of a row, about; ``extents``: what the log has of messages
-    that a replay makes again."""
+    """Spilled part of one stream. ``row_bytes``: approximate size of a row; ``extents``: messages in the log that a
+    replay makes again."""
 
     def __init__(self, row_bytes: int, extents: Iterable[SpilledExtent] = ()) -> None:
         self._row_bytes = row_bytes
         self.gathered_bytes = 0
         self.stored_bytes = 0  # to be read back
-        self.kept_bytes = 0  # in the log, read back or not, and not acknowledged
+        self.kept_bytes = 0  # in the log and not acknowledged, also if they were read back
         self.reading = False
         self._segments: deque[_Gathered | _Stored] = deque()
         self._known: deque[SpilledExtent] = deque(extents)
@@ -290,12 +290,12 @@ class Spill:
 
     @property
     def active(self) -> bool:
-        """True if segments wait here, so new messages must come behind them."""
+        """True if segments wait here, so new messages must follow them."""
         return bool(self._segments)
 
     @property
     def known_position(self) -> int:
-        """The last position that the log has of what a replay is to make again; 0 if none is left."""
+        """The last logged position that a replay must still make again; 0 if none is left."""
         return self._known[-1].last_position if self._known else 0
 
     @property
@@ -305,7 +305,7 @@ class Spill:
     # --- in ------------------------------------------------------------------------------------------------------
 
     def add(self, batch: OutputBatch, ticket: int, *, logged: bool) -> None:
-        """Add the stream's next messages. ``logged``: impulses, which are in the log from the commit ``ticket`` on."""
+        """Add the stream's next messages. ``logged``: impulses, which the commit ``ticket`` writes to the log."""
         known = self._known
         rest: OutputBatch | None = batch
         while rest is not None:
@@ -322,7 +322,7 @@ class Spill:
             self.add_stored(front.first_position, front.last_position, len(front.payload))
 
     def know(self, extents: Iterable[SpilledExtent]) -> None:
-        """Replace the known extents by these, written by another; what has gathered of them counts as stored."""
+        """Replace the known extents by those of another writer; gathered messages among them count as stored."""
         segments, self._segments = self._segments, deque()
         self._known, self._kept = deque(extents), deque()
         self.gathered_bytes = self.stored_bytes = self.kept_bytes = 0
@@ -339,7 +339,7 @@ class Spill:
         self.gathered_bytes += len(batch.payload)
 
     def add_stored(self, first_position: int, last_position: int, size_bytes: int, ticket: int = 0) -> None:
-        """Add the stream's next messages, which the log has, or will have by the commit ``ticket``."""
+        """Add the stream's next messages, which the log has, or will have after the commit ``ticket``."""
         self.stored_bytes += size_bytes
         last = self._segments[-1] if self._segments else None
         if isinstance(last, _Stored) and last.ticket == ticket and last.last_position + 1 == first_position:
@@ -359,7 +359,7 @@ class Spill:
         return size_bytes
 
     def store(self, ticket: int) -> list[OutputBatch]:
-        """Move all gathered messages to the stored ones; return the rows that the commit ``ticket`` is to write."""
+        """Move all gathered messages to the stored ones; return the rows that the commit ``ticket`` must write."""
         rows: list[OutputBatch] = []
         joined: list[OutputBatch] = []
         joined_bytes = 0
@@ -399,7 +399,7 @@ class Spill:
     # --- out -----------------------------------------------------------------------------------------------------
 
     def take_gathered(self, size_bytes_max: int, *, at_least_one: bool) -> tuple[OutputBatch, int] | None:
-        """Take the oldest messages with their ticket, if they are in memory and no larger than this."""
+        """Take the oldest messages with their ticket, if they are in memory and fit into ``size_bytes_max``."""
         segment = self._segments[0] if self._segments else None
         if not isinstance(segment, _Gathered):
             return None
@@ -419,9 +419,9 @@ class Spill:
         return segment.first_position, segment.last_position
 
     def take_read(self, first_position: int, batches: Sequence[OutputBatch]) -> list[OutputBatch]:
-        """Return what goes to memory now of the batches read from ``first_position`` on."""
+        """Return the part of the read batches that goes to memory now."""
         if not self.reading or first_position != self._read_position:
-            return []  # meant for a stream before a crash of the app
+            return []  # for a stream before a crash of the app
         self.reading = False
         taken = []
         for batch in batches:
@@ -447,7 +447,7 @@ class Spill:
         self.stored_bytes -= size_bytes
 
     def acknowledge(self, position: int) -> int:
-        """Drop everything up to ``position``; return how many bytes of the log that frees."""
+        """Drop everything up to ``position``; return how many bytes of the log this frees."""
         while self._segments:
             segment = self._segments[0]
             if isinstance(segment, _Stored):
@@ -473,7 +473,7 @@ class Spill:
         return freed_bytes
 
     def end_at(self, position: int) -> None:
-        """Forget what the log has behind ``position``: it belongs to a part that was cut off."""
+        """Forget logged messages after ``position``: they belong to a part that was cut off."""
         self._known = deque(
             SpilledExtent(extent.first_position, min(extent.last_position, position), extent.size_bytes)
             for extent in self._known
@@ -484,7 +484,7 @@ class Spill:
 
 
 def _split_behind(batch: OutputBatch, position: int) -> tuple[OutputBatch, OutputBatch | None]:
-    """Split ``batch`` behind ``position``; the second part is None if nothing lies there."""
+    """Split ``batch`` after ``position``; the second part is None if nothing is left."""
     if batch.last_position <= position:
         return batch, None
     return cut(batch, position - batch.first_position + 1)

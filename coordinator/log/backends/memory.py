@@ -1,6 +1,6 @@
 """Backend for a log in memory, which tracks what is durable: for tests and the simulation.
 
-``memory:NAME`` is a log of this process. Every append is durable as it returns; a process that ends, ends the log.
+``memory:NAME`` is a log in this process. Every append is durable when it returns; the log ends with the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from immortal.protocol.varint import Readable
 
 
 class Table:
-    """Rows by key, and the keys in their order."""
+    """Rows by key, and the sorted keys."""
 
     __slots__ = ("keys", "rows")
 
@@ -156,7 +156,7 @@ class MemoryBackend(Backend):
 
 
 class MemoryPlace(Place):
-    """A location is a name in this process."""
+    """Place of a log in memory. Its location is a name in this process."""
 
     scheme = "memory"
     _logs: ClassVar[dict[str, MemoryTables]] = {}

@@ -1,4 +1,4 @@
-"""Backend for a log in a folder: an LMDB environment, with a journal of small appends in front of it
+"""Backend for a log in a folder: an LMDB environment, and a journal of small appends in front of it
 (docs/LOG_FORMAT.md).
 """
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class LockedFolder(HeldLog):
-    """Log kept from writers by holding its folder's lock."""
+    """Log held by its folder's lock, which excludes writers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class LockedFolder(HeldLog):
 
 
 class LmdbPlace(Place):
-    """A location is the path of the log's folder."""
+    """Place of a log in a folder. Its location is the folder's path."""
 
     scheme = "lmdb"
 
@@ -133,7 +133,7 @@ class LmdbPlace(Place):
         return LockedFolder(self._folder)
 
     def findings(self, *, held: bool) -> Iterator[Finding]:
-        """Find damage, up to the first fatal one: reading on could crash this process."""
+        """Find damage, up to the first fatal one: reading further could crash this process."""
         folder = self._folder
         path = folder / DATA_FILE_NAME
         try:
@@ -142,7 +142,7 @@ class LmdbPlace(Place):
             yield Finding(Severity.FATAL, "file", str(error))
             return
         unreadable = first_unreadable(path)
-        if unreadable is not None:  # a mapped page that the disk does not give
+        if unreadable is not None:  # mapped, such a page would kill the process
             yield Finding(Severity.FATAL, "file", unreadable)
             return
         if not held and is_locked(folder):
@@ -170,7 +170,7 @@ class LmdbPlace(Place):
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[FolderLock]:
-    """Hold the folder's lock. It is released if the body fails."""
+    """Hold the folder's lock; release it only if the body fails."""
     try:
         lock = FolderLock(folder)
     except OSError as error:
@@ -197,7 +197,7 @@ def _open(folder: Path, lock: FolderLock | None, instance_name: str, options: Op
 def _make(folder: Path, rows: Sequence[Row]) -> None:
     """Create a new log's file, which gets its name once it is complete. Raises LogFullError, LogSyncError."""
     partial = folder / _PARTIAL_FOLDER_NAME
-    shutil.rmtree(partial, ignore_errors=True)  # what was cut off
+    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted creation
     try:
         make_folder(partial)
         with new_environment(partial) as environment:

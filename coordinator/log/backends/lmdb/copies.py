@@ -1,4 +1,4 @@
-"""Copies logs into folders: the part cut off by an operator, and backups."""
+"""Copies logs into folders: the part that an operator has cut off, and backups."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COPIED_INCREMENTALLY = ("records", "checkpoints", *_WITH_CHECKPOINTS)
 
 
 def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
-    """Write ``rows`` into a log of its own below ``log``; returns its folder, named only once it is durable.
+    """Write ``rows`` into a separate log below ``log``; return its folder, which gets its name once it is durable.
 
     Raises LogError.
     """
@@ -97,11 +97,10 @@ def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterabl
 
 
 def update_copy(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
-    """Update the copy in ``target`` from ``source``; returns the number of records copied.
+    """Update the copy in ``target`` from ``source``; return the number of records copied.
 
-    One LMDB transaction does it all, so an interrupted update changes nothing.
-
-    Raises ValueError where ``target`` has something else.
+    One LMDB transaction does the whole update, so an interrupted one changes nothing. Raises ValueError if ``target``
+    has something else.
     """
     make_folder(target)
     if not log_exists(target) and {path.name for path in target.iterdir()} - _LEFT_OVER:
@@ -177,7 +176,7 @@ def _copy_records(source: View, writing: TableWriter, target: Path) -> int:
 def _copy_checkpoints(source: View, writing: TableWriter) -> None:
     """Copy the checkpoints that differ.
 
-    A header holds the checks of its parts, so equal headers mean equal checkpoints.
+    A header has the checks of its parts, so equal headers mean equal checkpoints.
     """
     theirs = {bytes(key): bytes(value) for key, value in source.scan("checkpoints")}
     ours = {bytes(key): bytes(value) for key, value in writing.view().scan("checkpoints")}

@@ -1,4 +1,4 @@
-"""Opens the LMDB environment of a log, after checking what must hold before its file is mapped."""
+"""Opens the LMDB environment of a log, after checks that must succeed before its file is mapped."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ MAP_SIZE_BYTES = 64 << 30  # sparse: costs address space, no disk
 READERS_WAIT_S = 5.0  # timeout for a reader's place at a start
 _READERS_POLL_INTERVAL_S = 0.05
 _TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
-DATABASES_MAX = 32  # more than this version has, so that a later version's can be opened beside them
+DATABASES_MAX = 32  # more than this version has, so that those of a later version can be opened, too
 
 
 def open_environment(
     folder: Path, *, readonly: bool, map_size_bytes: int, repairs: list[str] | None = None
 ) -> lmdb.Environment:
-    """Open the LMDB environment in ``folder``; an existing file is checked before it is mapped.
+    """Open the LMDB environment in ``folder``. An existing file is checked before it is mapped.
 
-    Messages about repairs by a writer are added to ``repairs``.
-    Raises LogFormatError (no LMDB file, or a truncated one), DamagedLogError (LMDB's own pages), LogLockedError (open
-    already in this process), LogUnavailableError (the next time it may be otherwise), LogError.
+    Messages about a writer's repairs are added to ``repairs``. Raises LogFormatError (not an LMDB file, or a truncated
+    one), DamagedLogError (LMDB's own pages), LogLockedError (already open in this process), LogUnavailableError (a
+    later attempt can succeed), LogError.
     """
     path = folder / DATA_FILE_NAME
     if path.exists():
@@ -89,7 +89,7 @@ def open_environment(
 def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
     """Open an environment; wait while LMDB's table of readers, which opening needs for a moment, is full.
 
-    Raises LogUnavailableError where there is none for READERS_WAIT_S, lmdb.Error, OSError.
+    Raises LogUnavailableError if it is full for READERS_WAIT_S, lmdb.Error, OSError.
     """
     until_s = time.monotonic() + READERS_WAIT_S
     while True:
@@ -106,7 +106,7 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
 
 
 def clear_dead_readers(environment: lmdb.Environment, folder: Path) -> None:
-    """Clear the places of readers that were killed: these would keep freed pages from being used again."""
+    """Clear the places of killed readers, which would keep freed pages from being reused."""
     with contextlib.suppress(OSError), files.clearing(folder):
         environment.reader_check()
 
@@ -128,14 +128,14 @@ def readers_full_error(folder: Path, holders: str) -> LogUnavailableError:
 
 
 def unavailable_error(folder: Path, error: lmdb.Error | OSError) -> LogUnavailableError | None:
-    """Return the error for a temporary failure: nothing is wrong with the log. None: the failure is permanent."""
+    """Return the error for a temporary failure, which is no fault of the log. None: the failure is permanent."""
     if isinstance(error, lmdb.TlsFullError | lmdb.MemoryError) or _code_of(error) in _TEMPORARY:
         return LogUnavailableError(f"the log in {folder} can't be opened for now: {error}; end what is not needed")
     return None
 
 
 def unreadable(folder: Path, error: lmdb.Error | struct.error, environment: lmdb.Environment) -> LogError:
-    """Translate the error of a failed read."""
+    """Return the log's error for a failed read."""
     if isinstance(error, lmdb.ReadersFullError):
         lines = [line.split() for line in environment.readers().splitlines()]
         holders = Counter(int(line[0]) for line in lines if line and line[0].isdecimal())
@@ -151,14 +151,14 @@ def _code_of(error: lmdb.Error | OSError) -> int:
 def _allocate_readers_table(folder: Path) -> None:
     """Allocate LMDB's table of readers, a mapped hole: on a full disk it would kill the process. Raises OSError."""
     path = folder / READERS_FILE_NAME
-    # To close a file drops the locks that this process has on it, and LMDB's would be: it is opened when there is need.
+    # Closing a file drops all locks of this process on it, LMDB's among them: so it is opened only if needed.
     if path.exists() and path.stat().st_blocks * 512 >= files.TABLE_SIZE_BYTES:
         return
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return  # a reader that may not write there gets along, or LMDB says what is wrong
+            return  # a reader without write access may still work; otherwise LMDB reports the problem
         raise
     try:
         os.posix_fallocate(descriptor, 0, files.TABLE_SIZE_BYTES)
@@ -172,19 +172,19 @@ def new_environment(folder: Path) -> lmdb.Environment:
 
 
 def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
-    # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; before that there is no choice.
+    # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; earlier versions have no choice.
     if _has_engines():
         options["lib_version"] = 0
     return lmdb.open(str(folder), max_dbs=DATABASES_MAX, mode=FILE_MODE, **options)
 
 
 def _check_pages(path: Path, *, readonly: bool) -> UnnamedTransaction | None:
-    """Run check_pages, and allow for a writer at work. Raises DamagedLogError, LogError."""
+    """Run check_pages; a writer may be at work. Raises DamagedLogError, LogError."""
     try:
         return check_pages(path)
     except PageError as error:
         if readonly and is_locked(path.parent):
-            return None  # a coordinator began to write meanwhile
+            return None  # a coordinator has begun to write
         raise DamagedLogError(
             f"{path} is damaged, in LMDB's own pages: {error}; restore the log from a copy", -1
         ) from error
@@ -202,8 +202,8 @@ def _name_last_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
     try:
         descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
-            # The first process to open the log tells others which transaction is the last: one that still has it open
-            # believes in the one before, and so would LMDB in this one. LMDB has a lock on this byte until it closes.
+            # The first process that opens the log tells others its last transaction: a process that still has it open
+            # would make LMDB here believe in the transaction before. LMDB locks this byte until it closes.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
             name_transaction(path, unnamed)
         finally:
@@ -232,9 +232,9 @@ def last_transaction_id(environment: lmdb.Environment) -> int:
 
 
 def error_of(folder: Path, error: lmdb.Error | OSError) -> LogError:
-    """Translate the error of a failed write to the log in ``folder``."""
+    """Return the log's error for a failed write to the log in ``folder``."""
     code = _code_of(error)
-    # LMDB reports a write that the disk took only in part as EIO: on a full disk that is no fault of the disk.
+    # LMDB reports a partial write as EIO: on a full disk that is no fault of the disk.
     if code in _FULL or isinstance(error, lmdb.DiskError) or (code == errno.EIO and _disk_is_full(folder)):
         return LogFullError(
             f"the disk of the log folder {folder} is full: the transaction was not written;"
@@ -250,16 +250,16 @@ def _disk_is_full(folder: Path) -> bool:
     return state.f_bavail * state.f_frsize < _ALMOST_FULL_BYTES
 
 
-# A log belongs to its owner alone. One made by an earlier version, or a copy, may be open to others.
+# A log belongs to its owner alone. An earlier version's log, or a copy, can be accessible to others.
 
 
 FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
 
 
 def restrict_log_modes(folder: Path) -> str | None:
-    """Remove other users' access to the log in ``folder``; returns a message, None where they had none.
+    """Remove other users' access to the log in ``folder``; return a message, None if they had none.
 
-    Only its own files, those that were cut off it, and their folders are changed.
+    Only the log's files, parts that were cut off it, and their folders are changed.
     """
     found = []
     try:
@@ -277,18 +277,18 @@ def restrict_log_modes(folder: Path) -> str | None:
 
 
 def remove_log(folder: Path) -> None:
-    """Remove the log's files, and its folder if it holds nothing else: an operator may have chosen a shared folder."""
+    """Remove the log's files, and its folder if nothing else is in it: an operator may have chosen a shared folder."""
     for name in FILE_NAMES:
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
-# Returning mapped memory.
+# Releasing mapped memory.
 #
-# LMDB reads through a shared mapping of its file. A page that was touched once stays mapped and counts as this
+# LMDB reads through a shared mapping of its file. A page that was once touched stays mapped and counts as this
 # process's memory, although the kernel could drop it at any time: a coordinator would seem to grow with its log. So
-# every now and then the mapping's pages are unmapped. They stay in the page cache, and a later read maps them again:
+# from time to time the mapping's pages are unmapped. They stay in the page cache, and a later read maps them again:
 # nothing is lost.
 
 
@@ -307,7 +307,7 @@ def _madvise() -> ctypes._NamedFuncPointer | None:
 
 
 class MappedPages:
-    """The mapping of one file in this process. Does nothing where there is no /proc or no madvise."""
+    """Mapping of one file in this process. Does nothing without /proc or madvise."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -315,9 +315,9 @@ class MappedPages:
         self._madvise = _madvise()
 
     def count_bytes_touched(self, size_bytes: int) -> None:
-        """Count bytes read or written, and release memory now and then.
+        """Count bytes read or written, and release memory from time to time.
 
-        The caller keeps the map from moving meanwhile.
+        The caller must keep the map from moving meanwhile.
         """
         self._touched_bytes += size_bytes
         if self._touched_bytes >= RELEASE_INTERVAL_BYTES:
@@ -331,7 +331,7 @@ class MappedPages:
             self._madvise(start, end - start, _MADV_DONTNEED)
 
     def _mappings(self) -> list[tuple[int, int]]:
-        """Start and end of each shared mapping of the file."""
+        """Return start and end of each shared mapping of the file."""
         try:
             inode = os.stat(self._path).st_ino
             lines = Path("/proc/self/maps").read_text().splitlines()

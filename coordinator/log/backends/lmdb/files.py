@@ -1,12 +1,9 @@
 """Files of a log's folder: LMDB's data file, checked without mapping it, the locks, and the high-water mark.
 
-Checks LMDB's data file without mapping it: that it is one, and is complete.
+One lock excludes a second coordinator; the others are LMDB's table of readers.
 
-Locks of a log's folder: one keeps a second coordinator off, the others are LMDB's table of readers.
-
-The high-water mark of a log: its last committed record, in a file of its own that damage to the log leaves alone.
-
-It is written after the commit and without a sync, so it can only be older than the log. docs/decisions/0014 has the
+The high-water mark is the log's last committed record, in a separate file, which damage to the log does not affect. It
+is written after the commit and without a sync, so it can only be older than the log. docs/decisions/0014 has the
 reasons.
 """
 
@@ -61,7 +58,7 @@ _READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 
 def log_exists(folder: str | os.PathLike[str]) -> bool:
-    """True if ``folder`` holds an LMDB file. Opening it tells whether it is one of our logs."""
+    """Return True if ``folder`` has an LMDB file. To open it tells whether it is one of our logs."""
     path = Path(folder) / DATA_FILE_NAME
     try:
         return path.exists() and not _is_unfinished(path)
@@ -70,7 +67,7 @@ def log_exists(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """True for a file left by an interrupted first backup, which is made in place, in two transactions.
+    """Return True for a file left by an interrupted first backup, which is made in place, in two transactions.
 
     Page 0 is then as LMDB initializes it, and page 1 is missing, or has at most the first transaction. No complete log
     has such a page 0, and an unfinished one has no other files.
@@ -94,12 +91,12 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def check_data_file(path: Path) -> None:
-    """Check that ``path`` is an LMDB 0.9 file with all the pages that it counts, without mapping it.
+    """Check, without mapping it, that ``path`` is an LMDB 0.9 file with all the pages that it counts.
 
     A page beyond the end of a mapped file kills the process that touches it. Raises LogFormatError.
     """
     needed_bytes = _needed_size_bytes(path)
-    size_bytes = path.stat().st_size  # after the meta pages: a live writer only ever makes the file longer
+    size_bytes = path.stat().st_size  # read after the meta pages: a live writer only makes the file longer
     if size_bytes < needed_bytes and not _all_used_pages_exist(path):
         raise LogFormatError(
             f"{path} is truncated: it has {size_bytes} bytes, its pages need {needed_bytes};"
@@ -108,7 +105,7 @@ def check_data_file(path: Path) -> None:
 
 
 def extend_data_file(path: Path) -> None:
-    """Give the file every page that LMDB counts, as a hole: LMDB may count free pages that it never wrote."""
+    """Extend the file to every page that LMDB counts, as a hole: LMDB can count free pages that it never wrote."""
     needed_bytes = _needed_size_bytes(path)
     if path.stat().st_size < needed_bytes:
         with path.open("r+b") as file:
@@ -117,7 +114,7 @@ def extend_data_file(path: Path) -> None:
 
 
 def _needed_size_bytes(path: Path) -> int:
-    """Return the size that the newest meta page asks for. Raises LogFormatError for anything but an LMDB 0.9 file."""
+    """Return the size by the newest meta page. Raises LogFormatError if ``path`` is not an LMDB 0.9 file."""
     try:
         with path.open("rb") as file:
             start = file.read(_META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size)
@@ -154,7 +151,7 @@ def _needed_size_bytes(path: Path) -> int:
 
 
 def _all_used_pages_exist(path: Path) -> bool:
-    """True if only free pages are missing at the file's end; False also where the installed py-lmdb cannot tell."""
+    """Return True if only free pages are missing at the file's end; False also if the py-lmdb can't tell."""
     try:
         with path.open("rb") as file:
             walker = _page_walk(_structure_walk(), file)
@@ -171,11 +168,11 @@ def _structure_walk() -> Any:
 
 
 def _page_walk(verify: Any, file: BinaryIO) -> Any:
-    """Make a walk of the module ``verify`` over a file's pages.
+    """Create a walk of the module ``verify`` over a file's pages.
 
     Its rule for overflow pages is stricter than LMDB: a large value that was replaced by a smaller one in the same
-    transaction keeps its pages, and so does a list of free pages that became shorter (mdb_cursor_put reuses pages that
-    are dirty). These pages count as pages of the value.
+    transaction keeps its pages, and so does a list of free pages that became shorter (mdb_cursor_put reuses dirty
+    pages). These pages count as pages of the value.
     """
 
     class PageWalk(verify._Verifier):  # type: ignore[misc]
@@ -196,9 +193,9 @@ def _page_walk(verify: Any, file: BinaryIO) -> Any:
 
 
 def structure_problems(path: Path) -> list[str] | None:
-    """Find problems of the file's pages by a walk in plain Python, which damage cannot crash.
+    """Find problems of the file's pages by a walk in plain Python, which damage can't crash.
 
-    None where the installed py-lmdb has no such walk. Only for a log that no process writes.
+    Returns None if the installed py-lmdb has no such walk. Only for a log that no process writes.
     """
     try:
         verify = _structure_walk()
@@ -234,7 +231,7 @@ def first_unreadable(path: Path) -> str | None:
         os.close(descriptor)
 
 
-# Syncing folders: which files exist, and under which names.
+# Syncing folders, which have the names of files.
 
 
 def sync_names(path: Path) -> None:
@@ -247,19 +244,19 @@ def sync_names(path: Path) -> None:
         try:
             sync_folder(folder)
         except PermissionError:
-            return  # a folder that we can't read has nothing of ours in it
+            return  # a folder that we can't read has none of our files
 
 
 LOCK_FILE_NAME = "lock"
 
-_TIMEOUT_S = 0.03  # :func:`is_locked` of a reader holds the lock for some microseconds: not worth a failed start
+_TIMEOUT_S = 0.03  # a reader's :func:`is_locked` holds the lock for some microseconds: not worth a failed start
 
 
 class FolderLock:
-    """Holds the folder's lock file until :meth:`release`, or until the process ends, however it ends."""
+    """Lock on a log's folder, held until :meth:`release`, or until the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock. Raises LogLockedError, which names the folder and the process that holds it."""
+        """Acquire the lock. Raises LogLockedError, which names the folder and the process that holds it."""
         path = folder / LOCK_FILE_NAME
         self._descriptor = open_lock(path)
         try:
@@ -273,7 +270,7 @@ class FolderLock:
                 f"the log folder {folder} is in use by {holder}: two coordinators must not write one log; stop that"
                 " process first"
             ) from None
-        with contextlib.suppress(OSError):  # a full disk: the lock is held without its text as well
+        with contextlib.suppress(OSError):  # on a full disk the lock is held without its text
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
@@ -284,7 +281,7 @@ class FolderLock:
 
 
 def lock_holder(folder: Path) -> str | None:
-    """Describe the process that holds the lock; None where the lock's file does not name it yet."""
+    """Describe the process that holds the lock; None if the lock's file does not name it yet."""
     try:
         descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -297,7 +294,7 @@ def lock_holder(folder: Path) -> str | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """True while a process writes this log."""
+    """Return True while a process writes this log."""
     try:
         descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -311,16 +308,16 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-# The table of readers of a log's LMDB environment (lock.mdb), cleaned when it has no free place left.
+# Table of readers of a log's LMDB environment (lock.mdb). It is cleaned when it is full.
 #
-# LMDB clears the places of killed processes only in an open environment, which itself needs a place. So this clears
-# them from outside, as LMDB does: a live process has a lock on the byte with its number. It holds a lock of ours on
-# the log's folder meanwhile: a place that two processes clear could belong to a third one in between.
+# LMDB clears the places of killed processes only in an open environment, which itself needs a place. So this code
+# clears them from outside, by LMDB's rule: a live process has a lock on the byte with its number. It holds a lock on
+# the log's folder meanwhile: otherwise a place that two processes clear could belong to a third one in between.
 
 
 READERS_FILE_NAME = "lock.mdb"
 
-READERS_MAX = 512  # the first opener's value counts for all, so every opener passes the same
+READERS_MAX = 512  # the first opener's value counts for all, so every opener passes the same value
 
 _LOCK_WAIT_S = 1.0  # it is held for a millisecond
 
@@ -328,7 +325,7 @@ _HEAD_SIZE_BYTES = 128
 
 _PLACE_SIZE_BYTES = 64
 
-TABLE_SIZE_BYTES = _HEAD_SIZE_BYTES + _PLACE_SIZE_BYTES * READERS_MAX  # as LMDB lays it out
+TABLE_SIZE_BYTES = _HEAD_SIZE_BYTES + _PLACE_SIZE_BYTES * READERS_MAX  # LMDB's layout
 
 _PID_OFFSET_BYTES = 8
 
@@ -336,12 +333,12 @@ _PID = struct.Struct("=i")
 
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
-_descriptors: dict[Path, int] = {}  # never closed: that would drop the locks that this process has on the file by then
+_descriptors: dict[Path, int] = {}  # never closed: that would drop all locks of this process on the file
 
 
 @contextlib.contextmanager
 def clearing(folder: Path) -> Iterator[None]:
-    """Lock out others that would clear readers' places meanwhile. Raises OSError."""
+    """Exclude other processes that clear readers' places. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         acquire_lock(descriptor, _LOCK_WAIT_S)
@@ -351,7 +348,7 @@ def clearing(folder: Path) -> Iterator[None]:
 
 
 def clear_dead_readers(folder: Path) -> Counter[int]:
-    """Free the places of ended processes; returns the number of places of each other process. Raises OSError."""
+    """Free the places of ended processes; return the number of places of each other process. Raises OSError."""
     with clearing(folder):
         descriptor = _descriptors.get(folder)
         if descriptor is None:
@@ -379,7 +376,7 @@ def _is_living(descriptor: int, pid: int) -> bool:
 
 
 def describe_readers(readers: Counter[int]) -> str:
-    """Describe the processes that hold readers' places, largest number first."""
+    """Describe the processes that hold readers' places, those with the most places first."""
     found = [f"process {pid}{_named(pid)} has {count}" for pid, count in readers.most_common(3)]
     return ", ".join(found) + (", others the rest" if len(readers) > len(found) else "")
 
@@ -395,7 +392,7 @@ FILE_NAME = "high-water-mark"
 
 _MARK_MAGIC = b"IMH1"
 
-_MAGIC_AUTHENTICATED = b"IMH2"  # has a MAC in place of the CRC
+_MAGIC_AUTHENTICATED = b"IMH2"  # with a MAC instead of the CRC
 
 _CHECKED = struct.Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
 
@@ -408,19 +405,19 @@ class Mark(Struct, frozen=True):
 
 
 class HighWaterMark:
-    """The mark of the log in ``folder``; the file is opened by the first :meth:`put`."""
+    """High-water mark of the log in ``folder``; the first :meth:`put` opens the file."""
 
     def __init__(self, folder: Path, identity: LogIdentity, mac: Mac | None = None) -> None:
-        """``mac``: that of an authenticated log, where its key is at hand."""
+        """``mac``: MAC function of an authenticated log, if its key is available."""
         self.path = folder / FILE_NAME
         self._mac = mac
         self._seed = identity.check
         self._descriptor: int | None = None
 
     def read(self) -> Mark | None:
-        """Read the mark. None where there is none, or it can't be checked without the log's key.
+        """Read the mark; None if there is none, or it can't be checked without the log's key.
 
-        Raises ValueError for a damaged one, or one that the log's key did not make; OSError.
+        Raises ValueError if it is damaged or was not written with the log's key, OSError.
         """
         try:
             data = self.path.read_bytes()
@@ -442,7 +439,7 @@ class HighWaterMark:
         raise ValueError(f"{self.path} is damaged, or of another log: it is left out")
 
     def missing_data(self, view: View, mark: Mark | None) -> str | None:
-        """Describe committed data that the log lacks, compared with ``mark``; None: nothing is missing."""
+        """Describe committed data that the log lacks, according to ``mark``; None: nothing is missing."""
         if mark is None:
             return None
         _, last = first_and_last_sequence_id(view)
@@ -453,7 +450,7 @@ class HighWaterMark:
             return f"{what}: the log in {self.path.parent} ends with record {last}, {self._way_out(mark)}"
         value = view.get("records", SEQUENCE_KEY.pack(mark.sequence_id))
         if value is None or check_of(value) == mark.check or not _is_sound(value, mark.sequence_id):
-            return None  # trimmed; equal; or damaged, which reading it reports
+            return None  # trimmed; equal; or damaged, which is reported when it is read
         return (
             f"record {mark.sequence_id} is not the one that was committed: the log in {self.path.parent} is another"
             f" copy, {self._way_out(mark)}"
@@ -467,7 +464,7 @@ class HighWaterMark:
         )
 
     def put(self, sequence_id: int, value: Readable) -> None:
-        """Note that a record is durable. If the mark can't be written, it stays older than it could be."""
+        """Note that a record is durable. If the mark can't be written, it stays at an earlier record."""
         with contextlib.suppress(OSError):
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)

@@ -1,8 +1,8 @@
-"""The journal in front of LMDB: small commits are appended to a file with one sync each, and reach the tables together.
+"""Journal in front of LMDB: small commits are appended to a file with one sync each, and reach the tables together.
 
 An LMDB transaction of one small record writes six pages, syncs, writes its meta page, and syncs again. A journal entry
-is one write to existing blocks. Entries hold rows of tables, and the ID of the LMDB transaction that they follow. The
-next LMDB transaction puts all of them into the tables, which makes them obsolete.
+is one write to existing blocks. An entry has rows of tables, and the ID of the LMDB transaction that it follows. The
+next LMDB transaction puts all entries into the tables, which makes them obsolete.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from immortal.protocol.checksum import crc64
 from immortal.protocol.files import FILE_MODE, sync_folder
 
 FILE_NAME = "journal"
-PARTIAL_FILE_NAME = "journal.new"  # its name until it has all its blocks: a shorter journal was truncated
-FILE_SIZE_BYTES = 1 << 20  # bounds what a start moves into the tables: milliseconds
+PARTIAL_FILE_NAME = "journal.new"  # its name until it has all its blocks, so that a shorter journal is a truncated one
+FILE_SIZE_BYTES = 1 << 20  # limits what a start moves into the tables: milliseconds
 ENTRY_SIZE_BYTES_MAX = 32 << 10  # larger ones gain nothing
 
 
@@ -35,25 +35,25 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Journal:
-    """The writer's end. What is in the tables says that there is one from :meth:`make` until before :meth:`remove`."""
+    """Journal of a writer. The tables refer to it from :meth:`make` until just before :meth:`remove`."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
         self.nonce = secrets.randbits(63) | 2  # unique to this opening of the log
         self._path = folder / FILE_NAME
         self._seed = identity.check
         self._descriptor: int | None = None
-        self._buffer = mmap.mmap(-1, ENTRY_SIZE_BYTES_MAX)  # aligned, as writes past the page cache must be
+        self._buffer = mmap.mmap(-1, ENTRY_SIZE_BYTES_MAX)  # aligned, as writes past the page cache require
         self._transaction_id: int | None = None
         self._offset_bytes = 0
         self._number = 0
 
     def restart(self, transaction_id: int) -> None:
-        """Start anew at offset 0: the LMDB transaction ``transaction_id`` has all entries."""
+        """Start again at offset 0: the LMDB transaction ``transaction_id`` has all entries."""
         self._transaction_id = transaction_id
         self._offset_bytes = self._number = 0
 
     def append(self, rows: Sequence[Row]) -> bool:
-        """Make ``rows`` durable; False if they don't fit, or there is no journal. Raises OSError."""
+        """Make ``rows`` durable; return False if they don't fit, or there is no journal. Raises OSError."""
         if self._transaction_id is None or self._descriptor is None:
             return False
         packed = _encode(rows)
@@ -71,9 +71,9 @@ class Journal:
         return True
 
     def make(self) -> bool:
-        """Give the file all its blocks, then its name; False where the disk has no room for them.
+        """Create the file with all its blocks, then give it its name; return False if the disk has no room for them.
 
-        Takes the place of the one before: all entries must be in the tables.
+        It replaces the earlier journal: all entries must be in the tables.
         """
         partial = self._path.with_name(PARTIAL_FILE_NAME)
         try:
@@ -88,7 +88,7 @@ class Journal:
             sync_folder(self._path.parent)
             try:
                 self._descriptor = self._open_checked(os.O_DIRECT)
-            except OSError:  # not every file system has O_DIRECT, and some say so only when they are written to
+            except OSError:  # not every file system has O_DIRECT, and some report that only at a write
                 self._descriptor = self._open_checked(0)
         except OSError:
             with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class Journal:
     def _open_checked(self, flags: int) -> int:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC | flags)
         try:
-            with memoryview(self._buffer)[:BLOCK_SIZE_BYTES] as block:  # zeros, as all of the file: none was used yet
+            with memoryview(self._buffer)[:BLOCK_SIZE_BYTES] as block:  # zeros, like the rest of the unused file
                 os.pwrite(descriptor, block, 0)
         except OSError:
             os.close(descriptor)
@@ -111,7 +111,7 @@ class Journal:
             self._descriptor = None
 
     def remove(self) -> None:
-        """Close it. Nothing in it may count any more."""
+        """Close the journal and remove its file. No entry may be needed any more."""
         self.close()
         self._path.unlink(missing_ok=True)
 
@@ -119,7 +119,7 @@ class Journal:
 # The entries of a journal, byte by byte: docs/LOG_FORMAT.md, "The journal". No I/O.
 
 
-BLOCK_SIZE_BYTES = 4096  # an entry begins with one: what is durable already is never written again
+BLOCK_SIZE_BYTES = 4096  # an entry begins with a block, so that durable bytes are never written again
 MAGIC = b"IMJ2"
 CHECKED = struct.Struct("<4sIQQQ")  # covered by the CRC that follows: magic, size of the rows, the fields of Place
 _CRC_SIZE_BYTES = 8
@@ -128,7 +128,7 @@ ROWS = decoding.Decoder(list[tuple[str, bytes, bytes]])
 
 
 class Place(Struct, frozen=True):
-    """Place of an entry in its journal: entries come in this order."""
+    """Place of an entry in its journal. Entries are in this order."""
 
     transaction_id: int  # LMDB transaction that the entry follows
     number: int  # counts entries after that transaction, from 0
@@ -136,7 +136,7 @@ class Place(Struct, frozen=True):
 
 
 def place_of(data: bytes) -> Place | None:
-    """Return the place that the entry at the front of ``data`` names; None: there is no entry."""
+    """Return the place in the entry at the start of ``data``; None: there is no entry."""
     if data[:4] != MAGIC or len(data) < HEADER_SIZE_BYTES:
         return None
     return Place(*CHECKED.unpack_from(data)[2:])
@@ -153,7 +153,7 @@ def encode_entry(seed: int, transaction_id: int, number: int, nonce: int, packed
 
 
 def decode_entry(data: bytes, seed: int, place: Place) -> bytes | None:
-    """Decode the rows of the entry at the start of ``data``; None unless it is the expected entry, and complete."""
+    """Decode the rows of the entry at the start of ``data``; None if it is not the expected entry, or incomplete."""
     if place_of(data) != place:
         return None
     checked = data[: CHECKED.size]

@@ -1,10 +1,10 @@
 """Checks the pages of an LMDB file before it is mapped, since LMDB trusts them unchecked.
 
 LMDB's inner pages have no checksums. A flipped bit there can make rows vanish, or bring back an older page in which
-every value has valid check bytes. So a log is opened for writing only after a walk over the pages of LMDB's main table
-and of all our tables but the large ones. Of ``records``, ``chunks`` and ``outputs`` only the outermost pages are
-walked: a reader notices what is missing between them. Each page must hold its own number, have the right kind and be in
-no list of free pages; keys must ascend; a table must have as many rows as it counts.
+every value has valid check bytes. So before a log is opened for writing, the pages of LMDB's main table and of all our
+tables except the large ones are checked. Of ``records``, ``chunks`` and ``outputs`` only the outermost pages are
+checked: a reader notices what is missing between them. Each page must have its own number, have the right kind and be
+in no list of free pages; keys must ascend; a table must have as many rows as it counts.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Meta(Struct, frozen=True):
 
 
 class UnnamedTransaction(Struct, frozen=True):
-    """Transaction with all pages synced, whose meta page still has the ID of the transaction two before.
+    """Transaction with all pages synced, but whose meta page still has the ID of the transaction two before.
 
-    So LMDB leaves it when the sync of that meta page fails, and so does one flipped bit in the page of a transaction
-    that was durable. Which of them it was can't be told, so the transaction counts.
+    LMDB leaves this state if the sync of that meta page fails. One flipped bit in the page of a durable transaction
+    causes it, too. The two can't be distinguished, so the transaction counts.
     """
 
     transaction_id: int
@@ -89,9 +89,9 @@ class _Node(Struct, frozen=True):
 
 
 def check_pages(path: Path) -> UnnamedTransaction | None:
-    """Check a log's pages. Returns the last transaction if its meta page names another one; None if all is right.
+    """Check a log's pages. Return the last transaction if its meta page names another one; None if all is right.
 
-    Raises PageError, and OSError where the file cannot be read. Only for a log that no process writes.
+    Raises PageError, and OSError if the file can't be read. Only for a log that no process writes.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -114,7 +114,7 @@ def name_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
 
 
 def decode_meta(data: bytes) -> Meta:
-    """Decode a meta page. ``data`` begins behind the page header."""
+    """Decode a meta page. ``data`` begins after the page header."""
     _, _, _, _, free, main, last_page, transaction_id = _META.unpack_from(data)
     return Meta(Table.decode(free), Table.decode(main), last_page, transaction_id)
 
@@ -154,7 +154,7 @@ class _Walk:
         return os.pread(self._descriptor, size_bytes, offset_bytes)
 
     def _page(self, number: int, kind: int) -> tuple[bytes, int]:
-        """Read a page of a table, and count its nodes."""
+        """Read a page of a table; return it with its number of nodes."""
         if not 2 <= number <= self._last_page:
             raise PageError(f"there is no page {number}")
         if number in self._seen:
@@ -212,13 +212,13 @@ class _Walk:
             taken = used.intersection(pages)
             if taken:
                 raise PageError(f"page {min(taken)} is used, and listed as free: it is of an earlier transaction")
-        if newest > 1 and freed_by != newest:  # the first one frees nothing, all others their table of tables
+        if newest > 1 and freed_by != newest:  # the first one frees nothing, all others free their table of tables
             raise PageError(f"the meta page of transaction {newest} belongs to transaction {freed_by}")
 
     def _check_older(self) -> UnnamedTransaction | None:
         """Check the other meta page: it describes the log a transaction ago, or would if its ID were not older.
 
-        Its pages may have been overwritten by a transaction that a crash interrupted: then its ID counts as right.
+        A transaction that a crash interrupted can have overwritten its pages: then its ID counts as right.
         """
         self._seen.clear()
         older = self._older.transaction_id
@@ -243,9 +243,9 @@ class _Walk:
         return UnnamedTransaction(freed_by, self._last_of(self._older), freed_by & 1, self._page_size_bytes)
 
     def _last_of(self, meta: Meta) -> int:
-        """Return the last page that is used or listed as free. Pages behind it may be left by failed transactions.
+        """Return the last page that is used or listed as free. Failed transactions can leave pages after it.
 
-        Where a large table is damaged, which its reader will find: the last one that there is.
+        If a large table is damaged, which its reader will find: return the last existing page.
         """
         self._seen.clear()
         tables = [(_FREE, meta.free), ("main", meta.main)]
@@ -276,7 +276,7 @@ class _Walk:
                 raise PageError(f"the table {shown!r} counts {table.entries} rows and has no page")
             return
         first, last = self._outermost(table, shown)
-        if name == b"records" and table.entries > last - first + 1:  # fewer: a reader finds the gap, and can name it
+        if name == b"records" and table.entries > last - first + 1:  # fewer: a reader finds and names the gap
             raise PageError(f"the table 'records' counts {table.entries} rows, but goes from record {first} to {last}")
 
     def _leaves(self, table: Table, name: str) -> Iterator[tuple[int, bytes, _Node]]:
@@ -289,7 +289,7 @@ class _Walk:
         count = 0
         last_key: bytes | None = None
         floor = b""
-        waiting = [(table.root, table.depth, b"")]  # page, depth left, the key that its first one must not be below
+        waiting = [(table.root, table.depth, b"")]  # page, depth left, lowest allowed key
         while waiting:
             number, depth, lowest = waiting.pop()
             floor = max(floor, lowest)
@@ -319,13 +319,13 @@ class _Walk:
             raise PageError(f"the table {name!r} says that it is {table.depth} pages deep")
 
     def _outermost(self, table: Table, name: str) -> tuple[int, int]:
-        """Return the numbers with which the first and the last key begin; reads only the outermost pages."""
+        """Return the numbers at the start of the first and the last key; read only the outermost pages."""
         self._check_depth(table, name)
         ends = []
         for last in (False, True):
             number = table.root
             for depth in range(table.depth, 0, -1):
-                self._seen.discard(number)  # the root is on both ways, and others may be
+                self._seen.discard(number)  # the root is on both paths, and other pages can be
                 page, nodes = self._page(number, _LEAF if depth == 1 else _BRANCH)
                 node = self._node(number, page, nodes - 1 if last else 0)
                 number = node.child
@@ -333,7 +333,7 @@ class _Walk:
         return ends[0], ends[1]
 
     def _free_lists(self, meta: Meta) -> Iterator[tuple[int, Sequence[int]]]:
-        """Transactions, in their order, and the pages that each of them freed."""
+        """Yield transactions in order, each with the pages that it freed."""
         for number, page, node in self._leaves(meta.free, _FREE):
             if node.flags & _BIG_DATA:
                 (at,) = struct.unpack_from("=Q", page, node.data_offset)
@@ -350,4 +350,4 @@ class _Walk:
 def _ascends(name: str, key: bytes, next_key: bytes) -> bool:
     if name != _FREE:
         return key < next_key
-    return int.from_bytes(key, sys.byteorder) < int.from_bytes(next_key, sys.byteorder)  # LMDB's own are integers
+    return int.from_bytes(key, sys.byteorder) < int.from_bytes(next_key, sys.byteorder)  # LMDB's own keys are integers

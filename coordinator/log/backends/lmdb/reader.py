@@ -1,8 +1,6 @@
-"""Reads a log in LMDB beside a process that may write it: the journal's newest entries, on top of a snapshot of LMDB.
+"""Reads a log in LMDB beside a process that can write it: a snapshot of LMDB, and the journal's new entries on top.
 
-Reads the journal entries that LMDB's tables do not have yet, at a writer's start and beside a writer.
-
-Reads a log in LMDB beside a process that may write it: a snapshot of LMDB, and the journal on top.
+A writer reads the journal in the same way when it starts.
 """
 
 from __future__ import annotations
@@ -55,17 +53,17 @@ from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequen
 
 
 class JournalReader:
-    """Reads the journal entries behind an LMDB transaction. Repeated reads of one journal read only what is new."""
+    """Reader of journal entries after an LMDB transaction. Repeated reads of one journal read only new entries."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
-        self.repairs: list[str] = []  # repaired damage, as messages
-        self.left_out: list[str] = []  # incomplete entries, as messages
+        self.repairs: list[str] = []  # messages about repaired damage
+        self.left_out: list[str] = []  # messages about incomplete entries
         self._path = folder / FILE_NAME
         self._seed = identity.check
         self._next = Place(-1, 0, 0)
         self._offset_bytes = 0
         self._rows: JournalRows = {}
-        self._tried = self._next  # where a search for a flipped bit failed: one takes a second for a large entry
+        self._tried = self._next  # last failed search for a flipped bit, which takes a second for a large entry
 
     def rows(
         self,
@@ -74,11 +72,11 @@ class JournalReader:
         nonce: Callable[[], int | None] = lambda: None,
         may_repair: Callable[[], bool] = lambda: True,
     ) -> JournalRows:
-        """Return the rows of entries behind the LMDB transaction ``transaction_id``. Don't change them.
+        """Return the rows of entries after the LMDB transaction ``transaction_id``. Don't change them.
 
-        ``nonce``: the journal's nonce as that transaction gives it, None: there is no journal. ``may_repair``: returns
-        True if an invalid entry can't be one that is being written now; then a flipped bit is repaired. Raises
-        DamagedLogError where an entry is damaged, or the file is missing.
+        ``nonce``: returns the journal's nonce in that transaction; None: there is no journal. ``may_repair``: returns
+        True if no process can be writing an invalid entry now; then a flipped bit is repaired. Raises DamagedLogError
+        if an entry is damaged, or the file is missing.
         """
         first_look = transaction_id != self._next.transaction_id
         if first_look:
@@ -118,8 +116,8 @@ class JournalReader:
     def make_durable(self) -> None:
         """Make all returned entries durable. Raises OSError.
 
-        One of a write that failed can be read and may be on no disk; to sync it once more would do nothing, since the
-        kernel believes that it wrote it.
+        An entry of a failed write can be readable without being on disk. Another sync would do nothing, since the
+        kernel believes that it has written the entry; so it is written again.
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -146,10 +144,10 @@ class JournalReader:
             self._rows = {**self._rows, **rows}
 
     def _check_end(self, descriptor: int) -> None:
-        """Check that no valid entry follows the last one: entries are written one after the other.
+        """Check that no valid entry follows the last one, since entries are written one after the other.
 
-        And none names a transaction that is not there, since that was durable before the entry was written; nor another
-        life of this log, since each begins a file of its own.
+        No entry may follow a missing transaction, which was durable before the entry was written. None may be from
+        another opening of this log, since each opening begins a new file.
         """
         rest = os.pread(descriptor, FILE_SIZE_BYTES, self._offset_bytes)
         for start in range(0, len(rest) - HEADER_SIZE_BYTES + 1, BLOCK_SIZE_BYTES):
@@ -174,7 +172,7 @@ class JournalReader:
                 continue
             again = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
             if decode_entry(again, self._seed, self._next) is not None:
-                return  # a live writer has gone on
+                return  # a live writer has continued
             raise DamagedLogError(
                 f"entry {self._next.number} of {self._path} is damaged, with commits behind it: restore the log from a"
                 " copy",
@@ -182,7 +180,7 @@ class JournalReader:
             )
 
     def _repaired(self, data: bytes, may_repair: Callable[[], bool]) -> bytes | None:
-        """Return the rows of an entry that differs by one bit from the entry expected here."""
+        """Return the rows of an entry that differs by one bit from the expected entry; None if it does not."""
         if len(data) < HEADER_SIZE_BYTES:
             return None
         magic, size_bytes, *place = CHECKED.unpack_from(data)
@@ -212,10 +210,10 @@ class JournalReader:
 
 
 class LmdbReader(ReadBackend):
-    """Reads a log in a folder beside its writer. No transaction stays open between two views."""
+    """Reader of a log in a folder, beside its writer. No transaction stays open between two views."""
 
     def __init__(self, folder: Path, instance_name: str | None) -> None:
-        """Raises LogFormatError, LogIdentityError, DamagedLogError, LogLockedError (open already in this process)."""
+        """Open the log. Raises LogFormatError, LogIdentityError, DamagedLogError, LogLockedError (open here)."""
         self.where = str(folder)
         self._folder = folder
         self._environment = open_environment(folder, readonly=True, map_size_bytes=0)
@@ -240,7 +238,7 @@ class LmdbReader(ReadBackend):
             raise unreadable(self._folder, error, self._environment) from error
 
     def _begin(self, *, buffers: bool) -> tuple[ReadTransaction, JournalRows]:
-        """Begin a transaction; returns it with the journal's rows behind it. Raises lmdb.Error, DamagedLogError."""
+        """Begin a transaction; return it with the journal's rows after it. Raises lmdb.Error, DamagedLogError."""
         abandoned_id = None
         while True:
             try:
@@ -259,8 +257,8 @@ class LmdbReader(ReadBackend):
                 transaction.abort()
                 raise
             transaction.abort()
-            # The writer has gone on, and its journal may have begun anew. Or it died before it told LMDB's readers of
-            # its last commit: then they stay where they are, and the journal is unchanged since.
+            # The writer has continued, and its journal may have begun again. Or it died before it told LMDB's readers
+            # its last commit: then they stay at that transaction, and the journal is unchanged since.
             abandoned_id = None if self.is_live() else transaction_id
 
     def _journaled(self, transaction_id: int, tables: LmdbView) -> JournalRows | DamagedLogError:
@@ -277,14 +275,14 @@ class LmdbReader(ReadBackend):
 
     def findings(self, mac: Mac | None) -> Iterator[Finding]:
         with self.view():
-            pass  # reads the journal
+            pass  # this reads the journal
         for problem in self._journal.repairs:
             yield Finding(Severity.DAMAGE, "journal", f"{problem}; the next start makes that last")
         for problem in self._journal.left_out:
             yield Finding(Severity.NOTE, "journal", problem)
         high_water_mark = HighWaterMark(self._folder, self.identity, mac)
         try:
-            mark = high_water_mark.read()  # before the log: a live writer may go on
+            mark = high_water_mark.read()  # before the log, since a live writer can continue
         except (OSError, ValueError) as error:
             yield Finding(Severity.NOTE if mac is None else Severity.DAMAGE, "high-water mark", str(error))
             return

@@ -1,4 +1,4 @@
-"""Tables of a log in LMDB: views of a read transaction with the journal's rows on top, and writing."""
+"""Tables of a log in LMDB: views of a read transaction with the journal's rows on top, and a writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from immortal.coordinator.log.format import (
 from immortal.coordinator.log.identity import check_format, meta_value
 from immortal.protocol.varint import Readable
 
-Tables: TypeAlias = dict[str, "lmdb._Database"]  # the log's tables, by name
+Tables: TypeAlias = dict[str, "lmdb._Database"]  # by name
 ReadTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 JournalRows: TypeAlias = dict[tuple[str, bytes], Readable]  # by table and key
 Rows: TypeAlias = Iterator[tuple[Readable, Readable]]
@@ -37,7 +37,7 @@ def view_of(transaction: ReadTransaction, tables: Tables, rows: JournalRows) -> 
 
 
 class LmdbView(View):
-    """View of LMDB's tables alone. Rows come from LMDB's own iterators, without Python code per row."""
+    """View of LMDB's tables alone. LMDB's own iterators yield the rows, without Python code per row."""
 
     def __init__(self, transaction: ReadTransaction, tables: Tables) -> None:
         self._transaction = transaction
@@ -96,7 +96,7 @@ class OverlaidView(LmdbView):
         return _descending(under, over) if over else under
 
     def size(self, table: str) -> TableSize:
-        """Estimate a table's size: rows that are in both places count twice."""
+        """Estimate a table's size. Rows in both the table and the journal count twice."""
         size_bytes, rows_count = super().size(table)
         return TableSize(size_bytes, rows_count + len(rows_of_table(self._rows, table)))
 
@@ -129,7 +129,7 @@ def _descending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
 
 
 def rows_of_table(rows: JournalRows, table: str) -> list[tuple[bytes, Readable]]:
-    """Return the rows of one table in the order of their keys."""
+    """Return the rows of one table, ordered by key."""
     return sorted([(key, value) for (name, key), value in rows.items() if name == table], key=_key_of)
 
 
@@ -152,7 +152,7 @@ def make_tables(environment: lmdb.Environment) -> Tables:
 def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
     """Open the tables of an existing log.
 
-    Raises LogFormatError when one is missing or the log is of another format version, and DamagedLogError.
+    Raises LogFormatError if one is missing or the log has another format version, DamagedLogError.
     """
     try:
         meta = environment.open_db(b"meta", create=False)
@@ -167,7 +167,7 @@ def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
 
 
 def _open_table(environment: lmdb.Environment, name: str) -> lmdb._Database | None:
-    """Return a table; None for one of seals that the log does not have. Raises lmdb.NotFoundError for another one."""
+    """Return a table; None for a table of seals that the log lacks. Raises lmdb.NotFoundError for any other one."""
     try:
         return environment.open_db(name.encode(), create=False)
     except lmdb.NotFoundError:
@@ -182,7 +182,7 @@ def journal_nonce(view: LmdbView) -> int | None:
 
 
 class TableWriter:
-    """Write transaction with the log's tables; a missing table is created by its first row."""
+    """Write transaction with the log's tables; the first row of a missing table creates it."""
 
     def __init__(self, environment: lmdb.Environment, transaction: WriteTransaction, tables: Tables) -> None:
         self.transaction = transaction

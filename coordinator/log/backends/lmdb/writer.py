@@ -47,7 +47,7 @@ from immortal.coordinator.log.format import (
 from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, read_identity
 
 MAP_SIZE_BYTES_MAX = 1 << 40
-# Tables of small appends, which go to the journal with one sync. Other appends take LMDB's two.
+# Tables of small appends, which go to the journal with one sync. Other appends need LMDB's two.
 _JOURNALED = frozenset(("sources", "acknowledged", "verdicts", "letters", "record_seals"))
 _JOURNALED_META = frozenset((META_SUSPECT, META_SEAL))
 
@@ -55,12 +55,12 @@ Result = TypeVar("Result")
 
 
 class LmdbBackend(Backend):
-    """The lock keeps other writers off, so there is no term."""
+    """Backend that writes a log in LMDB. A lock excludes other writers, so it has no term."""
 
     fence = 0
 
     def __init__(self, folder: Path, lock: FolderLock | None, instance_name: str, options: Options) -> None:
-        """``lock``: this one's from here on; None: somebody else in this process holds it. Raises as Storage.open."""
+        """``lock``: owned by this object from now on; None: this process already holds it. Raises like Place.open."""
         self.where = str(folder)
         self.repairs: list[str] = []
         self._folder = folder
@@ -68,9 +68,9 @@ class LmdbBackend(Backend):
         self._map_size_bytes_max = options.size_bytes_max or MAP_SIZE_BYTES_MAX
         self._write_lock = threading.RLock()
         self._sync_delay_s = sync_delay_s()
-        self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
+        self._map_lock = threading.Lock()  # held while a read transaction is open, since the map must not move then
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
-        self._has_journal: bool | None = None  # None: unknown until the first small append makes it
+        self._has_journal: bool | None = None  # None: unknown until the first small append creates it
         self.environment = open_environment(
             folder, readonly=False, map_size_bytes=options.size_bytes or MAP_SIZE_BYTES, repairs=self.repairs
         )
@@ -91,14 +91,14 @@ class LmdbBackend(Backend):
         self.identity = identity
         journal = JournalReader(self._folder, identity)
         try:
-            self.environment.sync(True)  # a copy, say: entries of the journal follow what it has
+            self.environment.sync(True)  # the log can be a copy: entries of the journal follow its content
         except lmdb.Error as error:
             raise error_of(self._folder, error) from error
         transaction_id = last_transaction_id(self.environment)
         with self.environment.begin(buffers=True) as transaction:
             nonce = journal_nonce(LmdbView(transaction, self.tables))
-        self._needs_journal = nonce is not None  # as the tables say
-        # Durable entries behind that transaction are in no table yet: the next write to LMDB takes them in.
+        self._needs_journal = nonce is not None  # the tables refer to a journal
+        # Durable entries after that transaction are in no table yet: the next write to LMDB adds them.
         rows = journal.rows(transaction_id, nonce=lambda: nonce)
         try:
             if rows:
@@ -124,7 +124,7 @@ class LmdbBackend(Backend):
                 while True:
                     self.raise_failure()
                     transaction_id, rows = self.journaled
-                    rows = dict(rows)  # an append in another thread may go on
+                    rows = dict(rows)  # an append in another thread can continue
                     with begin_reading(self.environment, self._folder, buffers=not copies) as transaction:
                         if not rows or transaction.id() == transaction_id:
                             yield view_of(transaction, self.tables, rows)
@@ -180,7 +180,7 @@ class LmdbBackend(Backend):
             extend_data_file(self._folder / DATA_FILE_NAME)
 
     def _append_to_journal(self, append: Append) -> bool:
-        """Make it durable without LMDB; False where there is no room, or no journal."""
+        """Make the append durable without LMDB; return False if there is no room, or no journal."""
         self.raise_failure()
         if self._has_journal is None:
             self._make_journal()
@@ -206,10 +206,10 @@ class LmdbBackend(Backend):
 
     def _make_journal(self) -> None:
         """Create the journal. Its file exists as long as the tables refer to it."""
-        self.flush()  # the file may hold entries that count
+        self.flush()  # an existing file can have valid entries
         made = self._journal.make()
         if made:
-            self._needs_journal = True  # before the commit: if it fails, it may be durable all the same
+            self._needs_journal = True  # set before the commit, which can be durable even if it fails
             row = meta_row(META_JOURNAL, self._journal.nonce)
             self._write(lambda writing: writing.put_rows((row,)))
         self._has_journal = made
@@ -233,7 +233,7 @@ class LmdbBackend(Backend):
                         time.sleep(self._sync_delay_s)
                     return
                 except lmdb.MapFullError:
-                    self._grow()  # the transaction was aborted: nothing of it is lost, it is done again
+                    self._grow()  # the transaction was aborted, and is done again: nothing is lost
                 except lmdb.Error as error:
                     self.failure = error_of(self._folder, error)
                     raise self.failure from error
@@ -289,7 +289,7 @@ class LmdbBackend(Backend):
             self._write(lambda writing: None)
 
     def close(self) -> None:
-        with contextlib.suppress(LogError):  # the next start takes it in
+        with contextlib.suppress(LogError):  # otherwise the next start does it
             if self._needs_journal:
                 self._write(TableWriter.forget_journal)
                 self._needs_journal = False
@@ -303,7 +303,7 @@ class LmdbBackend(Backend):
             if self._needs_journal or self.journaled[1]:
                 self._journal.close()
             else:
-                with contextlib.suppress(OSError):  # its content is not valid any more
+                with contextlib.suppress(OSError):  # its content is no longer valid
                     self._journal.remove()
             self._high_water_mark.close()
             self.environment.close()
@@ -312,7 +312,7 @@ class LmdbBackend(Backend):
 
 
 def _is_small(append: Append) -> bool:
-    """True for an append that goes to the journal: records or verdicts, and the small rows that come with them."""
+    """Return True for an append that goes to the journal: records or verdicts, with their small rows."""
     if append.deletes:
         return False
     has_messages = bool(append.records)
@@ -323,9 +323,9 @@ def _is_small(append: Append) -> bool:
     return has_messages
 
 
-# Simulates a slower disk for benchmarks: each commit takes some milliseconds more.
+# Simulation of a slower disk for benchmarks: each commit takes some milliseconds more.
 #
-# IMMORTAL_BENCH_SYNC_DELAY_MS is read when a log is opened for writing, and nowhere else.
+# IMMORTAL_BENCH_SYNC_DELAY_MS is read only when a log is opened for writing.
 
 
 VARIABLE = "IMMORTAL_BENCH_SYNC_DELAY_MS"
@@ -333,7 +333,7 @@ DELAY_MS_MAX = 10_000.0
 
 
 def sync_delay_s(environment: Mapping[str, str] = os.environ) -> float:
-    """Return seconds that each commit waits after its sync; 0 by default. Raises LogError for an invalid number."""
+    """Return the seconds that each commit waits after its sync; 0 by default. Raises LogError for an invalid number."""
     given = environment.get(VARIABLE, "")
     if not given:
         return 0.0

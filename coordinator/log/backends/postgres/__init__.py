@@ -1,8 +1,8 @@
 """Backend for a log in PostgreSQL: ``postgresql://USER@HOST/DATABASE#INSTANCE`` (docs/how-to/postgresql.md,
 docs/LOG_FORMAT.md).
 
-One database holds the logs of many instances, in its schema ``immortal`` (schema.py). Other machines reach it, so an
-instance can have a follower on another one.
+One database has the logs of many instances, in its schema ``immortal`` (schema.py). Other machines can reach it, so an
+instance can have a follower on another machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from immortal.protocol import distribution
 
 try:
     from psycopg import Connection, errors
-except ImportError as error:  # first: the modules below need it too
+except ImportError as error:  # checked first, since the modules below need psycopg too
     raise LogError(f"a log in PostgreSQL needs psycopg ({error}): {distribution.add_extra('postgres')}") from None
 
 from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
@@ -34,10 +34,12 @@ from immortal.coordinator.log.backends.postgres.writer import PostgresBackend
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.coordinator.objects import StoreError
 
-POLL_INTERVAL_S = 0.1  # between two reads of the lease's holder, unless it runs out earlier
+POLL_INTERVAL_S = 0.1  # between two reads of the lease's holder, unless the lease runs out earlier
 
 
 class PostgresReader(ReadBackend):
+    """Reader of a log in PostgreSQL, beside its writer."""
+
     def __init__(self, address: Address, instance_name: str | None) -> None:
         self.where = address.where
         self._address = address
@@ -61,7 +63,7 @@ class PostgresReader(ReadBackend):
 
 
 class PostgresPlace(Place):
-    """Keeps a connection to ask whether it is live: a follower does all the time."""
+    """Place of a log in PostgreSQL. It keeps a connection for a follower's frequent checks of the lease."""
 
     scheme = "postgresql"
     is_shared = True
@@ -70,7 +72,7 @@ class PostgresPlace(Place):
         super().__init__(location)
         self._address = Address.of(location)
         self._connections = Connections(self._address)
-        self._look_s = 0.0  # next time to read the lease's holder
+        self._look_s = 0.0  # time of the next read of the lease's holder
         self._holder: leases.Holder | None = None
 
     def exists(self) -> bool:
@@ -98,7 +100,7 @@ class PostgresPlace(Place):
         return self.open(identity.instance_name, options)
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        """Copy ``source`` in one transaction: an interrupted copy leaves nothing."""
+        """Copy ``source`` in one transaction, so that an interrupted copy leaves nothing."""
         if self.exists():
             raise ValueError(f"there is a log {self.where} already, and a copy is a new one: choose another name")
         with self._making(Options()) as connection:
@@ -159,7 +161,7 @@ class PostgresPlace(Place):
         """Return the holder of the lease, cached for the poll interval, since followers ask all the time."""
         now_s = time.monotonic()
         if now_s >= self._look_s:
-            self._look_s = now_s + POLL_INTERVAL_S  # set before reading: a nudge meanwhile asks for another read
+            self._look_s = now_s + POLL_INTERVAL_S  # set before reading, so that a nudge meanwhile causes another read
             with self._connections.borrowed() as connection:
                 try:
                     self._holder = leases.holder(connection, self._address.named)

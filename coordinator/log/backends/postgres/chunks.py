@@ -1,9 +1,9 @@
-"""Stores large checkpoints of a log in PostgreSQL in object storage: the row of a chunk has a pointer to its value.
+"""Stores large checkpoints of a log in PostgreSQL in object storage: a chunk's row then has a pointer to its value.
 
 Whole chunks (1 MiB) go to the store; smaller ones stay in the database, so a small checkpoint has no object. A row is
-written before its object is stored. The header, which completes the checkpoint, waits for all objects, and those that
-the store has not accepted by then go into the database with it. So an unavailable store loses nothing, and only delays
-a header.
+written before its object is stored. The header, which completes the checkpoint, waits for all objects. Chunks that the
+store has not accepted by then go into the database with the header. So an unavailable store loses nothing, and only
+delays a header.
 
 An object's name has the epoch of its writer. If its epoch is older and no row names it, it is garbage. No clock is
 involved.
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 CHUNKS = "chunks"
 ELSEWHERE = "chunks_elsewhere"
-"""The table with the rows of those that are in a store, under the same keys."""
+"""Table with the pointers of chunks in a store, under the chunks' keys."""
 OBJECT_SIZE_BYTES_MIN = 1 << 20
-UPLOADS_MAX = 8  # in parallel; each holds its chunk in memory
-ANSWER_S = 2.0  # a store that takes longer for a chunk is away
+UPLOADS_MAX = 8  # in parallel; each has its chunk in memory
+ANSWER_S = 2.0  # a store that takes longer for a chunk counts as unavailable
 _NAME = re.compile(r"\d{20}-\d{8}-e(\d+)-[0-9a-f]{16}")
 
 
@@ -60,7 +60,7 @@ def pointer_of(value: bytes) -> Pointer:
 
 
 def fetch_chunk(value: bytes) -> bytes | None:
-    """Fetch the chunk that a row points to; None: it is not there any more. Raises LogUnavailableError, LogError."""
+    """Fetch the chunk that a row points to; None: it no longer exists. Raises LogUnavailableError, LogError."""
     pointer = pointer_of(value)
     try:
         return _folder(pointer.url, pointer.folder).get(pointer.name)
@@ -97,7 +97,7 @@ class _Upload(NamedTuple):
     done: Future[None]
 
     def error(self) -> BaseException | None:
-        """Return the error for which the store has not taken the chunk."""
+        """Return the error of a chunk that the store has not accepted; None: it has."""
         try:
             return self.done.exception(ANSWER_S)
         except TimeoutError:
@@ -107,17 +107,16 @@ class _Upload(NamedTuple):
 class ChunkUploads:
     """Uploads of one writer, from one thread.
 
-    ``url`` "": nothing is uploaded, but old objects are still removed in time.
-
-    ``problem``: why the store does not accept chunks, as a message; "": it does.
+    ``url`` "": nothing is uploaded, but unneeded objects are still removed. ``problem``: message about why the store
+    does not accept chunks; "": it does.
     """
 
     def __init__(self, url: str, instance: str) -> None:
-        """Raises LogError for a URL that names no store."""
+        """Open the store. Raises LogError if the URL names no store."""
         self.problem = ""
         self._url = url
         self._instance = instance
-        self._uploads: list[_Upload] = []  # for the checkpoint being written
+        self._uploads: list[_Upload] = []  # of the checkpoint being written
         self._pool = ThreadPoolExecutor(UPLOADS_MAX, thread_name_prefix="chunks")
         if url:
             try:
@@ -126,7 +125,7 @@ class ChunkUploads:
                 self._say(error)
 
     def redirect_chunks(self, append: Append, epoch: int) -> Append:
-        """Return ``append`` with chunks that go to the store replaced by their pointers."""
+        """Return ``append`` with pointers in place of the chunks that go to the store."""
         puts = [self._put(row, epoch) for row in append.puts]
         deletes = [*append.deletes]
         deletes += [span._replace(table=ELSEWHERE) for span in append.deletes if span.table == CHUNKS]
@@ -143,7 +142,7 @@ class ChunkUploads:
             return row
         checkpoint_id, index = CHUNK_KEY.unpack(key)
         if index == 0:
-            self._uploads = []  # its checkpoint is complete or was abandoned
+            self._uploads = []  # the earlier checkpoint is complete or was abandoned
         if len(value) < OBJECT_SIZE_BYTES_MIN or self._is_away():
             return row
         name = f"{checkpoint_id:020}-{index:08}-e{epoch}-{secrets.token_hex(8)}"
@@ -153,7 +152,7 @@ class ChunkUploads:
         return ELSEWHERE, key, _encode(Pointer(self._url, self._instance, name, len(value)))
 
     def _is_away(self) -> bool:
-        """Tell whether the store has failed to take a chunk; wait first while many are on their way."""
+        """Return True if the store has failed to accept a chunk. Wait for an answer first if many are in flight."""
         waiting = [one for one in self._uploads if not one.done.done()]
         if len(waiting) >= UPLOADS_MAX:
             return waiting[0].error() is not None
@@ -163,7 +162,7 @@ class ChunkUploads:
         _folder(self._url, self._instance).put_new(name, value)
 
     def _failed_uploads(self, checkpoint_id: int) -> list[_Upload]:
-        """Wait until the store has answered for all chunks; returns the failed ones. They stay for another try."""
+        """Wait for the store's answers for all chunks; return the failed uploads, which stay for another attempt."""
         own = [one for one in self._uploads if CHUNK_KEY.unpack(one.key)[0] == checkpoint_id]
         failed = [(one, error) for one in own if (error := one.error()) is not None]
         if failed:
@@ -176,7 +175,7 @@ class ChunkUploads:
         self.problem = f"checkpoints go into the database, in place of {self._url}: {error}"
 
     def remove(self, pointers: Collection[Pointer]) -> None:
-        """Remove objects in the background. :meth:`collect` of the next writer finds those that fail."""
+        """Remove objects in the background. If that fails, the next writer's :meth:`collect` finds them."""
         if pointers:
             self._pool.submit(remove_objects, pointers)
 

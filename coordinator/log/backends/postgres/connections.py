@@ -1,13 +1,9 @@
-"""Connections to the database of a log, and the lease that a writer renews over one.
+"""Connections to the database of a log, translation of its errors, and the lease that a writer renews over one.
 
-Connects to the database of a log, and translates its failures.
+The lease tells other processes when to try a takeover; only the log's head decides who can write (writer.py).
 
-The lease on a log, renewed by its writer.
-
-It tells others when to ask for the right to write; the log's head alone decides who may (writer.py).
-
-A lease ends when it runs out by the database's clock, when it is released, or when its process is known to be gone; on
-the holder's own machine that is seen at once. A holder that releases it may name a standby: for a moment only that one
+A lease ends when it runs out by the database's clock, when it is released, or when its process is known to be gone; the
+holder's own machine notices that at once. A holder that releases it can name a standby: for a moment only that standby
 can take it. Changes are announced on the channel CHANNEL.
 """
 
@@ -41,10 +37,10 @@ DEAD_MS = 10_000
 
 """Silence on the wire after which a connection counts as broken.
 
-A live server that waits for its standbys is not silent: TCP answers.
+A live server that waits for its standbys is not silent, since TCP answers.
 """
 
-# No timeout may end an append: its changes may already be visible, and be on no standby.
+# No timeout may end an append: its changes can already be visible without being on a standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
 
 _DURABLE = (
@@ -64,7 +60,7 @@ class Address(Struct, frozen=True):
 
     @classmethod
     def of(cls, location: str) -> Address:
-        """Parse ``location``, the part of a URL behind "postgresql:". Raises LogError."""
+        """Parse ``location``, the part of a URL after "postgresql:". Raises LogError."""
         database, _, instance = f"postgresql:{location}".partition("#")
         try:
             given = conninfo.conninfo_to_dict(database)
@@ -79,7 +75,7 @@ class Address(Struct, frozen=True):
 
     @property
     def named(self) -> str:
-        """The instance. Raises LogFormatError where the URL says none."""
+        """The instance. Raises LogFormatError if the URL has none."""
         if self.instance is None:
             raise LogFormatError(
                 f"{self.where} is a database, which may hold the logs of many instances: write {self.where}#NAME"
@@ -88,7 +84,7 @@ class Address(Struct, frozen=True):
 
 
 def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
-    """Connect to the server that accepts writes, of several hosts whichever it is now.
+    """Connect to the server that accepts writes, whichever of several hosts that is now.
 
     Raises LogUnavailableError, LogError.
     """
@@ -126,7 +122,7 @@ def is_broken(connection: psycopg.Connection[Any]) -> bool:
 
 @contextlib.contextmanager
 def reaching(address: Address) -> Iterator[None]:
-    """Translate failures of the database: LogUnavailableError for temporary ones, LogFullError, LogError."""
+    """Translate the database's errors: temporary ones into LogUnavailableError, others into LogFullError, LogError."""
     try:
         yield
     except (errors.DiskFull, errors.OutOfMemory) as error:
@@ -155,7 +151,7 @@ class Connections:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
-        """Borrow a connection from the pool. Raises as :func:`connect`."""
+        """Borrow a connection from the pool. Raises like :func:`connect`."""
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -165,7 +161,7 @@ class Connections:
                 yield connection
         except BaseException:
             connection.close()
-            self._close_idle()  # a server that has restarted has broken all of them
+            self._close_idle()  # a restart of the server has broken all of them
             raise
         if self._is_closed:
             connection.close()
@@ -177,28 +173,28 @@ class Connections:
         self._close_idle()
 
     def _close_idle(self) -> None:
-        with contextlib.suppress(IndexError):  # threads may do it at once
+        with contextlib.suppress(IndexError):  # several threads can do this at once
             while True:
                 self._idle.pop().close()
 
 
 CHANNEL = "immortal"
 
-RENEWALS = 2.5  # per lease time: one may fail. Few are better: when its holder dies, less of the lease is left
+RENEWALS = 2.5  # per lease time, so that one can fail. Fewer are better: a dead holder's lease then ends sooner
 
-HANDOVER_TIMEOUT_S = 2.0  # a log that was left to one standby is not for others
+HANDOVER_TIMEOUT_S = 2.0  # time for which a released log is reserved for one standby
 
-RELEASED = "left"  # stored in place of a process: the holder is then the standby that may take it
+RELEASED = "left"  # stored in place of a process: the holder is then the standby that can take it
 
-STANDBY_TIMEOUT_S = 3.0  # a standby that says nothing counts for so long
+STANDBY_TIMEOUT_S = 3.0  # time for which a silent standby still counts
 
-_OURS: set[str] = set()  # the nonces of this process's leases that are held
+_OURS: set[str] = set()  # nonces of the leases that this process holds
 
 
 class Process(ProcessFile, frozen=True, kw_only=True):
     """Process that holds a lease.
 
-    ``space``: where its process ID is valid: its machine's boot, and its PID namespace.
+    ``space``: scope in which its process ID is valid: its machine's boot, and its PID namespace.
     """
 
     space: str
@@ -223,7 +219,7 @@ def _space() -> str:
 
 
 def is_process_gone(text: str) -> bool:
-    """True if the process named by a lease is known to have ended."""
+    """Return True if the process in a lease is known to have ended."""
     try:
         process = decoding.decode_json(text, type=Process)
     except decoding.DecodeError:
@@ -236,7 +232,7 @@ def is_process_gone(text: str) -> bool:
 
 
 class Holder(NamedTuple):
-    """Holder of the lease that is valid now."""
+    """Holder of the currently valid lease."""
 
     name: str  # for messages
     endpoint: str  # where peers reach it
@@ -244,7 +240,7 @@ class Holder(NamedTuple):
 
 
 def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
-    """Return the holder of the valid lease; None: this process may take the log. ``lock``: lock its row meanwhile."""
+    """Return the holder of the valid lease; None: this process can take the log. ``lock``: lock its row meanwhile."""
     row = connection.execute(
         "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
         " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
@@ -281,7 +277,7 @@ def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tupl
 def head_count(
     connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False
 ) -> tuple[int, int]:
-    """Return the epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
+    """Return the epoch of a log, and its number of appends in that epoch. ``lock``: as for :func:`holder`."""
     row = connection.execute(
         "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s" + (" FOR UPDATE" if lock else ""),
         [instance],
@@ -290,7 +286,8 @@ def head_count(
 
 
 class Lease:
-    """HeldLog from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
+    """Lease of a writer, held from :meth:`take_over` on. A thread renews it on a separate connection, since appends can
+    wait for a standby.
 
     ``lost_to``: epoch and name of a later writer. ``standbys``: as of the last renewal.
     """
@@ -302,7 +299,7 @@ class Lease:
         endpoint: str,
         look: Callable[[psycopg.Connection[tuple[Any, ...]]], None] = lambda connection: None,
     ) -> None:
-        """``look``: called by the thread with its connection, each time that it is renewed."""
+        """``look``: the thread calls it with its connection at each renewal."""
         self.lost_to: tuple[int, str] | None = None
         self.standbys: Sequence[Standby] = ()
         self._address, self._length_s, self._endpoint = address, length_s, endpoint
@@ -313,7 +310,7 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="log-lease", daemon=True)
 
     def take_over(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
-        """Take the lease, in the transaction that takes the log."""
+        """Take the lease, in the transaction that takes the log over."""
         connection.execute(
             "INSERT INTO immortal.leases (instance, process, holder, endpoint, until)"
             " VALUES (%s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s))"
@@ -324,14 +321,14 @@ class Lease:
         notify(connection, self._address.named)
 
     def start_renewing(self) -> None:
-        """Renew the lease from here on; its transaction is done."""
+        """Renew the lease from now on; the transaction of :meth:`take_over` is committed."""
         _OURS.add(self._process.nonce)
         self._thread.start()
 
     def release(self, connection: psycopg.Connection[tuple[Any, ...]], successor: str) -> None:
-        """Release the lease before it runs out. For HANDOVER_TIMEOUT_S only ``successor`` may take it, unless it is "".
+        """Release the lease before it runs out. For HANDOVER_TIMEOUT_S only ``successor`` can take it, unless it is "".
 
-        A renewal that is on its way finds that the lease is another one's. Raises as the connection does.
+        A renewal in flight finds that this process no longer has the lease. Raises like the connection.
         """
         with connection.transaction():
             connection.execute("SET LOCAL synchronous_commit = off")  # if it is lost, the lease runs out instead
@@ -353,7 +350,7 @@ class Lease:
     def _run(self) -> None:
         connection: psycopg.Connection[tuple[Any, ...]] | None = None
         while not self._ended.wait(self._length_s / RENEWALS):
-            # A failed renewal is tried again the next time, or the lease runs out: no append depends on it.
+            # A failed renewal is repeated next time, or the lease runs out: no append depends on it.
             with contextlib.suppress(LogError), reaching(self._address):
                 if connection is None or is_broken(connection):
                     connection = connect(self._address)

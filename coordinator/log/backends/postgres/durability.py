@@ -1,10 +1,10 @@
-"""Checks of a writer before an append counts as durable: the server loses nothing by a crash, waits for as many
-standbys as before, and has all acknowledged data.
+"""Checks of a writer before an append counts as durable: no crash of the server can lose it, it is on as many standbys
+as before, and the server has all acknowledged data.
 
-Settings that a session can't set may change at any time. They are checked on each new connection, with each renewal of
-the lease and, where commits wait for standbys, behind each commit in the same round trip. While they are wrong nothing
-is acknowledged, and the writer retries. A server that lacks acknowledged data was promoted too early: the log records
-this loss, and no later writer ignores it.
+Settings that a session can't set can change at any time. They are checked on each new connection, at each renewal of
+the lease and, if commits wait for standbys, after each commit in the same round trip. While they are wrong nothing is
+acknowledged, and the writer retries. A server that lacks acknowledged data was promoted too early: the log records this
+loss, and no later writer ignores it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from immortal.coordinator.log.backends.postgres.connections import Address, head
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 REQUESTS_TABLE = "durability"
-"""Rows of the log that no copy of it has: for how many standbys its commits wait, how its head was when it was taken
-last, and what it has lost."""
+"""Table for rows that no copy of the log has: the number of standbys that commits wait for, the head at the last
+takeover, and known losses."""
 _STANDBYS, _TAKEN, _LOST = b"standbys", b"taken", b"lost"
 
 
 class DurabilityGuard:
     """Durability checks of one writer.
 
-    ``doubt``: why the next append must not be acknowledged, noticed beside appends; "": nothing.
-
-    ``allow_data_loss``: nothing is asked for, and what has been noted is forgotten.
+    ``doubt``: why the next append must not be acknowledged, as noticed between appends; "": nothing.
+    ``allow_data_loss``: nothing is checked, and earlier notes are removed.
     """
 
     def __init__(self, address: Address, *, allow_data_loss: bool) -> None:
@@ -43,8 +42,8 @@ class DurabilityGuard:
         self._address, self._where, self._instance = address, address.where, address.named
         self._allow_data_loss = allow_data_loss
         self._standbys_count = 0  # number of standbys that a commit must wait for
-        self._right = ""  # the settings as they were found to be right last
-        self._taken = ""  # as recorded when this writer took the log
+        self._right = ""  # the settings that were last found to be right
+        self._taken = ""  # this writer's takeover, as recorded in the log
         self._synchronous_commit = "on"  # setting of the connection that appends
 
     @property
@@ -52,7 +51,7 @@ class DurabilityGuard:
         return self._standbys_count > 0
 
     def check_connection(self, connection: Connection) -> None:
-        """Check the settings of the connection that is to append. Raises LogError."""
+        """Check the settings of the connection for appends. Raises LogError."""
         durability = Durability.of(connection)
         self._synchronous_commit = durability.synchronous_commit
         if not self._allow_data_loss:
@@ -62,9 +61,9 @@ class DurabilityGuard:
     def check_takeover(
         self, connection: Connection, head: tuple[int, int], last_sequence_id: int, sequence_id_required_min: int
     ) -> None:
-        """Check a log in the transaction that takes it: ``last_sequence_id``, ``sequence_id_required_min`` of before.
+        """Check a log in the transaction that takes it over. ``sequence_id_required_min``: a record that it once had.
 
-        ``head``: the epoch before, and how many appends were done in it. Raises LogLostError, LogUnavailableError.
+        ``head``: the earlier epoch, and its number of appends. Raises LogLostError, LogUnavailableError.
         """
         noted = _Noted.of(connection, self._instance)
         if not self._allow_data_loss:
@@ -93,19 +92,19 @@ class DurabilityGuard:
             raise self.lost(f"{had}, and {done[1]} of epoch {done[0]} were acknowledged")
 
     def recheck(self, connection: Connection) -> None:
-        """Check the settings again on the connection that appends. Raises LogUnavailableError."""
+        """Check the settings again on the connection for appends. Raises LogUnavailableError."""
         if not self._allow_data_loss:
             with reaching(self._address):
                 Durability.of(connection).check_again(self._where, self._standbys_count)
 
     def check_after_commit(self, settings: str) -> None:
-        """Check the settings read behind a commit before it is acknowledged. Raises LogUnavailableError."""
+        """Check the settings that were read after a commit, before it is acknowledged. Raises LogUnavailableError."""
         if settings != self._right:
             Durability.read(settings).check_again(self._where, self._standbys_count)
             self._right = settings
 
     def check_in_background(self, connection: Connection, done: tuple[int, int] | None) -> None:
-        """Check, in any thread. ``done``: the epoch, and how many appends were acknowledged in it."""
+        """Check in any thread; set ``doubt``. ``done``: the epoch, and its number of acknowledged appends."""
         if self._allow_data_loss:
             return
         if done is not None and head_count(connection, self._instance) < done:
@@ -113,7 +112,7 @@ class DurabilityGuard:
                 f"the database {self._where} may have lost acknowledged input: an older copy has taken its place"
             )
             return
-        if lost := _Noted.of(connection, self._instance).lost:  # recorded by another process that noticed it
+        if lost := _Noted.of(connection, self._instance).lost:  # recorded by another process
             self.doubt = lost
             return
         durability = replace(Durability.of(connection), synchronous_commit=self._synchronous_commit)
@@ -132,12 +131,12 @@ class DurabilityGuard:
 
     @contextlib.contextmanager
     def record_data_loss(self, connection: Connection) -> Iterator[None]:
-        """Record a LogLostError in the log, for all who open it later."""
+        """Record a LogLostError in the log, for all processes that open it later."""
         try:
             yield
         except LogLostError as error:
             with contextlib.suppress(LogError), reaching(self._address), connection.transaction():
-                connection.execute("SET LOCAL synchronous_commit = local")  # a standby may not follow such a server
+                connection.execute("SET LOCAL synchronous_commit = local")  # such a server may have no standby
                 _note(connection, self._instance, _LOST, str(error))
             raise
 
@@ -145,8 +144,8 @@ class DurabilityGuard:
 class _Noted(Struct, frozen=True):
     """State that earlier writers left.
 
-    ``taken``: the last takeover: the epoch, the number of appends in it, a nonce. ``lost``: data known to be lost, as a
-    message; "": none.
+    ``taken``: the last takeover: the epoch, its number of appends, a nonce. ``lost``: message about data known to be
+    lost; "": none.
     """
 
     standbys_count: int
@@ -181,9 +180,9 @@ def _note(connection: Connection, instance: str, key: bytes, value: str) -> None
 
 # Durability settings of a server, as read on one connection: what a crash of a machine can lose.
 #
-# Settings differ by role, database and session, so they are read on the connection that appends. All but
-# synchronous_commit, which each session sets (connections.py), may change while it is open: a writer reads them again
-# after each reconnect, with each renewal of its lease and, where commits wait for standbys, behind each commit.
+# Settings differ by role, database and session, so they are read on the connection that appends. All except
+# synchronous_commit, which each session sets (connections.py), can change while it is open: a writer reads them again
+# after each reconnect, at each renewal of its lease and, if commits wait for standbys, after each commit.
 
 
 SETTINGS: LiteralString = (
@@ -194,7 +193,7 @@ _COUNTED = re.compile(r"\s*(?:(?:FIRST|ANY)\s+)?(\d+)\s*\(", re.IGNORECASE)
 
 
 class Durability(Struct, frozen=True):
-    """The values in force, as the server gives them."""
+    """Effective values of the settings, as the server reports them."""
 
     fsync: str
     full_page_writes: str
@@ -218,7 +217,7 @@ class Durability(Struct, frozen=True):
         if not self.synchronous_standby_names.strip():
             return 0
         counted = _COUNTED.match(self.synchronous_standby_names)
-        return int(counted[1]) if counted else 1  # a list alone: the first that answers
+        return int(counted[1]) if counted else 1  # a plain list: the first standby that answers
 
     @property
     def losses(self) -> list[str]:
@@ -238,7 +237,7 @@ class Durability(Struct, frozen=True):
 
     @property
     def words(self) -> list[str]:
-        """Losses that the crash of one machine would cause, one sentence each."""
+        """Losses that failures of one machine would cause, one sentence each."""
         if losses := self.losses:
             return [f"acknowledged input can be lost: {loss}" for loss in losses]
         lines = ["the server's process or machine crashes: nothing is lost, it goes on when the server is back"]
@@ -256,7 +255,7 @@ class Durability(Struct, frozen=True):
         return lines
 
     def check(self, where: str) -> None:
-        """Check the settings. Raises LogError where acknowledged input could be lost."""
+        """Check the settings. Raises LogError if acknowledged input could be lost."""
         if self.losses:
             raise LogError(
                 f"acknowledged input could be lost in {where}: {'; '.join(self.losses)}; set it right for this role"
@@ -266,7 +265,7 @@ class Durability(Struct, frozen=True):
     def check_again(self, where: str, standbys_count: int) -> None:
         """Check settings of a log whose commits waited for ``standbys_count`` standbys.
 
-        Raises LogUnavailableError: an operator may set them back.
+        Raises LogUnavailableError, as an operator can change the settings back.
         """
         found = self.losses
         if self.standbys_count < standbys_count:

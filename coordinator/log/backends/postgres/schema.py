@@ -1,8 +1,8 @@
-"""The schema ``immortal`` of a database: its tables, the function that appends, and its migrations.
+"""Schema ``immortal`` of a database: its tables, the function that appends, and its migrations.
 
 Each entry of MIGRATIONS brings the schema from the version of its index to the next one. A released entry is never
-changed: a change is one more entry. They are applied in one transaction, under an advisory lock, by `immortal register`
-when it makes a log; opening a log only compares the version.
+changed: a change is a new entry. `immortal register` applies them in one transaction, under an advisory lock, when it
+creates a log; opening a log only compares the version.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from immortal.coordinator.core.errors import LogError, LogFormatError
 
 MIGRATION_LOCK = 0x696D6D6F7274616C  # "immortal": one migration of a database at a time
 WRITERS = "immortal_writer"
-"""The role that a coordinator's role is a member of, where it is not the owner's."""
+"""Role of which a coordinator's role is a member, unless it is the owner's role."""
 
 # Every append changes a row of heads, and a row of leases changes twice a second. Half of their pages is left free, so
 # that a new version of a row stays on its page and no index changes. A removed log keeps its head: its epoch must
-# never come again, since an earlier writer may still try to append.
+# never be reused, since an earlier writer may still try to append.
 _TABLES: LiteralString = """
 CREATE SCHEMA immortal;
 CREATE TABLE immortal.schema_version (version int NOT NULL);
@@ -98,7 +98,7 @@ BEGIN
 END $$;
 """
 
-# The head's row orders appends and takeovers, since both change it. Where it is not as this writer expects, nothing is
+# The head's row orders appends and takeovers, since both change it. If it is not as this writer expects, nothing is
 # changed, and the answer is the head's state. Each statement of a function sees what was committed before it, so the
 # second read sees the changes that the first one has waited for.
 _APPEND: LiteralString = """
@@ -199,9 +199,9 @@ DO $$ BEGIN
 END $$;
 """
 
-# Made by the first `immortal registry role`, so that others pay nothing for it. Members of immortal_instance get the
-# rows of their own instances, also where they have other roles; all others get what their grants say, as before. Who is
-# where, and who has which public key, is no secret. A later migration that adds a table of instances protects it, too.
+# Created by the first `immortal registry role`, so that it costs others nothing. Members of immortal_instance can use
+# the rows of their own instances, even with other roles; all other roles can use what their grants say, as before.
+# Places and public keys are no secret. A later migration that adds a table of instances must protect it, too.
 _OWN_ROWS: LiteralString = """
 DO $$
 DECLARE
@@ -234,7 +234,7 @@ VERSION = len(MIGRATIONS)
 
 
 def version_of(connection: Connection) -> int | None:
-    """Return the version of the schema; None where there is none."""
+    """Return the version of the schema; None if there is no schema."""
     try:
         row = connection.execute("SELECT version FROM immortal.schema_version").fetchone()
     except (errors.UndefinedTable, errors.InvalidSchemaName):
@@ -243,7 +243,7 @@ def version_of(connection: Connection) -> int | None:
 
 
 def check(connection: Connection, where: str) -> bool:
-    """Check the schema's version; False where there is no schema. Raises LogFormatError for an unknown version."""
+    """Check the schema's version; return False if there is no schema. Raises LogFormatError for an unknown version."""
     version = version_of(connection)
     if version is None:
         return False
@@ -261,14 +261,14 @@ def check(connection: Connection, where: str) -> bool:
 
 
 def migrate(connection: Connection, where: str) -> int:
-    """Bring the schema to VERSION; the version that it had (0: there was none). Raises LogError."""
+    """Bring the schema to VERSION; return the version that it had (0: there was none). Raises LogError."""
     connection.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
     try:
         before = version_of(connection) or 0
         if before > VERSION:
             check(connection, where)
         try:
-            with connection.transaction():  # others see the old version or the new one, nothing between
+            with connection.transaction():  # others see the old version or the new one, nothing in between
                 for step in MIGRATIONS[before:]:
                     connection.execute(step)
                 if before < VERSION:
@@ -284,9 +284,9 @@ def migrate(connection: Connection, where: str) -> int:
 
 
 def restrict(connection: Connection, role: str, instances: Sequence[str], *, allowed: bool) -> None:
-    """Make ``role``, where there is none, one that reads and writes nothing but the rows of ``instances``.
+    """Restrict ``role``, created if it is missing, to reading and writing the rows of ``instances``.
 
-    Repeated calls add instances; not ``allowed`` takes them away. Raises LogError for a role that nothing restricts.
+    Repeated calls add instances; not ``allowed`` removes them. Raises LogError for a role that can't be restricted.
     """
     with connection.transaction():
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK])

@@ -1,8 +1,9 @@
-"""Standbys of a log in PostgreSQL: their registration, and checkpoints that the writer requests of them.
+"""Standbys of a log in PostgreSQL: their registration, and checkpoints that the writer requests from them.
 
 A request is a row, with the writer's fence and the standby's name in its key. The standby writes chunks under their own
-keys, each only while that row exists, and then its answer into the row. A takeover of the log removes the row, and with
-it the right to write chunks. Chunks that were not adopted have no header: they are removed like incomplete checkpoints.
+keys, each only while that row exists, and then its answer into the row. A takeover of the log removes the row, so the
+standby can write no more chunks. Chunks that were not adopted have no header: they are removed like incomplete
+checkpoints.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def key_of(asked: StandbyCheckpointRequest, standby: str) -> bytes:
 
 
 def request_checkpoint(connection: _Connection, instance: str, asked: StandbyCheckpointRequest, standby: str) -> None:
-    """Request a checkpoint of a standby, in place of earlier requests. A fenced writer requests nothing."""
+    """Request a checkpoint from a standby, replacing earlier requests. A fenced writer's request has no effect."""
     with connection.transaction():
         forget(connection, instance)
         connection.execute(
@@ -77,7 +78,7 @@ def answer_of(connection: _Connection, instance: str, key: bytes) -> bytes | Non
 
 
 def request_to(connection: _Connection, instance: str, standby: str) -> StandbyCheckpointRequest | None:
-    """Open request to this standby, if there is one."""
+    """Return the open request to this standby, if there is one."""
     rows = connection.execute(
         "SELECT key FROM immortal.rows WHERE instance = %s AND table_name = %s AND value = ''",
         [instance, REQUESTS_TABLE],
@@ -93,18 +94,18 @@ class StandbyChunks:
     """Chunks that one standby writes, from one thread. ``checkpoints_to``: as for a writer."""
 
     def __init__(self, instance: str, standby: str, checkpoints_to: str) -> None:
-        """Raises LogError for a URL that names no store."""
+        """Open the store. Raises LogError if the URL names no store."""
         self._instance, self._standby = instance, standby
         self._uploads = ChunkUploads(checkpoints_to, instance)
 
     def put(self, connection: _Connection, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
-        """Store one chunk. Raises LogError where the request was cancelled."""
+        """Store one chunk. Raises LogError if the request was cancelled."""
         row = (CHUNKS, CHUNK_KEY.pack(asked.checkpoint_id, index), value)
         self._insert(connection, asked, self._uploads.redirect_chunks(Append(-1, puts=[row]), asked.fence))
 
     def offer(self, connection: _Connection, asked: StandbyCheckpointRequest, offer: bytes) -> None:
         """Answer the request, once all chunks are stored. Raises LogError."""
-        # At a header the store has taken all objects, or their chunks come as rows.
+        # For a header, the store has accepted all objects, or redirect_chunks returns their chunks as rows.
         header = (_HEADER, SEQUENCE_KEY.pack(asked.checkpoint_id), b"")
         with connection.transaction():
             self._insert(connection, asked, self._uploads.redirect_chunks(Append(-1, puts=[header]), asked.fence))
@@ -117,7 +118,7 @@ class StandbyChunks:
                 raise LogError("who asked for it does not want it any more")
 
     def _insert(self, connection: _Connection, asked: StandbyCheckpointRequest, append: Append) -> None:
-        for span in append.deletes:  # objects that the store rejected: their chunks come as rows
+        for span in append.deletes:  # objects that the store rejected: their chunks follow as rows
             connection.execute(
                 "DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s AND key >= %s AND key < %s",
                 [self._instance, span.table, span.first, span.end],
@@ -136,15 +137,15 @@ class StandbyChunks:
 
 # Listeners for changes of a lease: followers of the log, and callers of its instance.
 #
-# Each has a thread and a connection of its own. Notifications only save time: it polls as well.
+# Each has its own thread and connection. Notifications only save time: a listener polls as well.
 
 
 POLL_INTERVAL_S = 1.0  # without notifications; a standby counts as present for three intervals
-RETRY_INTERVAL_S = 0.5  # before a database that does not answer is tried again
+RETRY_INTERVAL_S = 0.5  # before another attempt to reach a silent database
 
 
 class LeaseListener:
-    """Calls :meth:`on_news` at the beginning, at all news, each POLL_INTERVAL_S, and when :meth:`wake` is called."""
+    """Listener that calls :meth:`on_news` at the start, at news, every POLL_INTERVAL_S, and after :meth:`wake`."""
 
     def __init__(self, address: Address) -> None:
         self._address, self._instance = address, address.named
@@ -160,7 +161,7 @@ class LeaseListener:
         raise NotImplementedError
 
     def unregister(self, connection: _Connection) -> None:
-        """Undo what this listener has written; called at its end."""
+        """Remove what this listener has written; called at its end."""
 
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)
@@ -179,7 +180,7 @@ class LeaseListener:
                 select.select([self._wake], [], [], RETRY_INTERVAL_S)
 
     def _listen(self, connection: _Connection) -> None:
-        connection.execute("SET synchronous_commit = off")  # nothing of value can be lost
+        connection.execute("SET synchronous_commit = off")  # no important data can be lost
         connection.execute(f"LISTEN {leases.CHANNEL}")
         is_news = True  # earlier notifications were missed
         while not self._is_closed:
@@ -188,7 +189,7 @@ class LeaseListener:
         self.unregister(connection)
 
     def _wait(self, connection: _Connection) -> bool:
-        """Wait for a notification, at most for the poll interval; True if one came."""
+        """Wait for a notification, at most for the poll interval; return True if one arrived."""
         due_s = time.monotonic() + POLL_INTERVAL_S
         while (rest_s := due_s - time.monotonic()) > 0:
             if any(news.payload == self._instance for news in list(connection.notifies(timeout=0))):
@@ -202,11 +203,11 @@ class LeaseListener:
 class PostgresStandby(LeaseListener, StandbyRegistration):
     """Registration of this process as a standby.
 
-    ``endpoint``: where peers would reach it. ``nudge``: called by the thread when the lease has changed.
+    ``endpoint``: where peers would reach it. ``nudge``: the thread calls it when the lease has changed.
     """
 
     def __init__(self, address: Address, endpoint: str, nudge: Callable[[], None], checkpoints_to: str = "") -> None:
-        """``checkpoints_to``: as of a writer, for the checkpoints that it asks for."""
+        """``checkpoints_to``: as for a writer, for the checkpoints that the writer requests."""
         self.asked: StandbyCheckpointRequest | None = None
         self._endpoint, self._nudge, self._checkpoints_to = endpoint, nudge, checkpoints_to
         self._is_ready = False
@@ -234,7 +235,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
         )
 
     def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
-        """Store a sealed chunk. Raises LogError where the request was cancelled."""
+        """Store a sealed chunk. Raises LogError if the request was cancelled."""
         with self._connections.borrowed() as connection:
             self._own_chunks().put(connection, asked, index, value)
 
@@ -261,7 +262,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
 
 
 class PostgresWatching(LeaseListener, EndpointWatch):
-    """Watches where peers reach the writer. ``endpoint``: that of the latest known writer."""
+    """Watch on the endpoint where peers reach the writer. ``endpoint``: that of the latest known writer."""
 
     def __init__(self, address: Address) -> None:
         self.endpoint: str | None = None

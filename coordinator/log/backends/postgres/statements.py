@@ -1,7 +1,7 @@
 """Encodes appends as arguments of the server's functions (schema.py), sends them, and copies whole logs.
 
-psycopg finds out the types in a list anew each time, which takes longer than all else that the coordinator does for a
-small append. So the arguments of immortal.append, whose types are known, are encoded here.
+psycopg determines the types in a list each time, which takes longer than all other work of the coordinator for a small
+append. So the arguments of immortal.append, whose types are known, are encoded here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from immortal.coordinator.log.backends.postgres.view import PACK_SIZE_BYTES_MAX,
 from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
-STATEMENT_SIZE_BYTES_MAX = 32 << 20  # limit of its rows; a larger append is several statements in one transaction
+STATEMENT_SIZE_BYTES_MAX = 32 << 20  # of a statement's rows; a larger append takes several, in one transaction
 ROWS_MAX = 20_000  # limit of one statement
 
 CHANGE: LiteralString = "SELECT immortal.change(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
@@ -31,7 +31,7 @@ PREPARE: LiteralString = (
     " bigint[], int[], bytea[], text[], bytea[], bytea[])"
     " AS SELECT * FROM immortal.append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)"
 )
-_BYTEA, _BIGINT, _INT, _TEXT = 17, 20, 23, 25  # types, as the server numbers them
+_BYTEA, _BIGINT, _INT, _TEXT = 17, 20, 23, 25  # the server's numbers of types
 _BIGINT_BYTES, _INT_BYTES = struct.Struct(">q").pack, struct.Struct(">i").pack
 _ARRAY_HEAD = struct.Struct(
     ">iiIii"
@@ -41,7 +41,7 @@ _NULL = b"\xff\xff\xff\xff"
 
 
 def statements(append: Append) -> Iterator[list[object]]:
-    """Yield the arguments of immortal.change without the first, for one or more statements. Raises LogError."""
+    """Yield the arguments of immortal.change except the first, for one or more statements. Raises LogError."""
     spans = [span for span in append.deletes if span.table != RECORDS]
     removed = [span for span in append.deletes if span.table == RECORDS]
     require(len(removed) < 2, f"records are removed in {len(removed)} spans at once")
@@ -129,11 +129,11 @@ _ENCODERS: tuple[Callable[[Any], bytes], ...] = (
 )
 
 
-# Sending appends: several in flight on one connection, each a transaction of its own.
+# Sending appends: several are in flight on one connection, each in its own transaction.
 #
-# Sending does not wait for earlier answers (libpq's pipeline mode); answers come in the same
-# order. An append is done when the server has answered it and then reported the end of its transaction: until then its
-# commit may fail, or warn that no standby has it.
+# Sending does not wait for earlier answers (libpq's pipeline mode); answers arrive in order. An append is done when the
+# server has answered it and then reported the end of its transaction: until then its commit can fail, or warn that no
+# standby has it.
 
 
 _ARGUMENTS_COUNT = 16
@@ -141,7 +141,7 @@ _BINARY = [pq.Format.BINARY] * _ARGUMENTS_COUNT
 
 
 class Answer(NamedTuple):
-    """Result of immortal.append. All fields but the first describe the head where the append was refused."""
+    """Result of immortal.append. All fields except the first describe the head if the append was refused."""
 
     is_done: bool
     epoch: int = 0
@@ -151,12 +151,11 @@ class Answer(NamedTuple):
 
 
 class Sender:
-    """Sends appends over ``connection`` in pipeline mode. Other queries may use it when all appends are answered.
+    """Sender of appends over ``connection`` in pipeline mode. Once all are answered, other queries can use it.
 
-    After psycopg.Error the outcome of open appends is unknown. One thread at a time.
-
-    ``reads_settings``: request the server's settings behind each append, in the same round trip. If they have changed
-    since the append began, its commit may not have waited for standbys.
+    After psycopg.Error the outcome of open appends is unknown. One thread at a time. ``reads_settings``: request the
+    server's settings after each append, in the same round trip. If they have changed since the append began, its commit
+    may not have waited for standbys.
     """
 
     def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], *, reads_settings: bool) -> None:
@@ -165,15 +164,15 @@ class Sender:
             connection.execute(b"PREPARE immortal_settings AS " + SETTINGS.encode())
         self._connection = connection
         self._reads_settings = reads_settings
-        self.settings = ""  # read behind the last answered append, in the form of durability.SETTINGS
+        self.settings = ""  # read after the last answered append, in the form of durability.SETTINGS
         self._pgconn = connection.pgconn
         self._unanswered_count = 0
         self._result: pq.abc.PGresult | None = None  # partial answer
-        self._results: list[pq.abc.PGresult | None] = []  # answers to the oldest append and to its settings query
-        self._is_unsent = False  # a part of what was sent: the server reads slowly
+        self._results: list[pq.abc.PGresult | None] = []  # answers to the oldest append and its settings query
+        self._is_unsent = False  # a part is still unsent, because the server reads slowly
 
     def send(self, arguments: Sequence[object]) -> None:
-        """Send an append behind all earlier ones, without waiting: see :attr:`events`."""
+        """Send an append after all earlier ones, without waiting: see :attr:`events`."""
         pgconn = self._pgconn
         if not self._unanswered_count:
             pgconn.enter_pipeline_mode()
@@ -186,7 +185,7 @@ class Sender:
         self._is_unsent = bool(pgconn.flush())
 
     def answer(self) -> Answer | None:
-        """Take the answer to the oldest open append; None: it has not arrived."""
+        """Return the answer to the oldest open append; None: it has not arrived."""
         pgconn = self._pgconn
         if self._is_unsent:
             self._is_unsent = bool(pgconn.flush())
@@ -221,13 +220,13 @@ class Sender:
         return Answer(False, int(epoch or 0), int(appends_count or 0), int(last_sequence_id or -1), holder)
 
     def request_settings(self) -> None:
-        """Ask for the settings now. No append is on its way."""
+        """Request the settings now. No append may be in flight."""
         row = self._connection.execute("EXECUTE immortal_settings").fetchone()
         self.settings = "" if row is None else row[0]
 
     @property
     def events(self) -> int:
-        """Events of select.poll on the connection for which :meth:`answer` should be called."""
+        """Events of select.poll on the connection after which :meth:`answer` should be called."""
         return select.POLLIN | select.POLLOUT if self._is_unsent else select.POLLIN
 
     def wait(self) -> None:
@@ -254,7 +253,7 @@ def _error_of(result: pq.abc.PGresult | None) -> psycopg.Error:
     return kind(result.get_error_message())
 
 
-# Filling a log that has no writer yet: a new one, or the copy of another.
+# Filling a log without a writer: a new one, or the copy of another.
 
 
 def change(connection: Connection[tuple[Any, ...]], instance: str, append: Append) -> None:
@@ -264,7 +263,7 @@ def change(connection: Connection[tuple[Any, ...]], instance: str, append: Appen
 
 
 def write_copy(connection: Connection[tuple[Any, ...]], instance: str, source: View) -> int:
-    """Write all of ``source``, one pack in memory at a time; returns the number of records."""
+    """Write all of ``source``, with one pack in memory at a time; return the number of records."""
     count = 0
     for records in _packs(source):
         change(connection, instance, Append(-1, records=records))
@@ -290,5 +289,5 @@ def _rows(source: View) -> Iterator[Row]:
     for table in ALL_TABLES:
         if table != RECORDS:
             for key, value in source.scan(table):
-                if table != "meta" or bytes(key) != META_JOURNAL:  # a folder's, whose rows are in the tables here
+                if table != "meta" or bytes(key) != META_JOURNAL:  # of a folder: the rows include its journal
                     yield table, bytes(key), value

@@ -1,4 +1,4 @@
-"""View of a log in PostgreSQL: a read-only transaction, which sees what was committed when it began."""
+"""View of a log in PostgreSQL: a read-only transaction, which sees the data committed before its begin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from immortal.protocol.varint import Readable
 RECORDS = "records"
 SEQUENCE_ID_MAX = (1 << 63) - 1
 FETCH_SIZE_BYTES = 4 << 20  # size of a page, estimated from the rows of the page before
-FIRST_ROWS_MAX = 8  # most scans want one row, or all of a small table
+FIRST_ROWS_MAX = 8  # most scans need one row, or all of a small table
 ROWS_MAX = 4096
 SMALL_PACK_SIZE_BYTES = 64 << 10  # packs up to this size are fetched with their heads: 4 MiB at once
 PACKS_MAX = 64
@@ -48,7 +48,7 @@ _PACKS_TO: LiteralString = _PACKS + "first <= %(first)s ORDER BY first DESC LIMI
 
 
 class PostgresView(View):
-    """View of an instance's rows. ``connection`` is in a transaction, for this view alone."""
+    """View of an instance's rows. ``connection`` is in a transaction for this view alone."""
 
     def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
         self._connection = connection
@@ -85,7 +85,7 @@ class PostgresView(View):
     def _pages(
         self, query: LiteralString, table: str, first: bytes, limit_after: Callable[[list[tuple[Any, ...]]], int]
     ) -> Iterator[tuple[bytes, Any]]:
-        """Run ``query`` page by page. ``limit_after``: size of the next page, from the rows of one."""
+        """Run ``query`` page by page. ``limit_after``: returns the next page's number of rows, from this one's."""
         limit = FIRST_ROWS_MAX
         while True:
             rows = self.rows(query, table=table, key=bytes(first), limit=limit)
@@ -157,7 +157,7 @@ class PostgresView(View):
         return TableSize(*rows[0])
 
     def used_bytes(self) -> int:
-        """Return bytes used by all rows of the log."""
+        """Return the bytes used by all rows of the log."""
         rows = self.rows(
             "SELECT coalesce(sum(octet_length(key) + octet_length(value)), 0)::bigint"
             " FROM immortal.rows WHERE instance = %(instance)s"
@@ -208,7 +208,7 @@ class _Pack:
         self._values = None if data is None else unpack(data, first)
 
     def rows(self, sequence_ids: range) -> Iterator[tuple[Readable, Readable]]:
-        """Yield rows. The first record of a large pack is read alone; the second one loads the whole pack."""
+        """Yield rows. Read the first record of a large pack alone; the second one loads the whole pack."""
         for number, sequence_id in enumerate(sequence_ids):
             if number and self._values is None:
                 self._values = unpack(self._part(0, None), self.first)
@@ -238,7 +238,7 @@ class _Pack:
 
 
 def _sequence_id(key: bytes) -> int:
-    """Return the first sequence ID whose key is not before ``key``."""
+    """Return the first sequence ID whose key is not less than ``key``."""
     number = int.from_bytes(bytes(key[:8]).ljust(8, b"\0"), "big")
     return number + (len(key) > SEQUENCE_KEY.size)
 
@@ -259,13 +259,13 @@ def viewing(connections: Connections, instance: str) -> Iterator[PostgresView]:
 
 # Packs: several records in one value. A pack is ``count`` sizes in bytes (32-bit unsigned LE), then the records.
 #
-# A row of ``immortal.records`` is a pack. Its row says which records at its beginning or end were removed.
+# A row of ``immortal.records`` has a pack, and says which records at its beginning or end were removed.
 
 
 PACK_SIZE_BYTES_MAX = 16 << 20
-"""A pack is read whole: this is what reading one record may cost. Joined commits are half of it at most."""
+"""Limit of a pack, which can be read whole for one record. Joined commits have at most half of it."""
 RECORD_SIZE_BYTES_MAX = 900 << 20
-"""A value of PostgreSQL has less than 1 GiB, with all that goes with it to the server."""
+"""Limit of a record: a value of PostgreSQL has less than 1 GiB, including all that is sent to the server with it."""
 
 
 def pack(values: Sequence[Readable]) -> bytes:
@@ -274,7 +274,7 @@ def pack(values: Sequence[Readable]) -> bytes:
 
 
 def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, bytes]]:
-    """Pack consecutive ``records``; yields (first sequence ID, count, pack). Raises LogError."""
+    """Pack consecutive ``records``; yield (first sequence ID, count, pack). Raises LogError."""
     values: list[Readable] = []
     first = size_bytes = 0
     for sequence_id, value in records:
@@ -295,7 +295,7 @@ def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, b
 
 
 def unpack(data: Readable, first: int) -> list[Readable]:
-    """Unpack the records of a pack. ``first``: sequence ID of the first one, for the error, DamagedLogError."""
+    """Unpack the records of a pack. ``first``: sequence ID of the first one, for messages. Raises DamagedLogError."""
     view = memoryview(data)
     try:
         (count,) = struct.unpack_from("<I", view)

@@ -2,11 +2,11 @@
 
 The head of a log has its epoch, the number of appends in this epoch, the last record, and the writer's name. An append
 gives the head that it expects. A takeover raises the epoch. Both change the same row, so one of them comes first, and
-no clock is involved. Small appends may be in flight together: each expects the head that the one before it leaves, so
-none is done if that one was not.
+no clock is involved. Small appends can be in flight together: each expects the head after the one before it, so none is
+done if that one was not.
 
-When a connection breaks, the outcome of appends in flight is unknown, and the server may still be working on them. So
-the writer takes the log over from itself. Once the epoch is one higher, they are done or never will be, and the head's
+If a connection breaks, the outcome of appends in flight is unknown, and the server may still be working on them. So the
+writer takes the log over from itself. Once the epoch is one higher, they are done or never will be, and the head's
 number of appends tells which.
 """
 
@@ -44,19 +44,19 @@ from immortal.coordinator.log.backends.postgres.view import RECORDS, PostgresVie
 from immortal.coordinator.log.identity import read_identity
 
 APPENDS_MAX = 2
-"""Small ones under way at a time: as many as a server does while the answer to the first comes back from another
-machine. It syncs for each, so that more of them would cost more than they bring."""
-MEASURED_S = 10.0  # the rows of a log are summed up, which takes as long as it has rows
-UNKNOWN_FREE_BYTES = 1 << 60  # a database does not say what its disk has left
+"""Small appends in flight at a time: as many as a server does while the answer to the first returns to another
+machine. The server syncs for each, so more of them would cost more than they gain."""
+MEASURED_S = 10.0  # between measurements, which sum up all rows of a log
+UNKNOWN_FREE_BYTES = 1 << 60  # a database does not report its disk's free space
 
 _APPEND = "SELECT * FROM immortal.append(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
-_CHECKPOINTS = (CHUNKS, "checkpoints")  # tables of which rows may go to a store, and be waited for
+_CHECKPOINTS = (CHUNKS, "checkpoints")  # tables with rows that can go to a store, which must be waited for
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 class _InFlight(NamedTuple):
-    """An append that the server has not answered."""
+    """Append that the server has not answered."""
 
     append: Append
     begun_s: float
@@ -74,7 +74,7 @@ class PostgresBackend(Backend):
     def __init__(
         self, address: Address, instance_name: str, options: Options, sequence_id_required_min: int = -1
     ) -> None:
-        """``sequence_id_required_min``: a record that the log has had.
+        """Open the log and take it over. ``sequence_id_required_min``: a record that the log once had.
 
         Raises LogLockedError, LogLostError, LogFormatError, LogIdentityError, LogUnavailableError, LogError.
         """
@@ -86,11 +86,11 @@ class PostgresBackend(Backend):
         self._lock = threading.Lock()
         self._readers = Connections(address)
         self._measured: tuple[float, int] | None = None
-        self._appends_count = 0  # answered as done in this epoch
+        self._appends_count = 0  # acknowledged in this epoch
         self._in_flight: deque[_InFlight] = deque()
         self._outcome_unknown = False  # of the appends in flight
-        self._takeover: tuple[int, int] | None = None  # the epoch that resolving begins, and how many it found done
-        self._is_warned = False  # a warning came since the first append in flight
+        self._takeover: tuple[int, int] | None = None  # the epoch that resolve begins, and its number of done appends
+        self._is_warned = False  # a warning arrived since the first append in flight
         self._is_released = self._is_ended = False
         self._asked_key = b""  # row of the open request to a standby; b"": none
         self._guard = DurabilityGuard(address, allow_data_loss=options.allow_data_loss)
@@ -136,7 +136,7 @@ class PostgresBackend(Backend):
         self._is_warned = self._is_warned or notice.severity_nonlocalized == "WARNING"
 
     def _take_over(self, sequence_id_required_min: int) -> int:
-        """Take the log over, once no lease is valid; returns its new epoch. Raises LogLostError."""
+        """Take the log over, once no lease is valid; return its new epoch. Raises LogLockedError, LogLostError."""
         connection = self._connection
         with self._guard.record_data_loss(connection), connection.transaction():
             if (held := leases.holder(connection, self._instance, lock=True)) is not None:
@@ -155,7 +155,7 @@ class PostgresBackend(Backend):
         return int(row[0])
 
     def _check_in_background(self, connection: Connection) -> None:
-        """Check the log from the lease's thread at each renewal: there may be no append for a long time."""
+        """Check the log in the lease's thread at each renewal, since there may be no append for a long time."""
         done: tuple[int, int] | None = None
         if self._lock.acquire(blocking=False):
             done = self.fence, self._appends_count
@@ -174,13 +174,13 @@ class PostgresBackend(Backend):
         return self._guard.doubt or self._chunks.problem
 
     @property
-    def standbys(self) -> Sequence[Standby]:  # type: ignore[override]  # it only ever is read
+    def standbys(self) -> Sequence[Standby]:  # type: ignore[override]  # it is only read
         return self._lease.standbys
 
     @property
     def fenced_by(self) -> FencedError | None:
         lost_to = self._lease.lost_to
-        if lost_to is None or lost_to[0] < self.fence:  # the database is an older copy: the next append finds out
+        if lost_to is None or lost_to[0] < self.fence:  # the database is an older copy: the next append notices it
             return None
         return fenced(self.where, *lost_to)
 
@@ -253,7 +253,7 @@ class PostgresBackend(Backend):
             self._sender.send([*head, *part])
 
     def _head(self, append: Append) -> list[object]:
-        """Build the first arguments of immortal.append. From here on the append counts as in flight."""
+        """Return the first arguments of immortal.append. From now on the append counts as in flight."""
         last = append.records[-1][0] if append.records else append.expected_last_sequence_id
         for span in append.deletes:
             if span.table == RECORDS and span.end is None:  # an operator's cut: the log ends before it
@@ -265,7 +265,7 @@ class PostgresBackend(Backend):
         return [self._instance, append.fence, number, append.expected_last_sequence_id, last]
 
     def _take_answer(self) -> bool:
-        """Process the answer to the oldest append in flight; True if it was there."""
+        """Process the answer to the oldest append in flight; return True if there was one."""
         with self._open():
             answer = self._sender.answer()
         if answer is not None:
@@ -297,7 +297,7 @@ class PostgresBackend(Backend):
         except LogUnavailableError:
             self._outcome_unknown = True
             raise
-        except LogError as error:  # the server has refused one: nothing of it is there, nor of those behind it
+        except LogError as error:  # the server has refused an append: neither it nor any later one is done
             self.failure = error
             raise
 
@@ -335,7 +335,7 @@ class PostgresBackend(Backend):
             self.raise_failure()
             if not self._outcome_unknown:
                 return 0
-            self._reconnect()  # answers may still be on their way to the old one
+            self._reconnect()  # answers may still be in flight on the old connection
             self._is_warned = False
             self._guard.recheck(self._connection)
             with (
@@ -343,7 +343,7 @@ class PostgresBackend(Backend):
                 reaching(self._address),
                 self._connection.transaction(),
             ):
-                # Waits for an append that the server is still at; one behind it comes before this, or finds another
+                # Waits for an append that the server still works on; a later one comes before this, or finds another
                 # epoch. The change is durable with all that was before it.
                 row = self._connection.execute(
                     "SELECT epoch, appends_count, holder, is_there FROM immortal.heads WHERE instance = %s FOR UPDATE",
@@ -361,7 +361,7 @@ class PostgresBackend(Backend):
                 )
             if self._is_warned:
                 raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
-            self._guard.recheck(self._connection)  # settings were still right for that commit
+            self._guard.recheck(self._connection)  # the settings were still right for that commit
             self.fence, self._appends_count, self._outcome_unknown, self._takeover = epoch + 1, 0, False, None
             self._in_flight.clear()
             self._guard.doubt = ""
@@ -370,7 +370,7 @@ class PostgresBackend(Backend):
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
         """Return the number of appends in flight that the head shows as done. Raises FencedError, LogError."""
         if self._takeover is not None and (epoch, count, holder) == (self._takeover[0], 0, leases.own_name()):
-            return self._takeover[1]  # an earlier resolve did it, and its answer was lost or unwaited
+            return self._takeover[1]  # an earlier resolve did it, and its answer was lost or not waited for
         try:
             self._guard.require_whole(self._connection, (self.fence, self._appends_count))
         except LogLostError as error:
@@ -409,7 +409,7 @@ class PostgresBackend(Backend):
             self._asked_key = b""
         return offer
 
-    # --- what else ----------------------------------------------------------------------------------------------------
+    # --- size and end -------------------------------------------------------------------------------------------------
 
     def space(self) -> Space:
         now_s = time.monotonic()
@@ -437,7 +437,7 @@ class PostgresBackend(Backend):
         self._readers.close()
 
     def release_lease(self) -> None:
-        """Release the lease. If that fails it runs out by itself."""
+        """Release the lease. If that fails, it runs out by itself."""
         if self._is_released or isinstance(self.failure, FencedError):
             return
         self._is_released = True
