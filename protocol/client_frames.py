@@ -48,7 +48,7 @@ CLIENT_ID_SIZE_BYTES_MAX = 200  # with the tilde in front it is a caller's name,
 NUMBER_MAX = (1 << 53) - 1
 KEY_PREFIX = "key "  # a client ID that is built from a key: its own client, with one request
 CLIENTS = "~"
-"""The destination of all answers to clients; no instance can have this name."""
+"""Destination of all answers to clients; no instance can have this name."""
 
 _FIXED = struct.Struct("<BBHiqqiqQ")
 _NUMBER = struct.Struct("<Q")

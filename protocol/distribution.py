@@ -1,4 +1,4 @@
-"""The distribution: its name on package indexes, commands that install it, and a check for another `immortal`.
+"""Distribution data: its name on package indexes, commands that install it, and a check for another `immortal`.
 
 Another project has the name `immortal` on package indexes; the module is `immortal` all the same. pyproject.toml, the
 templates of projects, the image and the docs repeat the name; a test compares them with this one.

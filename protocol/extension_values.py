@@ -255,7 +255,7 @@ def converted(plain: Any, form: Any, dec_hook: Callable[[Any, Any], Any] | None 
 
 
 def is_beyond(value: int) -> bool:
-    """True if the integer needs an extension."""
+    """Return True if the integer needs an extension."""
     return not INTEGER_MIN <= value <= INTEGER_MAX
 
 

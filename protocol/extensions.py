@@ -73,7 +73,7 @@ _RECORD_TIME_FRONT = bytes((18, MessageType.RECORD_TIME))
 
 
 class Hello(Struct, frozen=True):
-    """The app's first message: the extensions that it wants, its secret if it needs one, and its own label."""
+    """First message of an app: the extensions that it wants, its secret if it needs one, and its own label."""
 
     extensions: frozenset[int]
     label: str = ""

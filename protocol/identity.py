@@ -45,7 +45,7 @@ class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is
 def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
     """Return the digest of the parts, chained in order. ``before``: digest of earlier parts, or EMPTY_DIGEST.
 
-    Only one part at a time is in memory.
+    The digest does not depend on how calls divide the parts. Only one part at a time is in memory.
     """
     for part in parts:
         before = blake2b(b"".join((before, part)), digest_size=DIGEST_SIZE_BYTES).digest()

@@ -1,4 +1,4 @@
-"""The app's process of a replay: its command, start, output and end; its code; and a look into its state."""
+"""App process of a replay: its command, start, output and end; its code; and a reader of its state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _READ_SIZE_BYTES = 64 << 10
 
 
 class AppProcess:
-    """One running app. ``descriptors`` are readable when it has written output (:meth:`take_output`) or has died."""
+    """Running app. ``descriptors`` are readable when it has written output (:meth:`take_output`) or has died."""
 
     def __init__(self, command: AppCommand, address: str, secret_file: Path, code_notes: Path) -> None:
         """Start the app. ``secret_file``: holds the secret that the app must prove at ``address``. ``code_notes``: file

@@ -253,7 +253,7 @@ def _died(process: AppProcess, app: AppCommand) -> AppExitedError:
 
 
 class _Host:
-    """One replay, from the app's connection to its end."""
+    """Runner of one replay, from the app's connection to its end."""
 
     def __init__(
         self,

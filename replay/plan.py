@@ -165,7 +165,7 @@ class RecordedLog:
 
 
 class SharedSource:
-    """One reader for several threads: a log can't be opened twice in one process."""
+    """Reader shared by several threads: a log can't be opened twice in one process."""
 
     def __init__(self, source: RecordSource) -> None:
         self.identity = source.identity

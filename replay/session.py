@@ -166,7 +166,7 @@ Event = Outputs | KeptImpulses | BlobPiece | NumbersDrawn | VerdictGiven | Ended
 
 
 class ReplaySession:
-    """One replay of ``route`` with one app. ``name``: the instance. ``summary``: its log."""
+    """State machine of one replay of ``route`` with one app. ``name``: the instance. ``summary``: its log."""
 
     def __init__(
         self,

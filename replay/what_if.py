@@ -1,4 +1,4 @@
-"""What-if: replays one log with old and new code side by side, and compares them during the replay.
+"""Run of a what-if: it replays one log with old and new code side by side, and compares them during the replay.
 
 Both get the same records at the same time, each in a thread with its own app process. The inputs are the log's, also
 the calls of the instance to itself: effects of changed outputs on later inputs are not simulated. The old code gets
@@ -263,7 +263,7 @@ class _Run:
     """State that both sides share. Their outputs meet in ``comparison``, which one side at a time uses."""
 
     def __init__(self, limit: int, progress: Progress | None, *, comes_from_elsewhere: bool) -> None:
-        """``comes_from_elsewhere``: the new code is the same class from another folder, which the user named."""
+        """Create the state. ``comes_from_elsewhere``: the new code is the same class from another, named folder."""
         self._comes_from_elsewhere = comes_from_elsewhere
         self._codes: dict[Side, Code | None] = {}
         self.findings = Findings(limit)

@@ -49,7 +49,7 @@ _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
 class Slot(Struct, frozen=True):
-    """One message of a logged record. ``source``: the instance that sent it, "" is itself; None: from outside."""
+    """Message of a logged record. ``source``: the instance that sent it, "" is itself; None: from outside."""
 
     batch: BatchSource
     source: str | None

@@ -82,7 +82,7 @@ def simulate(logs: Logs, rules: Rules, seed: int, recorded: dict[str, Recorded])
 
 
 class Simulation:
-    """One run of a fleet. ``early``: services that are in the cone from the beginning.
+    """Run of a fleet's services. ``early``: services that are in the cone from the beginning.
 
     ``seed`` 0: a new message takes as long as the last one of its stream then; other seeds draw one of its delays.
     """

@@ -183,12 +183,12 @@ class ShadowReplay(Sink):
     """Replay of one growing log, in its own thread after :meth:`start`; only that thread uses the reader."""
 
     def __init__(self, source: Source, settings: InstanceSettings) -> None:
-        """``source.first``: the first record whose messages are wanted. Raises ReplayError if the log has no
-        checkpoint to begin at."""
+        """Plan the replay. ``source.first``: the first record whose messages are wanted. Raises ReplayError if the log
+        has no checkpoint to begin at."""
         self.source = source
         self.committer_id = source.reader.identity.committer_id
         self.begins = source.first or 0
-        """The first record whose messages are wanted."""
+        """First record whose messages are wanted."""
         self.taken = self._seen = self.begins - 1
         summary = source.reader.summary()
         plan = ReplayPlan(_checkpoint_before(source, summary), follow=True)

@@ -157,7 +157,7 @@ class Timings:
 
 
 class _Segment:
-    """One file of timings. A bisection finds rows, so that only few are read."""
+    """Reader of one file of timings. A bisection finds rows, so that only few are read."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises OSError, ValueError."""
@@ -251,7 +251,7 @@ class _Segment:
 
 
 class Source(Struct):
-    """One log to read. ``first``, ``last``: sequence IDs, both included; None: the log's own ends."""
+    """Log to read. ``first``, ``last``: sequence IDs, both included; None: the log's own ends."""
 
     reader: LogReader
     methods: Methods

@@ -217,7 +217,7 @@ class MomentExplorer:
         self._end_s = time.monotonic() + QUESTION_S
 
     def overview(self, record: int = 0) -> Values:
-        """Return the records that can be visited, the checkpoints and the handlers. ``record`` is not used here."""
+        """Return the records that can be visited, the checkpoints and the handlers, by the code of ``record``."""
         summary = self._source.summary()
         usable = usable_checkpoints(summary)
         return {

@@ -54,7 +54,7 @@ _EMPTY = frozenset({Kind.PING, Kind.GONE, Kind.BUSY})
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. ``client_id``: of a REQUEST; "" in other frames."""
+    """Frame between a client and a server. ``client_id``: of a REQUEST; "" in other frames."""
 
     kind: Kind
     number: int = 0

@@ -8,7 +8,7 @@
 - **The domain limits the next server**: servers that find each other's replies are of one domain. A request that a
   server may have begun goes to servers of that server's domain only, unless it is idempotent.
 - If several servers can have it, each is tried once. If only one can, it is tried several times, and its try continues
-  for as long as it answers pings.
+  while it gives signs of life.
 - The request is given up when no server is left to try, or its time is over. It waits for DEAD servers that were not
   tried, but not for REMOVED ones.
 
@@ -268,8 +268,8 @@ class Pool:
             server.room_s = 0.0
 
     def _end_try(self, server: _Server, now_s: float) -> None:
-        """End a try without a reply. If the server has answered pings and no other can have the request, the request
-        stays there.
+        """End a try without a reply. If the server has given signs of life and no other can have the request, the
+        request stays there.
         """
         request = self._requests.get(server.number or 0)
         if request is None or server.heard_s <= server.try_began_s or self._others(request, server):
