@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class TooDeepError(DecodeError):
-    """Raised for data nested more deeply than a decoder can follow."""
+    """Raised if data is nested more deeply than a decoder can follow."""
 
 
 DecHook = Callable[[type, Any], Any]

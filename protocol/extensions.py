@@ -312,7 +312,7 @@ def encode_origins(origins: Sequence[Origin]) -> bytes:
 
 
 def decode_origins(data: Readable) -> list[Origin]:
-    """Decode Origins. Raises RemoteProtocolError."""
+    """Decode an Origins message. Raises RemoteProtocolError."""
     count, offset = decode_zigzag_int(data, 0)
     if not 0 <= count <= len(data):
         raise RemoteProtocolError(f"an Origins announces {count} entries in {len(data)} bytes")
@@ -394,5 +394,5 @@ def pack_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
 
 
 def decode_numbers(data: bytes) -> Numbers:
-    """Decode Numbers. Raises RemoteProtocolError."""
+    """Decode a Numbers message. Raises RemoteProtocolError."""
     return _NUMBERS.decode_message(data, "a Numbers message")

@@ -178,7 +178,7 @@ def own_fields() -> dict[str, Any]:
 
 
 def read(path: Path, kind: type[P]) -> P | None:
-    """Read the file; None if it is missing or invalid."""
+    """Read a process file; return None if it is missing or invalid."""
     try:
         return decoding.decode_json(path.read_bytes(), type=kind)
     except (decoding.DecodeError, OSError):
@@ -186,7 +186,7 @@ def read(path: Path, kind: type[P]) -> P | None:
 
 
 def read_living(path: Path, kind: type[P]) -> P | None:
-    """Read the file if the process that wrote it is alive; else None."""
+    """Read a process file if the process that wrote it is alive; else return None."""
     found = read(path, kind)
     return found if found is not None and is_living(found) else None
 

@@ -1,6 +1,6 @@
 # cython: annotation_typing=False
 # (Compiled annotations of built-in types would refuse subclasses. The directive works only in the first line.)
-"""Messages of the local protocol: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` has the types."""
+"""Messages of the local protocol: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` lists types."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class UnfinishedMessages:
         self._warn(f"a connection can't be watched ({error.strerror}: 'ulimit -n' is their number)")
 
     def remove(self, descriptor: int) -> None:
-        """Forget a connection, if it is watched."""
+        """Stop watching a connection; ignore an unknown one."""
         one = self._connections.pop(descriptor, None)
         if one is not None:
             self.suspects.pop(descriptor, None)
@@ -254,7 +254,7 @@ class UnfinishedMessages:
         )
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching all connections."""
         for descriptor in list(self._connections):
             self.remove(descriptor)
         self._epoll.close()

@@ -203,7 +203,7 @@ def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
 
 
 def decode_verdicts(data: bytes) -> Sequence[Verdict]:
-    """Decode Verdicts. Raises RemoteProtocolError."""
+    """Decode a Verdicts message. Raises RemoteProtocolError."""
     return [_checked(verdict) for verdict in _VERDICTS.decode_message(data, "a Verdicts message")]
 
 

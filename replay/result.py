@@ -135,7 +135,7 @@ def too_little_text(messages: int, at_least: int) -> str:
 
 
 class CountingSink(Sink):
-    """Counts the outputs by destination and method."""
+    """Sink that counts the outputs by destination and method."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[bytes]] = {}  # by the kind and the encoded method ID

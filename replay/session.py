@@ -262,7 +262,7 @@ class ReplaySession:
         return self.phase is Phase.ENDING and self._app.hello is None and self._upgrade_to is not None
 
     def was_silent(self) -> Event:
-        """Take the app's silence as the end."""
+        """End the replay because the app is silent."""
         require(self.ends_by_silence, f"silence in phase {self.phase.value!r}")
         return self._end(None)
 

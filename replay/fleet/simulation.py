@@ -134,7 +134,7 @@ class Simulation:
                 self._calls.miss(service, place, cause)
 
     def code(self, name: str) -> Definition:
-        """Return the class that made that log."""
+        """Return the class that made the log of the service ``name``."""
         return self._logs.code(name)
 
     def has_log(self, name: str) -> bool:

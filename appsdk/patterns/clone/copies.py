@@ -75,7 +75,7 @@ class Changes(Generic[V]):
         return self._clone._next(self._waiting, self._timeout_s)
 
     def close(self) -> None:
-        """Keep no more changes for this iterator."""
+        """Stop keeping changes for this iterator."""
         self._clone._forget(self._waiting)
 
     def __enter__(self) -> Changes[V]:
@@ -413,7 +413,7 @@ class AsyncChanges(Generic[V]):
                 raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """Drop further changes for this iterator."""
+        """Stop keeping changes for this iterator."""
         self._clone._forget(self._waiting, self._rouse)
 
 

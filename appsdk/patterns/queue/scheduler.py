@@ -83,7 +83,7 @@ class Scheduler:
     def ready(
         self, worker_id: str, session: str, names: list[str], heartbeat_s: float, report: Report | None, now_ns: int
     ) -> Offer:
-        """Process a worker's call for a task, with its report on the one before. ``session``: a secret of its process.
+        """Process a worker's call for a task, with its report on the last one. ``session``: a secret of its process.
 
         Raises ValueError, QueueFull.
         """
