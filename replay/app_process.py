@@ -220,7 +220,7 @@ class AppCommand(Struct, frozen=True):
 
 
 def code_environment(code: Path | None, notes: Path | str = os.devnull) -> dict[str, str]:
-    """Return the environment of a process that loads user code (:mod:`appsdk.running.user_modules`), ``code`` first.
+    """Return the environment of a process with user code (:mod:`immortal.appsdk.running.user_modules`), ``code`` first.
 
     Raises ReplayError if ``code`` is neither a folder nor a wheel.
     """

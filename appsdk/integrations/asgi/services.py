@@ -173,7 +173,7 @@ class Service(Generic[S]):
 
     ``shop(request)`` returns a proxy for a handler: ``await shop(request).place(...)``. It is also a dependency for
     FastAPI: ``Depends(shop)``. ``timeout``: of each call, in seconds. ``calls_max``: limit of this process's waiting
-    calls; one more raises TooManyCalls. The other options are those of :func:`appsdk.client.connect`. Raises TypeError,
+    calls; one more raises TooManyCalls. The other options: see :func:`immortal.client.connect`. Raises TypeError,
     DefinitionError, UsageError.
     """
 

@@ -1,4 +1,4 @@
-"""Table as an instance: ``immortal run prices appsdk.patterns.clone:Table``. It numbers every change."""
+"""Table as an instance: ``immortal run prices immortal.patterns.clone:Table``. It numbers every change."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def connect(
 ) -> Connector:
     """Connect to a cluster to send batches: ``with connect("cluster") as cluster: cluster.batch(...).send(tasks)``.
 
-    ``timeout``: of each message, in seconds; None: no limit. The rest as in :func:`appsdk.client.connect`; collectors
+    ``timeout``: of each message, in seconds; None: no limit. The rest as in :func:`immortal.client.connect`; collectors
     are found in ``home``. Raises TypeError; entering the block raises NotConnectable.
     """
     if not isinstance(cluster, str):

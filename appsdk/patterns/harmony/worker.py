@@ -59,7 +59,7 @@ def worker(
 
     ``functions``: by the names in batches; each takes a task and returns its result. The worker waits for a cluster
     that is unreachable. ``task_timeout_s``: a longer task ends this process, with status 75. ``name``: of this worker,
-    unique; by default a random one. The rest as in :func:`appsdk.client.connect`.
+    unique; by default a random one. The rest as in :func:`immortal.client.connect`.
 
     Raises TypeError, ClientError.
     """

@@ -116,7 +116,7 @@ def _check(frame: Frame) -> None:
         raise RemoteProtocolError(f"a PONG with {len(frame.body)} bytes: the ID of a store has {STORE_ID_SIZE_BYTES}")
 
 
-# Errors, beside those of appsdk.client.errors: CalleeFailed, CallRefused, OutcomeUnknown, ClientClosed.
+# Errors, beside those of immortal.appsdk.client.errors: CalleeFailed, CallRefused, OutcomeUnknown, ClientClosed.
 
 
 class ServerError(ImmortalError):

@@ -264,6 +264,6 @@ class JobsConnector:
 
 def connect(queue: str, /, **options: Unpack[ConnectOptions]) -> JobsConnector:
     """Connect to the queue that runs as the instance ``queue``. The options are those of
-    :func:`appsdk.client.connect`.
+    :func:`immortal.client.connect`.
     """
     return JobsConnector(connect_client(Queue, queue, **options))

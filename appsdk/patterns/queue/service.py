@@ -1,4 +1,4 @@
-"""Queue as an instance: ``immortal run jobs appsdk.patterns.queue:Queue``. The scheduler has its rules."""
+"""Queue as an instance: ``immortal run jobs immortal.patterns.queue:Queue``. The scheduler has its rules."""
 
 from __future__ import annotations
 
