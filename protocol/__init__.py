@@ -1,4 +1,4 @@
-"""The bytes that apps and coordinators exchange: I/O-free, both directions. `docs/WIRE.md` specifies them."""
+"""Protocols of apps, coordinators, peers and clients, without I/O. `docs/WIRE.md` specifies the bytes."""
 
 from immortal.protocol.compiled import CODEC
 

@@ -1,11 +1,11 @@
-"""Mutual proof by an app and its coordinator that both know the instance's secret, which itself is not sent.
+"""Handshake in which an app and its coordinator prove that both know the instance's secret, without sending it.
 
     app          Challenge    its nonce
     coordinator  Proof        its nonce, its proof, the instance's name
     app          Proof        its proof
 
-A proof is an HMAC-SHA256 with the secret as its key, over who makes it, both nonces, the instance and the connection.
-So one that was heard before, comes from the other side, or was made for another connection, is wrong. No I/O here.
+A proof is an HMAC-SHA256 with the secret as its key, over its maker's role, both nonces, the instance and the
+connection. So a proof that is repeated, from the other side, or of another connection is wrong. No I/O here.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def channel_of(app: object, coordinator: object) -> str:
 
     ``app``, ``coordinator``: the ends' socket addresses.
 
-    Both ends see the same two addresses, unless somebody stands between them and passes on what each says. "" for a
-    Unix socket, whose owner is known, and where addresses of other machines are involved: they may be translated.
+    Both ends see the same two addresses, unless a process between them relays the messages. The text is "" for a Unix
+    socket, whose owner is known, and for addresses of other machines, which can be translated on the way.
     """
     ends = [(end[0].removeprefix(_MAPPED), end[1]) for end in (app, coordinator) if isinstance(end, tuple)]
     if len(ends) < 2 or not all(host.startswith("127.") or host == "::1" for host, _ in ends):
@@ -66,7 +66,7 @@ def channel_of(app: object, coordinator: object) -> str:
 
 
 class Answer(Struct, frozen=True):
-    """A coordinator's Proof."""
+    """Proof message of a coordinator."""
 
     coordinator_nonce: bytes
     proof: bytes
@@ -74,24 +74,24 @@ class Answer(Struct, frozen=True):
 
 
 def encode_challenge(app_nonce: bytes) -> bytes:
-    """Encode the first message of an app that has a secret."""
+    """Encode a Challenge, the first message of an app that has a secret."""
     return encode_message(MessageType.CHALLENGE, bytes((CHALLENGE_VERSION,)) + app_nonce)
 
 
 def decode_challenge(data: bytes) -> bytes:
-    """Decode the app's nonce. Raises RemoteProtocolError."""
+    """Decode a Challenge: the app's nonce. Raises RemoteProtocolError."""
     if not data or data[0] != CHALLENGE_VERSION:
         raise RemoteProtocolError(f"a Challenge of version {data[0] if data else 'none'}, expected {CHALLENGE_VERSION}")
     return _exactly("a Challenge's nonce", data[1:], NONCE_SIZE_BYTES)
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """Encode the coordinator's Proof message, for a control record of its own."""
+    """Encode the coordinator's Proof message, which needs its own control record."""
     return encode_message(MessageType.PROOF, answer.coordinator_nonce + answer.proof + encode_name(answer.instance))
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Decode a coordinator's answer. Raises RemoteProtocolError."""
+    """Decode a coordinator's Proof. Raises RemoteProtocolError."""
     at = NONCE_SIZE_BYTES + PROOF_SIZE_BYTES
     if len(data) <= at:
         raise RemoteProtocolError(f"a coordinator's Proof of {len(data)} bytes, more than {at} were expected")
@@ -102,12 +102,12 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def encode_proof(proof: bytes) -> bytes:
-    """Encode the app's Proof message; its Hello follows."""
+    """Encode the app's Proof message; its Hello must follow."""
     return encode_message(MessageType.PROOF, proof)
 
 
 def decode_proof(data: bytes) -> bytes:
-    """Decode an app's proof. Raises RemoteProtocolError."""
+    """Decode an app's Proof. Raises RemoteProtocolError."""
     return _exactly("an app's Proof", data, PROOF_SIZE_BYTES)
 
 

@@ -1,8 +1,8 @@
-"""Checks, splits and wraps batches (packed RPC messages) without decoding their arguments.
+"""Checks, splitting and wrapping of batches (packed RPC messages); arguments stay undecoded.
 
-Most batches are homogeneous: calls of one method whose arguments have one size. Then each message starts with the same
-bytes at the same stride, and slices compare them at C speed. Only in other batches each message is visited, and even
-there few sizes occur again and again, so checked fronts of messages are looked up.
+In most batches all messages call one method with arguments of one size. Then each message starts with the same bytes at
+the same stride, and slices compare them at C speed. Other batches are checked message by message. Few sizes occur there
+again and again, so checked fronts of messages are looked up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHECKED_FRONTS_MAX = 256  # for each sender
 
 
 class _Strides(dict[bytes, int]):
-    """Sizes of RPC messages by their first _FRONT_SIZE_BYTES. KeyError for bytes that may begin no message."""
+    """Sizes of RPC messages by their first _FRONT_SIZE_BYTES. Raises KeyError for bytes that may begin no message."""
 
     def __missing__(self, front: bytes) -> int:
         try:
@@ -56,7 +56,7 @@ def _stride(payload: bytes, count: int) -> int:
 
 
 def common_size(payload: bytes, count: int) -> int:
-    """Return the size in bytes of each of these RPC messages if they begin alike and have one size, else 0."""
+    """Return the size in bytes of each RPC message if all ``count`` begin alike and have one size, else 0."""
     return _stride(payload, count) if count > 0 else 0
 
 
@@ -68,9 +68,9 @@ def check_batch(payload: bytes, count: int) -> None:
 
 
 def offset_after(payload: bytes, count: int, total: int) -> int:
-    """Return the offset behind the first ``count`` of ``total`` RPC messages. Raises RemoteProtocolError.
+    """Return the offset after the first ``count`` of ``total`` RPC messages. Raises RemoteProtocolError.
 
-    Only those ``count`` are sure to be looked at. :func:`check_batch` looks at all.
+    Messages after the first ``count`` may stay unchecked; :func:`check_batch` checks all.
     """
     if count <= 0:
         if count < 0:
@@ -78,7 +78,7 @@ def offset_after(payload: bytes, count: int, total: int) -> int:
         return 0
     if total > 2 and count <= total and (stride := _stride(payload, total)):
         return stride * count
-    octets: cython.p_const_uchar = payload  # compiled, its slices are not cut where it ends: look before
+    octets: cython.p_const_uchar = payload  # compiled code does not cut slices at the end: compare offsets first
     offset: cython.Py_ssize_t = 0
     last: cython.Py_ssize_t = len(payload) - _FRONT_SIZE_BYTES
     strides = _strides
@@ -103,7 +103,7 @@ def _walk(payload: bytes, count: int, total: int) -> int:
 
 
 def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
-    """Start and end of the data of message ``index``. Raises RemoteProtocolError."""
+    """Return start and end of the data of message ``index``. Raises RemoteProtocolError."""
     if offset == len(payload):
         raise RemoteProtocolError(f"a batch of {total} messages ends after {index}, at byte {offset}")
     message_type, start, end = decode_message(payload, offset)
@@ -118,12 +118,12 @@ def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, i
 
 
 class CallRules:
-    """Rules for the calls of one sender to one receiver; `protocol/call_permissions.py` has them all.
+    """Rules for the calls of one sender to one receiver; `protocol/call_permissions.py` lists all rules.
 
-    ``negative``: methods with negative IDs, the SDK's own, may be called. ``reports_negative``: where they may not,
-    ``check`` reports them in place of raising. ``negative_answers``: where they may not, answers may
-    name them, to calls of others that are refused. ``callers``: what calls that wait for an answer may
-    give as who waits; None: that is not looked at, their arguments are the sender's own matter.
+    ``negative``: methods with negative IDs (the SDK's own) are allowed. ``reports_negative``: if they are not allowed,
+    ``check`` reports them instead of raising. ``negative_answers``: if they are not allowed, answers to refused calls
+    can still name them. ``callers``: names that calls waiting for an answer can give as their caller; None: callers
+    are not checked, since the arguments are the sender's own matter.
     """
 
     def __init__(
@@ -141,16 +141,16 @@ class CallRules:
         self._fronts = _Fronts()
 
     def check(self, payload: bytes, count: int) -> list[int]:
-        """Check a batch like :func:`check_batch`, and that an app can be given each message: its kind and RPC type
-        exist, and this sender may send it. Raises RemoteProtocolError.
+        """Check a batch like :func:`check_batch`, and check that kind and RPC type of each message exist and that this
+        sender may send it. Raises RemoteProtocolError.
 
-        Returns the indices of messages with a negative method ID, where this sender's are reported.
+        Returns the indices of messages with a negative method ID, if these rules report them.
         """
         negative: list[int] = []
         if count > 2 and self._is_one_front(payload, count):
             return negative
         fronts = self._fronts
-        octets: cython.p_const_uchar = payload  # compiled, its slices are not cut where it ends: look before
+        octets: cython.p_const_uchar = payload  # compiled code does not cut slices at the end: compare offsets first
         size_bytes: cython.Py_ssize_t = len(payload)
         offset: cython.Py_ssize_t = 0
         length: cython.Py_ssize_t = fronts.length
@@ -181,9 +181,9 @@ class CallRules:
         return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
 
     def _call_at(self, payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
-        """Return the number of bytes of message ``index`` that decide whether it is valid, and its size.
+        """Return the number of bytes of message ``index`` that decide whether it is valid, and the message's size.
 
-        In place of the first, 0: all of it; -1: its method ID is negative, which is to be reported.
+        The first number is 0 if all bytes decide, and -1 if the method ID is negative and must be reported.
 
         Raises RemoteProtocolError.
         """
@@ -210,10 +210,10 @@ class CallRules:
         return at - offset if at else 0, end - offset
 
     def _caller_end(self, payload: bytes, start: int, end: int, index: int) -> int:
-        """Return the offset behind the caller in ``payload[start:end]``, the arguments of a call that waits.
+        """Return the offset after the caller in ``payload[start:end]``, the arguments of a call that waits.
 
-        Arguments that do not begin as those of such a call are the receiver's to refuse: behind what shows that, or 0
-        where it takes all of them. Raises RemoteProtocolError for the name of somebody else.
+        The receiver refuses arguments that do not begin like those of such a call. For these the offset is after the
+        bytes that show it, or 0 if all bytes are needed. Raises RemoteProtocolError if the caller is somebody else.
         """
         if start == end:
             return start
@@ -243,15 +243,14 @@ class CallRules:
         return behind
 
 
-_ARRAY_FRONTS = {0xDC: 3, 0xDD: 5}  # MessagePack: how many bytes stand before an array's first item
-_STRING_LENGTHS = {0xD9: 1, 0xDA: 2, 0xDB: 4}  # ... and how many give the length of a string
+_ARRAY_FRONTS = {0xDC: 3, 0xDD: 5}  # MessagePack: number of bytes before an array's first item
+_STRING_LENGTHS = {0xD9: 1, 0xDA: 2, 0xDB: 4}  # MessagePack: number of bytes that give a string's length
 
 
 class _Fronts(dict[bytes, int]):
-    """Number of bytes that decide whether a message is valid, by these bytes: few fronts come again and again.
+    """Number of bytes that decide whether a message is valid, by these bytes: few fronts occur again and again.
 
-    No front begins another. They are looked up by as many bytes as one of the last two kinds had: ``length``,
-    ``other``.
+    No front begins another. A lookup uses the lengths of the last two kinds of front: ``length``, ``other``.
     """
 
     def __init__(self) -> None:
@@ -264,9 +263,9 @@ class _Fronts(dict[bytes, int]):
 
 
 def encode_batch(payload: Readable, count: int) -> bytes:
-    """Encode the front of the one top-level message that holds ``payload``: to be followed by it.
+    """Encode the front of the top-level message that holds ``payload``; the payload must follow it.
 
-    A single RPC is its own message and needs none. Raises LocalProtocolError for what a reader would refuse.
+    A single RPC is its own message and needs no front. Raises LocalProtocolError if a reader would refuse the batch.
     """
     if count == 1:
         return b""
@@ -293,7 +292,7 @@ def decode_batch(data: Readable) -> tuple[int, int]:
 
 
 def decode_replayable_batch(data: Readable) -> tuple[int, int, int]:
-    """Decode the front of a CountReplayableRPCBatch: (count, how many are no impulses, offset of the first message)."""
+    """Decode the front of a CountReplayableRPCBatch: (count, number of non-impulses, offset of the first message)."""
     count, offset = decode_zigzag_int(data, 0)
     replayable, start = decode_zigzag_int(data, offset)
     if not 0 <= replayable <= count:

@@ -1,7 +1,7 @@
-"""The table of who may send what to whom. `docs/WIRE.md`, part 10, shows it; tests keep both equal.
+"""Table of the calls that each sender may send to each receiver. `docs/WIRE.md`, part 10, repeats it (tests compare).
 
-A coordinator checks it before anything is logged. What it can't see without an app's knowledge, which call an answer
-belongs to, the app checks: it is told who sent each batch (Sources).
+A coordinator checks calls by it before it logs them. Only the app knows the call of an answer, so the app checks that:
+Sources messages name the sender of each batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from immortal.protocol.client_frames import CLIENTS
 
 
 class Row(Struct, frozen=True):
-    """Row of the table.
+    """Row of the table: one sender and one receiver.
 
     ``carried``: messages or frames that carry the call. ``method_ids``: for apps that follow WIRE.md's part 4.1; others
     may send any method ID. ``caller``: first argument of a call that waits for an answer (kind 0, RPC type 0).
@@ -39,26 +39,26 @@ ROWS = (
 )
 
 from_base_app_peer = CallRules(negative=True)
-"""Rules towards an app of the base protocol: its method IDs and arguments are its own matter."""
+"""Rules for calls from a peer to an app of the base protocol, whose method IDs and arguments are its own matter."""
 
 
 def from_peer(name: str) -> CallRules:
-    """Return the rules for the peer ``name`` and an app that follows WIRE.md's part 4.1.
+    """Return the rules for calls from the peer ``name`` to an app that follows WIRE.md's part 4.1.
 
-    The peer's app may be one of the base protocol, which knows of no reserved methods: so one call of such a method
-    is reported, to fail alone, and does not stop the stream.
+    The peer's app can be one of the base protocol, which knows no reserved methods. So a call of such a method is
+    reported and fails alone, and does not stop the stream.
     """
     return CallRules(reports_negative=True, callers=(name,))
 
 
 def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
-    """Return the rules for the app of the instance ``name`` and a ``destination`` ("": itself).
+    """Return the rules for calls from the app of the instance ``name`` to ``destination`` ("": itself).
 
-    ``speaks``: as WIRE.md's part 4.1 says; else its method IDs and arguments are its own matter. An answer names the
-    method that was called, which another instance may have chosen: a refused call of it is answered as well.
+    ``speaks``: the app follows WIRE.md's part 4.1; if not, its method IDs and arguments are its own matter. An answer
+    has the called method's ID, which its caller chose: so an answer to a refused call can name a reserved method.
     """
     if not speaks:
         return CallRules(negative=destination != CLIENTS)
-    if destination in ("", CLIENTS):  # it can name a caller to answer without a call to itself first
+    if destination in ("", CLIENTS):  # callers are unchecked: it can answer any caller, even without such a call
         return CallRules(negative=destination == "", negative_answers=True)
     return CallRules(negative_answers=True, callers=(name,))

@@ -1,7 +1,7 @@
-"""CRC-64/XZ, the only checksum of this project.
+"""CRC-64/XZ, the checksum of records, frames and files.
 
 crcmod is the reference (poly 0x42F0E1EBA9EA3693, reflected, init and xorout all ones; the check value of
-b"123456789" is 0x995DC9BBDF1939FA). fastcrc gives the same bits over a hundred times faster and is used where it can
+b"123456789" is 0x995DC9BBDF1939FA). fastcrc gives the same bits over a hundred times faster and is used if it can
 be imported.
 """
 
@@ -17,7 +17,7 @@ _reference = crcmod.mkCrcFun(0x142F0E1EBA9EA3693, initCrc=0, rev=True, xorOut=0x
 
 
 def crc64_reference(data: Bytes, value: int = 0) -> int:
-    """CRC-64/XZ of ``data`` by crcmod, continuing from ``value``: the oracle that :func:`crc64` is tested against."""
+    """Return the CRC-64/XZ of ``data`` by crcmod, continuing from ``value``: the reference for :data:`crc64`."""
     return int(_reference(bytes(data), value))
 
 
@@ -30,4 +30,4 @@ def _fastest() -> Callable[..., int]:
 
 
 crc64 = _fastest()
-"""CRC-64/XZ: ``crc64(data, value=0, /) -> int``. Chains: ``crc64(b, crc64(a)) == crc64(a + b)``."""
+"""Function for the CRC-64/XZ: ``crc64(data, value=0, /) -> int``. It chains: ``crc64(b, crc64(a)) == crc64(a + b)``."""

@@ -1,18 +1,18 @@
-"""Frames between a client, a process that is no instance, and a coordinator: one part each way, over ZeroMQ.
+"""Frames between a client (a process that is no instance) and a coordinator: one ZeroMQ message part each.
 
 HELLO     client -> coordinator   the client's ID, and the instance
-WELCOME   coordinator -> client   the last number taken of this client; the methods that the instance has
+WELCOME   coordinator -> client   the last request number taken from this client; the methods of the instance
 REQUEST   client -> coordinator   ``count`` calls, with consecutive numbers from ``number`` on
-REPLY     coordinator -> client   what ``count`` of them came to
-PING      client -> coordinator   what has become of these ``count`` numbers?
-PONG      coordinator -> client   the last number taken of this client
+REPLY     coordinator -> client   the outcomes of ``count`` calls
+PING      client -> coordinator   asks for the outcomes of ``count`` request numbers
+PONG      coordinator -> client   the last request number taken from this client
 REFUSED   coordinator -> client   the reason, as text; with a number, for the QUERY with that number
 QUERY     client -> coordinator   one call of a method that only reads, which is not logged
-ANSWER    coordinator -> client   what the query with that number came to
+ANSWER    coordinator -> client   the outcome of the query with that number
 
-A client numbers its requests from 1. The coordinator takes the next number and no other, so a request that is sent
-again is never done again. To an app the client is a caller called ``~ID``, who waits for an answer. Queries have
-numbers of their own, by which a client knows their answers; one that is sent again may be asked again.
+A client numbers its requests from 1. The coordinator accepts only the next number, so a repeated request is done once.
+To an app the client is a caller called ``~ID`` that waits for an answer. Queries have their own numbers, by which a
+client recognizes their answers. A repeated query can run again.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from immortal.protocol.messages import (
 from immortal.protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 CLIENT_VERSION = 1
-FRAME_MARK = 0xC0 | CLIENT_VERSION  # the first byte: tells these frames from the messenger's, which begin with 02
+FRAME_MARK = 0xC0 | CLIENT_VERSION  # the first byte: the messenger's frames begin with 02
 PAYLOAD_SIZE_BYTES_MAX = 16 << 20  # of a REQUEST: the coordinator holds it in memory more than once
 ASKED_MAX = 4096  # numbers in a PING
 CALL_SIZE_BYTES_MIN = 6  # in a REQUEST: size, message type, kind, method, type, an array of nothing
 CLIENT_ID_SIZE_BYTES_MAX = 200  # with the tilde in front it is a caller's name, and part of a key in the log
 NUMBER_MAX = (1 << 53) - 1
-KEY_PREFIX = "key "  # a client ID made of a key: a client of its own, with one request
+KEY_PREFIX = "key "  # a client ID that is built from a key: its own client, with one request
 CLIENTS = "~"
-"""The destination of all answers to clients; no instance can have this name."""
+"""Destination of all answers to clients; no instance can have this name."""
 
 _FIXED = struct.Struct("<BBHiqqiqQ")
 _NUMBER = struct.Struct("<Q")
@@ -71,23 +71,23 @@ KNOWN_TO_COORDINATORS = "this coordinator takes version 1, types 1 (Hello), 3 (R
 
 
 class ClientCode(IntEnum):
-    """Reason given in a REFUSED or a PONG."""
+    """Reason in a REFUSED or a PONG."""
 
     NONE = 0
     NOT_ME = 1  # the frame is for an instance of another name
     NOT_READY = 2  # the instance has not completed its first start, or is stopping: ask again
     MALFORMED = 3  # nothing of it was accepted, and sending it again is useless
-    BUSY = 4  # too much waits to be answered: what was not taken is to be sent again later
-    FORGOTTEN = 5  # the client was unused for so long, or others so many, that its numbers are not known any more
-    NOT_YOURS = 6  # another caller's keys have used the client's ID first: nothing was taken
+    BUSY = 4  # too many calls wait for an answer: send again later what was not taken
+    FORGOTTEN = 5  # the client was unused for so long, or there are so many others, that its numbers were dropped
+    NOT_YOURS = 6  # a caller with other keys used the client's ID first: nothing was taken
     UNKNOWN = 7  # the frame's type, or its version: the reason says which are known
-    LOGGED_ONLY = 8  # the app takes no queries beside its log: a request for the same method is answered
+    LOGGED_ONLY = 8  # the app takes no queries beside its log; a request for the same method works
 
 
 class ReplyKind(IntEnum):
-    """Outcome of a request; equal to the number of an RPC's kind where there is one."""
+    """Outcome of a request; equal to the RPC kind of the same meaning, if there is one."""
 
-    GONE = 0  # done, and the reply is not kept any more
+    GONE = 0  # done, and the reply is no longer kept
     VALUE = 1
     NOTHING = 2
     RAISED = 3  # [name of the exception, its arguments, its attributes], without the array around it
@@ -97,11 +97,11 @@ class ReplyKind(IntEnum):
 class ClientFrame(Struct, frozen=True):
     """Frame between a client and a coordinator. Fields that a type does not use are 0 or empty.
 
-    ``number``: of the first request (REQUEST), the last one taken (WELCOME, PONG, REPLY), or of the query (QUERY,
-    ANSWER, and REFUSED; 0 there where it is no query that is refused). ``acknowledged``: replies
-    up to it are of no interest to the client any more. ``time_ns``: in a REQUEST when it was first sent, by the
-    coordinator's clock as the client knows it from the WELCOME. ``reason``: in a REQUEST the trace context of its calls
-    (:mod:`immortal.protocol.timings`), or nothing; a coordinator that knows none passes over it.
+    ``number``: of the first request (REQUEST), of the last one taken (WELCOME, PONG, REPLY), or of the query (QUERY,
+    ANSWER, REFUSED; a REFUSED for no query has 0). ``acknowledged``: the client no longer needs replies up to this
+    number. ``time_ns``: in a REQUEST the time of its first sending, by the coordinator's clock, which the client knows
+    from the WELCOME. ``reason``: in a REQUEST the trace context of its calls (:mod:`immortal.protocol.timings`), or
+    empty; a coordinator without traces ignores it.
     """
 
     frame_type: ClientFrameType
@@ -117,7 +117,7 @@ class ClientFrame(Struct, frozen=True):
     reason: str = ""
 
     def asked_numbers(self) -> list[int]:
-        """Request numbers in a PING, each once. :func:`decode_client_frame` has checked the payload."""
+        """Return the request numbers in a PING, each once. :func:`decode_client_frame` has checked the payload."""
         return list(dict.fromkeys(number for (number,) in _NUMBER.iter_unpack(self.payload)))
 
 
@@ -147,14 +147,14 @@ def encode_client_frame(frame: ClientFrame) -> bytes:
 
 
 def is_client_frame(data: bytes) -> bool:
-    """True if ``data`` is a client's frame of any version; the messenger's messages never begin like one."""
+    """Return True if ``data`` is a client's frame of any version; the messenger's messages begin with other bytes."""
     return bool(data) and data[0] & 0xF0 == FRAME_MARK & 0xF0
 
 
 def decode_client_frame(data: bytes) -> ClientFrame:
-    """Decode a frame. One of another version or an unknown type is UNKNOWN, with its version or type in ``reason``.
+    """Decode a frame. A frame of another version or type becomes UNKNOWN, with its version or type in ``reason``.
 
-    Raises RemoteProtocolError; DamagedRecordError where the check does not match.
+    Raises RemoteProtocolError, or DamagedRecordError if the check does not match.
     """
     if len(data) < _FIXED.size:
         raise RemoteProtocolError(f"a client's frame of {len(data)} bytes, at least {_FIXED.size} were expected")
@@ -230,11 +230,11 @@ def encode_request(method_id: int, arguments: bytes) -> bytes:
 def logged_calls(
     payload: bytes, count: int, client_id: str, first_number: int, skipped: int = 0
 ) -> tuple[bytes, list[bytes]]:
-    """Return the ``count`` calls of a REQUEST as an app gets them: with caller and number before their arguments.
+    """Return ``count`` calls of a REQUEST in the app's form (caller and number before the arguments), and identities.
 
-    Without the first ``skipped``, which are looked at all the same. Then the identities of all calls.
+    The calls leave out the first ``skipped``; the checks and the identities cover all.
 
-    Raises RemoteProtocolError unless ``payload`` is exactly so many calls of methods.
+    Raises RemoteProtocolError unless ``payload`` is exactly ``count`` method calls.
     """
     caller = msgpack_string(caller_of(client_id))
     parts: list[bytes] = []
@@ -280,7 +280,7 @@ def decode_query_call(payload: bytes) -> tuple[int, bytes]:
 
 
 class Caller(Struct, frozen=True):
-    """Sender that waits for the answer of a call: an instance ("" is oneself), or a client, with ``~`` in front."""
+    """Caller that waits for the answer of a call: an instance ("" is oneself), or a client, with ``~`` in front."""
 
     name: str
     number: int
@@ -288,7 +288,7 @@ class Caller(Struct, frozen=True):
 
 
 def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
-    """Decode the caller of the RPC ``data[start:end]``; None if no sender waits for it, or none is named."""
+    """Decode the caller of the RPC ``data[start:end]``; None if the RPC names none, or nobody waits for its answer."""
     try:
         method_id, offset = decode_zigzag_int(data, start + 1)
         if data[start] != RpcKind.CALL or offset >= end or data[offset] != RpcType.ASYNC:
@@ -304,7 +304,7 @@ def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
 
 
 def decode_answered_number(data: bytes, start: int, end: int) -> int | None:
-    """Decode the number of the call that the RPC ``data[start:end]`` answers; None if it is no answer, or has none."""
+    """Decode the number of the call that the RPC ``data[start:end]`` answers; None if the RPC has no such number."""
     try:
         _, offset = decode_zigzag_int(data, start + 1)
         if data[start] == RpcKind.CALL:
@@ -316,14 +316,14 @@ def decode_answered_number(data: bytes, start: int, end: int) -> int | None:
 
 
 REFUSED_CALL = "~refused"
-"""The name under which a client gets what keeps its call from being made; no exception has it. Arguments: [reason].
+"""Name of the error that a client receives if its call cannot be made; no exception has it. Arguments: [reason].
 
-Where its number, or key, is that of another call it has the attributes of an IdentityConflict.
+If another call has the same number or key, the error has the attributes of an IdentityConflict.
 """
 
 
 def split_caller(arguments: bytes) -> tuple[str, bytes]:
-    """Split the arguments of a logged call that waits for an answer: the caller's name, and the method's own arguments.
+    """Split the arguments of a logged call that waits for an answer: (caller's name, arguments of the method).
 
     Raises RemoteProtocolError.
     """
@@ -343,7 +343,7 @@ def split_caller(arguments: bytes) -> tuple[str, bytes]:
 
 
 class Reply(Struct):
-    """Outcome of request ``number``. ``value`` is encoded as :class:`ReplyKind` says; empty for the other kinds."""
+    """Outcome of request ``number``. ``value`` is encoded as :class:`ReplyKind` says, or empty."""
 
     number: int
     kind: int
@@ -351,7 +351,7 @@ class Reply(Struct):
 
 
 def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None:
-    """Decode an answer in the RPC ``data[start:end]``: client ID and reply; None if it is no answer to a client."""
+    """Decode the answer to a client in the RPC ``data[start:end]``: (client ID, reply); None if it is none."""
     kind = data[start]
     if not RpcKind.RETURNED_VALUE <= kind <= RpcKind.RAISED:
         return None
@@ -368,7 +368,7 @@ def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None
 
 
 def conflict_reply(number: int, conflict: IdentityConflict) -> Reply:
-    """Return the reply to a request whose number was used for another call before."""
+    """Return the reply to a request whose number another call used before."""
     said = REFUSED_CALL, [str(conflict)], vars(conflict)
     return Reply(number, ReplyKind.RAISED, msgspec.msgpack.encode(said)[1:])
 
@@ -401,8 +401,8 @@ def decode_replies(payload: bytes, count: int) -> Iterator[Reply]:
 def encode_methods(methods: Mapping[int, str], queries: Collection[int] = ()) -> bytes:
     """Encode the payload of a WELCOME: the names of the instance's methods, by method ID.
 
-    ``queries``: those that only read. They stand in front once more, named QUERIES: of two names of a method a client
-    that knows no queries takes the second one.
+    ``queries``: IDs of methods that only read. Each also stands in front under the name QUERIES: a client that knows no
+    queries takes the second of two names.
     """
     parts = [encode_zigzag(len(queries) + len(methods))]
     for method_id in sorted(queries):
@@ -471,7 +471,7 @@ def _array(data: bytes, offset: int, end: int) -> tuple[int, int]:
     if not size_bytes or start > end:
         raise RemoteProtocolError("the arguments of a call are no MessagePack array")
     count = int.from_bytes(data[offset + 1 : start], "big")
-    if count > end - start:  # each has a byte at least
+    if count > end - start:  # each item has at least one byte
         raise RemoteProtocolError(f"the arguments of a call are an array of {count} items in {end - start} bytes")
     return count, start
 

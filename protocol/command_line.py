@@ -1,4 +1,4 @@
-"""Shared parts of all command lines: errors that end a command, and output as lines, JSON or tables."""
+"""Shared parts of all commands: errors that end a command, and output as lines, JSON or tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_WIDTH_UNLIMITED = 1_000_000  # characters: what is read by a program is neither cut off nor folded
+_WIDTH_UNLIMITED = 1_000_000  # characters: output for a program is neither cut off nor folded
 
 
 class FailedError(click.ClickException):
@@ -54,7 +54,7 @@ def json_option(function: Function) -> Function:
 
 
 def echo(text: str, *, err: bool = False, file: IO[str] | None = None) -> None:
-    """Print one line. All output of commands goes through here or a table, since its content comes from outside."""
+    """Print one line, with unsafe characters escaped, since its content is from outside. Tables escape their cells."""
     click.echo(printable(text), err=err, file=file)
 
 
@@ -68,7 +68,7 @@ def echo_json(value: object) -> None:
 
 
 class RecordPlace(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """Parameter type SEQ or SEQ:MESSAGE: a record, or a message in it."""
+    """Parameter type SEQ or SEQ:MESSAGE, for a record or a message in it."""
 
     name = "record[:message]"
 
@@ -100,15 +100,15 @@ def size_text(size_bytes: float | None) -> str:
     return f"{size_bytes:.1f} GiB"
 
 
-# --- tables: rich is loaded where there is one, since it costs a process 3 MiB ----------------------------------------
+# --- tables: rich is loaded only for a table, since it costs a process 3 MiB ------------------------------------------
 
 
 def print_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = (), title: str | None = None
 ) -> None:
-    """Print a table; columns that ``right`` names are aligned right. A terminal folds lines that are too long.
+    """Print a table; columns named in ``right`` are aligned right. A terminal folds lines that are too long.
 
-    A cell is shown as it is, without rich's markup. It may have lines of ours: names in it were made printable.
+    A cell is shown without rich's markup. It can have several lines; unsafe characters in them are escaped.
     """
     from rich.text import Text
 

@@ -1,8 +1,8 @@
-"""Lists the modules that run compiled where they have been compiled, from the same source (``setup.py``).
+"""Modules that run compiled if they have been compiled, from the same source (``setup.py``).
 
 Cython compiles the codec (loops over bytes) to C. mypyc compiles the core (state machines: many small objects and
-methods) to native classes. The name of a compiled file has a hash of all its sources, so a stale one is not found, and
-the source runs. Of each set either all modules run compiled or none. ``IMMORTAL_PURE_PYTHON=1`` selects the source.
+methods) to native classes. A compiled file's name has a hash of all its sources, so the import finds no stale file and
+the source runs. A set runs compiled completely or not at all. ``IMMORTAL_PURE_PYTHON=1`` selects the source.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class CompiledSet:
         self.folder = folder
 
     def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
-        """Return sources of the set, and files that its compiling depends on: content by path below ``root``.
+        """Return the sources that the compiled files depend on: content by path below ``root``.
 
         Raises OSError.
         """
         raise NotImplementedError
 
     def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
-        """Return the modules that run compiled, and what they share."""
+        """Return the names of the set's compiled files: its modules, and their shared library if there is one."""
         raise NotImplementedError
 
     def paths(self, root: Path = _ROOT) -> dict[str, Path]:
@@ -57,7 +57,7 @@ class CompiledSet:
         return self in _installed
 
     def describe(self) -> str:
-        """Describe how this process runs the set, or would run it if imported, and why."""
+        """Describe how this process runs the set (compiled or as Python), or would if it were imported, and why."""
         if self._found():
             return f"compiled {self.name}"
         if not is_wanted():
@@ -67,13 +67,13 @@ class CompiledSet:
         return f"pure Python {self.name} ({why})"
 
     def install(self) -> None:
-        """Import the set's modules compiled from here on, if all are there and the source is not requested."""
+        """Import the set's modules compiled from now on, if all files exist and the source is not requested."""
         if self not in _installed and (paths := self._found()):
             sys.meta_path.insert(0, _Finder(paths))
             _installed.add(self)
 
     def _found(self) -> dict[str, Path]:
-        """Compiled files of the set if they are to run; else empty."""
+        """Return the compiled files of the set if this process must use them, else an empty dict."""
         if not is_wanted():
             return {}
         stamp = _ROOT / self.folder / stamp_name()
@@ -103,10 +103,10 @@ class _Codec(CompiledSet):
 
 
 class _Core(CompiledSet):
-    """The core and the driver's turn. Native classes can't be Structs of msgspec nor have heirs elsewhere: modules
-    with Structs stay as they are, and so do the errors.
+    """Core and the driver's turn, compiled by mypyc. Native classes can be no Structs of msgspec and have no subclasses
+    elsewhere, so modules with Structs and the errors stay Python.
 
-    What the core imports of the protocol is a source as well: its constants become part of the C.
+    The protocol modules that the core imports are sources too: their constants become part of the C.
     """
 
     def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
@@ -145,7 +145,7 @@ MODULES = (
 )
 CORE_GROUP = "immortal"
 CORE_SHARED = f"{CORE_GROUP}__mypyc"
-"""Library with the code of all modules. Each module's own file only finds its part in there."""
+"""Library with the code of all modules. Each module's own file only finds its part in this library."""
 
 CODEC = _Codec("codec", Path("immortal", "protocol", "_compiled"))
 CORE = _Core("core", Path("immortal", "coordinator", "_compiled"))
@@ -172,7 +172,7 @@ def is_wanted() -> bool:
 
 
 def describe() -> str:
-    """Describe how this process runs all sets, and why."""
+    """Describe how this process runs all sets (compiled or as Python), and why."""
     said = [one.describe() for one in SETS]
     ways = {text.partition(f" {one.name}")[::2] for one, text in zip(SETS, said, strict=True)}
     if len(ways) == 1:
@@ -181,17 +181,17 @@ def describe() -> str:
     return ", ".join(said)
 
 
-# To read and hash all sources takes a fifth of a command's start. So what they were is noted, as Python does for its
-# caches: their folders and files, each with time and size. A file that is new, or gone, changes its folder's time.
+# Reading and hashing all sources takes a fifth of a command's start. So a stamp records folders and files with time and
+# size, as Python does for its caches. A new or deleted file changes its folder's time.
 
 
 def stamp_name() -> str:
-    """Return the name of a set's stamp. It names the Python: several may have compiled files in one folder."""
+    """Return the name of a set's stamp, with the Python version: several Pythons can share one folder."""
     return f"sources{EXTENSION_SUFFIXES[0]}.stamp"
 
 
 def _stamped(path: Path) -> dict[str, str] | None:
-    """Return the names of compiled files by module if all files are there and the sources are those of the stamp."""
+    """Return the names of compiled files by module if all exist and the sources are those of the stamp, else None."""
     try:
         modules, states = path.read_text("utf-8").split("\n\n")
         if any(line != _state(line.partition(" ")[2]) for line in states.splitlines()):
@@ -203,13 +203,13 @@ def _stamped(path: Path) -> dict[str, str] | None:
 
 
 def _state(path: str) -> str:
-    """Return time and size of a file, or the time of a folder, and the path."""
+    """Return the stamp's line for one path: a file's time and size, or a folder's time, then the path."""
     found = os.stat(os.path.join(_ROOT, path))
     return f"{found.st_mtime_ns}:{0 if stat.S_ISDIR(found.st_mode) else found.st_size} {path}"
 
 
 def _write_stamp(path: Path, names: Mapping[str, str], sources: Sequence[Path]) -> None:
-    """Write a stamp where that is allowed, unless a source has just changed: it may change again at the same time."""
+    """Write a stamp if allowed, unless a source has just changed: another change could get the same time."""
     paths = dict.fromkeys(str(one.relative_to(_ROOT)) for each in sources for one in (each.parent, each))
     newest_s = max(os.stat(os.path.join(_ROOT, one)).st_mtime for one in paths)
     if sys.dont_write_bytecode or time.time() - newest_s < SETTLED_S:

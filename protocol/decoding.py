@@ -1,8 +1,8 @@
-"""Decodes MessagePack and JSON from outside. All that can go wrong is one error, DecodeError.
+"""Decoding of MessagePack and JSON from outside. Every failure is a DecodeError.
 
 A decoder raises more than its own error: RecursionError for deeply nested data, UnicodeDecodeError, MemoryError, and
-whatever a user's own type raises. A caller that forgets one of them could be ended by another process's message. So no
-other module calls a decoder of msgspec or ``json.loads``; ruff's TID251 checks that.
+any error of a user's own type. If a caller forgot one of them, another process's message could end it. So no other
+module calls a decoder of msgspec or ``json.loads``; ruff's TID251 checks that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class TooDeepError(DecodeError):
-    """Raised for data nested more deeply than a decoder can follow."""
+    """Raised if data is nested more deeply than a decoder can follow."""
 
 
 DecHook = Callable[[type, Any], Any]
@@ -70,7 +70,7 @@ def _in_words(error: Exception) -> str:
 
 
 class Decoder(Generic[T]):
-    """Decoder of MessagePack for one type. ``unguarded``: for callers that catch all that it may raise."""
+    """Decoder of MessagePack for one type. ``unguarded``: for callers that catch every error."""
 
     __slots__ = ("decode", "unguarded")
 
@@ -92,7 +92,7 @@ class Decoder(Generic[T]):
         self.decode: Callable[[Any], T] = guarded(self.unguarded)
 
     def decode_message(self, data: Any, name: str) -> T:
-        """Decode a message's data. Raises RemoteProtocolError, which calls the message by ``name``."""
+        """Decode a message's data. Raises RemoteProtocolError; its text calls the message ``name``."""
         try:
             return self.decode(data)
         except DecodeError as error:
@@ -118,9 +118,9 @@ def decode(data: Any, type: Any = Any, *, ext_hook: ExtHook | None = None) -> An
 
 
 def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook | None = None) -> Any:
-    """Decode a MessagePack value that people are to see: nested no more deeply than printing can follow.
+    """Decode a MessagePack value for people: its nesting must be shallow enough to print.
 
-    ``ext_hook``: by default it reads the extensions of :mod:`immortal.protocol.extension_values`.
+    ``ext_hook``: reads extensions; the default reads those of :mod:`immortal.protocol.extension_values`.
     """
     check_shown(data)
     return _shown_decoder(type, ext_hook)(data)
@@ -128,7 +128,7 @@ def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook
 
 @functools.cache
 def _shown_decoder(type: Any, ext_hook: ExtHook | None) -> Callable[[Any], Any]:
-    from immortal.protocol.extension_values import read_extension  # imported here: few commands show what was sent
+    from immortal.protocol.extension_values import read_extension  # imported here: few commands show messages
 
     return Decoder(type, ext_hook=ext_hook or read_extension).decode
 
@@ -140,7 +140,7 @@ def check_shown(data: bytes | memoryview) -> None:
     from immortal.protocol.nesting import (
         is_nested_beyond,
         nesting_depth,
-    )  # imported here: few commands show what was sent
+    )  # imported here: few commands show messages
 
     if is_nested_beyond(data, 0, len(data), SHOWN_NESTING_MAX):
         raise TooDeepError(f"it is nested {nesting_depth(data)} levels deep, too many to be shown")
@@ -161,7 +161,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def parse_json_argument(text: str) -> Any:
-    """Decode a JSON value that a person typed: like :func:`load_json`, nested no more than its users can follow."""
+    """Decode a JSON value that a person typed: like :func:`load_json`, with at most SHOWN_NESTING_MAX levels."""
     value = load_json(text)
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, list | dict)]:

@@ -1,7 +1,7 @@
-"""The distribution: its name on package indexes, commands that install it, and a check for another `immortal`.
+"""Distribution data: its name on package indexes, commands that install it, and a check for another `immortal`.
 
-The name `immortal` is another project's there; what is imported is `immortal` all the same. pyproject.toml, the
-templates of projects, the image and the docs say the name again: a test compares them with this one.
+Another project has the name `immortal` on package indexes; the module is `immortal` all the same. pyproject.toml, the
+templates of projects, the image and the docs repeat the name; a test compares them with this one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ NAME = "immortal-services"
 
 
 def add_extra(name: str) -> str:
-    """Return the command that adds one of our extras to this installation, to be pasted into a shell."""
+    """Return the shell command that adds one of our extras to this installation."""
     return pip("install", f"{NAME}[{name}]")
 
 
 def pip(verb: str, *arguments: str) -> str:
-    """Return a command that changes this Python's environment, to be pasted: pip's, or uv's where there is no pip."""
+    """Return the shell command that changes this Python's environment with pip, or with uv if there is no pip."""
     from importlib.util import find_spec
 
     with_pip, with_uv = [sys.executable, "-m", "pip", verb], ["uv", "pip", verb, "--python", sys.executable]
@@ -29,7 +29,7 @@ def pip(verb: str, *arguments: str) -> str:
 
 
 def origin() -> str:
-    """Return what pip takes to install this version again: a file, a folder, or name and version.
+    """Return pip's argument to install this version again: a file, a folder, or name and version.
 
     Raises importlib.metadata.PackageNotFoundError for sources that are not installed.
     """
@@ -45,7 +45,7 @@ def origin() -> str:
 
 
 def refuse_another() -> None:
-    """Raise ImmortalError where another project's `immortal` is installed in our folder: its files replace ours."""
+    """Raise ImmortalError if another project's `immortal` is installed in our folder: its files replace ours."""
     folder = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # above the package
     try:
         found = [name for name in os.listdir(folder) if name.startswith("immortal-") and name.endswith(".dist-info")]

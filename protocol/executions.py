@@ -1,7 +1,7 @@
-"""The list of an instance's executions: a SQLite file beside its log, made of what is in the log already.
+"""List of an instance's executions: a SQLite file beside its log, derived from the log.
 
-The app writes it behind its handlers (:mod:`immortal.appsdk.running.executions`), tools read it. No replay depends on
-it: without it nothing is lost, and `immortal executions NAME rebuild` makes it again from the log.
+The app writes the list after its handlers run (:mod:`immortal.appsdk.running.executions`); tools read it. No replay
+depends on it: if it is lost, `immortal executions NAME rebuild` creates it again from the log.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "executions.db"
 STATES = ("waiting", "ended", "failed", "cancelled", "terminated")
-INDEX_BITS = 22  # of the key of a 'def' handler's call: the message in its record
+INDEX_BITS = 22  # of the key of a 'def' handler's call: the index of the message in its record
 TIMEOUT_S = 10.0
-PROGRESS_STEPS = 100_000  # of SQLite: some ms
+PROGRESS_STEPS = 100_000  # steps of SQLite between two checks of the time: some ms
 
 _SCHEMA = """
 pragma journal_mode = wal;
@@ -59,11 +59,11 @@ _COLUMNS = (
 
 
 class ExecutionsError(ImmortalError):
-    """Raised if the list of executions can't be read, or what is asked of it is not there."""
+    """Raised if the list of executions can't be read, or lacks the requested entry."""
 
 
 class UnknownNameError(ExecutionsError):
-    """Raised if a list has no such handler or label. ``what``: the text up to the known ones."""
+    """Raised if a list has no such handler or label. ``what``: the text before the known names."""
 
     def __init__(self, what: str, known: Iterable[str]) -> None:
         self.what, self.known = what, set(known)
@@ -73,8 +73,8 @@ class UnknownNameError(ExecutionsError):
 class Execution(Struct):
     """Run of one handler. ``key``: its number, below 0 for a call of a ``def`` handler.
 
-    ``caller``: who waits for its answer, as `immortal handlers` has it. ``record``, ``message``: what began it;
-    ``ended_record``, ``ended_message``: with what it ended, if that is known.
+    ``caller``: who waits for its answer, in the form of `immortal handlers`. ``record``, ``message``: the message that
+    began it; ``ended_record``, ``ended_message``: the message that ended it, if known.
     ``arguments`` and ``result`` are text. ``origin``: the key of the execution that it repeats.
     """
 
@@ -102,7 +102,7 @@ class Execution(Struct):
 
     @property
     def call(self) -> str:
-        """Handler's name and arguments, as in code."""
+        """The handler's name and arguments, as in code."""
         return f"{self.handler}{self.arguments}"
 
     def plain(self) -> dict[str, Any]:
@@ -112,10 +112,10 @@ class Execution(Struct):
 
 
 class Query(Struct, kw_only=True):
-    """Search for executions: the newest first, at most ``limit``. ``before``: the (began_ns, key) to continue behind.
+    """Search for executions: the newest first, at most ``limit``. ``before``: the (began_ns, key) to continue after.
 
-    ``where``: labels and their values, all of which it has. ``handler``: with or without its class. ``text`` is in its
-    arguments. Times are ns since the Unix epoch.
+    ``where``: labels with their values, all of which must match. ``handler``: with or without its class. ``text``: a
+    part of the arguments. Times are ns since the Unix epoch.
     """
 
     where: Sequence[tuple[str, str]] = ()
@@ -130,12 +130,12 @@ class Query(Struct, kw_only=True):
 
 
 def key_of_call(record: int, message: int) -> int:
-    """Return the key of a ``def`` handler's call: later calls have lower keys."""
+    """Return the key of a ``def`` handler's call; later calls have lower keys."""
     return -((record << INDEX_BITS) | message) - 1
 
 
 def id_of(key: int) -> str:
-    """Return the ID of an execution that people see."""
+    """Return the ID of an execution, as people see it."""
     if key > 0:
         return str(key)
     record, message = _place(key)
@@ -143,7 +143,7 @@ def id_of(key: int) -> str:
 
 
 def _place(key: int) -> tuple[int, int]:
-    """Return record and message of a call's key."""
+    """Return record and message of a ``def`` handler's call from its key."""
     place = -key - 1
     return place >> INDEX_BITS, place & ((1 << INDEX_BITS) - 1)
 
@@ -181,7 +181,7 @@ class ExecutionIndex:
         return found
 
     def get(self, key: int) -> Execution | None:
-        """Return the execution with this key, or the one that failed with the message of ``key``."""
+        """Return the execution with this key, or the one that the message of ``key`` made fail."""
         found = self._rows("from executions e where e.key = ?", [key])
         if not found and key < 0:
             failed = "from executions e where e.state = 'failed' and (e.ended_record, e.ended_message) = (?, ?)"
@@ -189,33 +189,33 @@ class ExecutionIndex:
         return next(iter(self._with_labels(found)), None)
 
     def journal(self, key: int) -> bytes | None:
-        """Return an ended execution's encoded journal; None: it waits, had no steps, or too large ones."""
+        """Return an ended execution's encoded journal; None if it waits, had no steps, or the steps are too large."""
         return self._value("select journal from executions where key = ?", key)  # type: ignore[no-any-return]
 
     def attempts(self, key: int) -> dict[int, int]:
-        """Return how often an execution's effects were tried, by step, where that was more than once."""
+        """Return the number of attempts of an execution's effects, by step, for effects tried more than once."""
         rows = self._run("select step, attempts from parts where key = ? and attempts > 1", [key])
         return {int(step): int(count) for step, count in rows}
 
     def data(self, key: int) -> bytes | None:
-        """Return an execution's encoded arguments; None: they are too large to be kept here."""
+        """Return an execution's encoded arguments; None if they are too large to be kept here."""
         return self._value("select data from executions where key = ?", key)  # type: ignore[no-any-return]
 
     def calls(self, key: int) -> list[tuple[int, int, str]]:
-        """Return the calls that an execution has waited for: (step, number of the call, receiver; "": itself)."""
+        """Return the calls that an execution has waited for: (step, number of the call, receiver; "" is itself)."""
         sql = "select step, number, destination from parts where key = ? and number > 0 order by step"
         return [(int(step), int(number), str(to)) for step, number, to in self._run(sql, [key])]
 
     def called_by(self, caller: str, number: int) -> list[Execution]:
-        """Return the execution here that call ``number`` of ``caller`` has begun."""
+        """Return the executions here that call ``number`` of ``caller`` began."""
         return self._rows("from executions e where e.call_number = ? and e.caller = ?", [number, caller])
 
     def caller_of(self, number: int) -> int | None:
-        """Return the key of the execution that has made the call ``number``."""
+        """Return the key of the execution that made the call ``number``."""
         return self._value("select key from parts where number = ?", number)  # type: ignore[no-any-return]
 
     def begun_by(self, record: int, time_ns: int) -> dict[int, int]:
-        """Return the keys of executions that the record with this time has begun, by message."""
+        """Return the keys of the executions that the record with this time began, by message index."""
         sql = "select message, key from executions where began_ns = ? and record = ?"
         return {int(message): int(key) for message, key in self._run(sql, [time_ns, record])}
 
@@ -240,7 +240,7 @@ class ExecutionIndex:
         for number, (name, value) in enumerate(query.where):
             if number:
                 conditions.append("exists (select 1 from labels o where (o.name, o.value, o.key) = (?, ?, e.key))")
-            else:  # SQLite is to begin with the label, whatever it thinks of the other conditions
+            else:  # SQLite must begin with the label, whatever it estimates for the other conditions
                 tables = "labels l cross join executions e on e.key = l.key"
                 conditions.append("l.name = ? and l.value = ?")
             values += [name, value]
@@ -272,7 +272,7 @@ class ExecutionIndex:
         return self._distinct("handler", "executions")
 
     def _distinct(self, column: str, table: str) -> list[str]:
-        """Return all values of a column; the index is asked for one after the other."""
+        """Return all values of a column, by one index lookup for each value."""
         sql = f"""
             with recursive every(one) as (
                 select min({column}) from {table}
@@ -311,7 +311,7 @@ class ExecutionIndex:
 def open_index(folder: Path, name: str, within_s: float | None = None) -> Iterator[ExecutionIndex]:
     """Open the list of the instance ``name``, whose folder is ``folder``. Raises ExecutionsError.
 
-    ``within_s``: what takes longer is given up; None: nothing is.
+    ``within_s``: limit for all queries together, after which they fail; None: no limit.
     """
     import sqlite3
 
@@ -334,9 +334,9 @@ def open_index(folder: Path, name: str, within_s: float | None = None) -> Iterat
 
 
 def find_in(folders: Mapping[str, Path], query: Query, *, is_named: bool = True) -> list[tuple[str, Execution]]:
-    """Find executions in the lists of instances: the newest first, ``query.limit`` of all. Raises ExecutionsError.
+    """Find executions in the lists of instances: the newest first, ``query.limit`` in all. Raises ExecutionsError.
 
-    ``is_named``: somebody has named the instances, so each is to have a list.
+    ``is_named``: the user named the instances, so each must have a list.
     """
     found: list[tuple[str, Execution]] = []
     unknown: list[UnknownNameError] = []
@@ -356,13 +356,13 @@ def find_in(folders: Mapping[str, Path], query: Query, *, is_named: bool = True)
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:
-    """Open or make a list. Raises sqlite3.Error, OSError."""
+    """Open a list for writing; create it if it is missing. Raises sqlite3.Error, OSError."""
     import sqlite3
 
-    if not path.exists():  # readers see it with all its tables, or not at all
+    if not path.exists():  # readers see the file with all its tables, or no file
         made = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            os.close(os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE))  # it has arguments, as the log
+            os.close(os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE))  # it has arguments, like the log
             with closing(sqlite3.connect(made)) as database:
                 database.executescript(_SCHEMA)
             with suppress(FileExistsError):  # another process was faster
@@ -371,7 +371,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
             made.unlink(missing_ok=True)
     database = sqlite3.connect(path, timeout=TIMEOUT_S, check_same_thread=False)
     there = {name for _, name, *_ in database.execute("pragma table_info(executions)")}
-    for name in _ADDED if there else ():  # a list of before it had them
+    for name in _ADDED if there else ():  # columns that a list of an earlier version lacks
         if name not in there:
             database.execute(f"alter table executions add column {name} integer")
     database.executescript(_SCHEMA)
@@ -379,8 +379,8 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def merge(folder: Path, rebuilt: Path) -> int:
-    """Add the executions that only ``rebuilt``, another list, has to the list in ``folder``; returns how many. Raises
-    ExecutionsError."""
+    """Add the executions that only the list ``rebuilt`` has to the list in ``folder``; return their number.
+    Raises ExecutionsError."""
     import sqlite3
 
     try:
@@ -390,7 +390,7 @@ def merge(folder: Path, rebuilt: Path) -> int:
             batch = "select key from other.executions where key > ? order by key limit 5000"
             while keys := [key for (key,) in database.execute(batch, [last])]:
                 last = keys[-1]
-                with database:  # for a moment only: the app writes too
+                with database:  # a short transaction: the app writes too
                     there = f"select key from main.executions where key between {keys[0]} and {last}"  # noqa: S608
                     new = f"where key between {keys[0]} and {last} and key not in ({there})"
                     for table in ("labels", "parts", "executions"):

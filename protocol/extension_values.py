@@ -1,8 +1,7 @@
-"""Encodes values that MessagePack has no form for as an extension: large integers, and values that would lose their
-type.
+"""Extension encoding for values that MessagePack cannot hold: large integers, and values that would lose their type.
 
-An integer beyond 64 bits is encoded like this anywhere. Others only where no annotation gives the type to read, as
-inside a value annotated ``Any``. :data:`KINDS` has them all. `docs/WIRE.md`, "Extension values", has the bytes.
+An integer beyond 64 bits is always encoded like this. Other values are only where no annotation gives the type to read,
+as inside a value annotated ``Any``. :data:`KINDS` lists them. `docs/WIRE.md`, "Extension values", has the bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from immortal.protocol import decoding
 
 EXTENSION_CODE = 73
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1
-"""Range of integers that MessagePack itself can hold."""
+"""Range of integers that MessagePack can hold."""
 FRACTION_BITS_MAX = 1 << 16
-"""Size of a fraction's parts: to reduce it takes time that grows with its square."""
+"""Limit of the bits of a fraction's parts: the time to reduce a fraction grows with their square."""
 
 Encode = Callable[[Any], bytes]
 Hook = Callable[[int, Any], Any]
@@ -33,11 +32,11 @@ _Moment = tuple[str, int, _Zone]
 
 
 class Kind(NamedTuple):
-    """Extension values of one class.
+    """Kind of extension values: the values of one class.
 
-    ``path``: of the class, which is imported when the first value of it is read. ``form``: the type of the contents.
-    ``parts``: the contents of a value; raises ValueError for a value that can't be kept. ``make``: the value, from the
-    class and the contents. ``holds``: the contents are values of any type, as a list or a dict.
+    ``path``: of the class, which is imported when its first value is read. ``form``: the type of the contents.
+    ``parts``: returns the contents of a value; raises ValueError if the value can't be kept. ``make``: builds the value
+    from the class and the contents. ``holds``: the contents are values of any type, as in a list or a dict.
     """
 
     letter: bytes
@@ -54,15 +53,15 @@ class Kind(NamedTuple):
 
 
 def kind_of(cls: type) -> Kind | None:
-    """Return the kind of a class's values; None if they have none."""
+    """Return the kind of extension values of a class; None if it has none."""
     kind = _BY_PATH.get(f"{cls.__module__}.{cls.__qualname__}")
     return kind if kind is not None and kind.cls is cls else None
 
 
 def encode_extension(value: Any, encode: Encode) -> Ext:
-    """Encode an int, or a value of a class that has a kind. ``encode``: for its contents.
+    """Encode an int, or a value of a class that has a kind. ``encode``: encodes the contents.
 
-    Raises ValueError for a value that can't be kept, and what ``encode`` raises.
+    Raises ValueError for a value that can't be kept, and the errors of ``encode``.
     """
     cls = type(value)
     if cls is int:
@@ -151,7 +150,7 @@ def _moment(cls: Any, contents: _Moment) -> datetime | time:
 
 
 def zone_problem(zone: tzinfo) -> str | None:
-    """Say why a value with this time zone can't be kept; None if it can."""
+    """Return why a value with this time zone can't be kept; None if it can."""
     if type(zone) is timezone or _zone_key(zone):
         return None
     return f"a time zone of the class {type(zone).__qualname__} can't be kept: use zoneinfo.ZoneInfo with a key"
@@ -227,7 +226,7 @@ _BY_LETTER = {kind.letter: kind for kind in KINDS}
 
 
 def read_extension(code: int, data: Any, hook: Hook | None = None) -> Any:
-    """Decode an extension; an unknown one is returned as Ext. ``hook``: decodes extensions inside it, in place of this.
+    """Decode an extension; an unknown one is returned as Ext. ``hook``: decodes inner extensions, instead of this.
 
     Raises ValidationError.
     """
@@ -251,12 +250,12 @@ def _read(letter: bytes, content: bytes, hook: Hook) -> Any:
 
 
 def converted(plain: Any, form: Any, dec_hook: Callable[[Any, Any], Any] | None = None) -> Any:
-    """Convert a decoded value to ``form``: integers in it may be of any size. Raises ValidationError."""
+    """Convert a decoded value to ``form``; integers in it can have any size. Raises ValidationError."""
     return msgspec.convert(plain, form, dec_hook=dec_hook, builtin_types=(bytes, bytearray, memoryview))
 
 
 def is_beyond(value: int) -> bool:
-    """True if the integer needs an extension."""
+    """Return True if the integer needs an extension."""
     return not INTEGER_MIN <= value <= INTEGER_MAX
 
 

@@ -61,10 +61,10 @@ ANSWERS = frozenset({MessageType.HANDLERS, MessageType.QUERY_ANSWERED})
 """Messages that an app may send as answers. No Hello asks for them."""
 
 TAKING_BACK = frozenset({MessageType.TAKEN_BACK, MessageType.TAKE_BACK})
-"""Messages for an app that asks for CheckpointFailed. No Hello asks for them."""
+"""Messages for an app that asks for CheckpointFailed. No Hello asks for these."""
 
 TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED, MessageType.NUMBERS})
-"""Extensions for replays for inspection alone."""
+"""Extensions only for replays that inspect a log."""
 
 _TIME = struct.Struct("<q")
 _APP_TIME = struct.Struct("<qqq")
@@ -73,7 +73,7 @@ _RECORD_TIME_FRONT = bytes((18, MessageType.RECORD_TIME))
 
 
 class Hello(Struct, frozen=True):
-    """The app's first message: the extensions it wants, its secret where one is needed, what it calls itself."""
+    """First message of an app: the extensions that it wants, its secret if it needs one, and its own label."""
 
     extensions: frozenset[int]
     label: str = ""
@@ -125,7 +125,7 @@ def decode_hello(data: bytes) -> Hello:
 
 
 def encode_record_time(time_ns: int) -> bytes:
-    """Encode the first message of a logged record: its time, ns since the Unix epoch, fixed width."""
+    """Encode the first message of a logged record: the record's time, ns since the Unix epoch, fixed width."""
     return _RECORD_TIME_FRONT + _TIME.pack(time_ns)
 
 
@@ -137,9 +137,9 @@ def decode_record_time(data: Readable, start: int, end: int) -> int:
 
 
 class AppTime(Struct, frozen=True):
-    """The time of the instance, ns since the Unix epoch, when the machine's steady clock was at ``steady_ns``.
+    """Time of the instance, ns since the Unix epoch, at ``steady_ns`` of the machine's steady clock.
 
-    ``jumped_ns``: by how much it was stepped there, since the app was last told; 0 where it was not.
+    ``jumped_ns``: the step of the time since the app's last AppTime; 0 if there was none.
     """
 
     time_ns: int
@@ -175,7 +175,7 @@ def encode_app_batch(message_type: MessageType, destination: str, count: int, pa
 
 
 def decode_app_batch(data: bytes) -> AppBatch:
-    """Decode an AppBatch without its payload (:func:`immortal.protocol.batch.check_batch`).
+    """Decode an AppBatch; its payload stays unchecked (:func:`immortal.protocol.batch.check_batch`).
 
     Raises RemoteProtocolError.
     """
@@ -193,7 +193,7 @@ def encode_impulses_accepted(count: int) -> bytes:
 
 
 def decode_impulses_accepted(data: Readable) -> int:
-    """Decode how many impulses of this connection are accepted so far."""
+    """Decode the number of this connection's impulses that are accepted so far."""
     count, end = decode_zigzag_long(data, 0)
     if end != len(data):
         raise RemoteProtocolError(f"ImpulsesAccepted has {len(data) - end} bytes too many")
@@ -203,26 +203,26 @@ def decode_impulses_accepted(data: Readable) -> int:
 
 
 QUERIES = "@query"
-"""The group of an app's methods that only read: in an AppDescription in place of a destination, as no instance is
-called so; in the settings in place of the methods' names."""
+"""Group of an app's methods that only read. In an AppDescription it stands for the destination (no instance has this
+name), in the settings for the methods' names."""
 GROUP_MARK = "@"
-"""The first character of a group's name. A role is a group too: ``@worker`` has the methods that a worker may call."""
+"""First character of a group's name. A role is a group too: ``@worker`` has the methods that a worker may call."""
 OWNERS = "@owner"
-"""The group of the methods that only the instance's owner may call, unless the settings name them."""
+"""Group of the methods that only the instance's owner may call, unless the settings name them."""
 NO_ROLES = frozenset({OWNERS, QUERIES, "@rpc", "@impulse"})
-"""Names that no role of an app can have: each is a group already, or could be taken for one."""
+"""Names that no role of an app can have: each is a group already, or could be mistaken for one."""
 ANYBODYS = "@anybody"
-"""Group of methods that any permitted caller may call, with whatever role."""
+"""Group of the methods that any permitted caller may call, with any role."""
 INSTANCES = "@instance"
-"""The group of the methods that each instance may call besides; clients need it in the settings."""
+"""Group of the methods that every instance may call too; clients need this group in the settings."""
 
 
 class AppDescription(Struct, frozen=True):
     """Description that an app sends: its version, and the names of the methods that it has and calls.
 
     ``methods``: (destination, method ID) to a name such as "Counter.count"; the destination "" is the app itself.
-    Those of its own that only read are there once more, with QUERIES as the destination; those that not everybody may
-    call are so for each role that may ("@worker"), or with OWNERS.
+    Its methods that only read appear once more, with the destination QUERIES. Its restricted methods appear once more
+    for each role that may call them ("@worker"), or with OWNERS.
     """
 
     version: int = 1
@@ -255,7 +255,7 @@ def decode_app_description(data: bytes) -> AppDescription:
 
 
 def encode_version(version: int) -> bytes:
-    """Encode a Version message: the state that was given, or that an upgrade is to reach, is of this version."""
+    """Encode a Version message: the version of the state that follows, or that an upgrade must reach."""
     return encode_message(MessageType.VERSION, encode_zigzag(version))
 
 
@@ -271,9 +271,9 @@ SOURCES_MAX = 1 << 24  # limit for a record: more batches than fit into one
 
 
 def encode_sources(runs: Sequence[tuple[int, str]]) -> bytes:
-    """Encode a Sources message: so many batches of a record, one after the other, came from each of these instances.
+    """Encode a Sources message: runs of (number of consecutive batches in a record, the instance that sent them).
 
-    "" is the instance's own side: itself, its impulses, its clients. No runs: all batches did.
+    "" is the instance's own side: itself, its impulses, its clients. No runs: all batches are from there.
     """
     parts = [encode_zigzag(len(runs))]
     for count, name in runs:
@@ -296,7 +296,7 @@ def decode_sources(data: bytes) -> list[str]:
 
 
 class Origin(Struct, frozen=True):
-    """Origin of ``count`` consecutive messages of a batch: the logged message whose handler made them."""
+    """Origin of ``count`` consecutive messages of a batch: the logged message whose handler sent them."""
 
     sequence_id: int
     message_index: int
@@ -304,7 +304,7 @@ class Origin(Struct, frozen=True):
 
 
 def encode_origins(origins: Sequence[Origin]) -> bytes:
-    """Encode an Origins message: for the StreamBatch that follows it."""
+    """Encode an Origins message, for the StreamBatch that follows it."""
     parts = [encode_zigzag(len(origins))]
     for origin in origins:
         parts += (encode_zigzag(origin.sequence_id), encode_zigzag(origin.message_index), encode_zigzag(origin.count))
@@ -312,7 +312,7 @@ def encode_origins(origins: Sequence[Origin]) -> bytes:
 
 
 def decode_origins(data: Readable) -> list[Origin]:
-    """Decode Origins. Raises RemoteProtocolError."""
+    """Decode an Origins message. Raises RemoteProtocolError."""
     count, offset = decode_zigzag_int(data, 0)
     if not 0 <= count <= len(data):
         raise RemoteProtocolError(f"an Origins announces {count} entries in {len(data)} bytes")
@@ -327,7 +327,7 @@ def decode_origins(data: Readable) -> list[Origin]:
 
 
 class HandlerFailure(Struct, frozen=True):
-    """The handler of this logged message raised; ``text`` is the report for people."""
+    """Failure of the handler of one logged message; ``text`` is the report for people."""
 
     sequence_id: int
     message_index: int
@@ -335,7 +335,7 @@ class HandlerFailure(Struct, frozen=True):
 
 
 def encode_handler_failed(failure: HandlerFailure) -> bytes:
-    """Encode a HandlerFailed message: the app's last."""
+    """Encode a HandlerFailed message, the app's last message."""
     front = encode_zigzag(failure.sequence_id) + encode_zigzag(failure.message_index)
     return encode_message(MessageType.HANDLER_FAILED, front + failure.text.encode("utf-8", "replace"))
 
@@ -352,18 +352,18 @@ def _require_end(what: str, data: Readable, end: int) -> None:
         raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")
 
 
-# Random numbers that a run draws for its handlers' waits. One run reports them, so that another can draw the same.
+# Random numbers that a run draws for its handlers' waits. One run reports them, so that another run can draw the same.
 #
-# Used only by replays for inspection. `docs/WIRE.md`, part 7.
+# Only replays for inspection use them. `docs/WIRE.md`, part 7.
 
 
 DRAWS_MAX = 10_000  # limit of one message; a record may have several
 
 
 class RandomDraw(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Random number drawn by the handler ``task`` for ``what`` with ``detail``, in a journal's terms.
+    """Random number that the handler ``task`` drew for ``what`` with ``detail``, in a journal's terms.
 
-    Of a handler that starts: ``task`` 0, ``what`` "" and, as ``detail``, the index of the message that starts it.
+    For a handler that starts: ``task`` 0, ``what`` "", and ``detail`` is the index of the message that starts it.
     """
 
     number: int
@@ -373,7 +373,7 @@ class RandomDraw(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Numbers(msgspec.Struct, array_like=True, frozen=True):
-    """Numbers that were drawn in the record ``sequence_id``; none: there are no more of it, nor of any before it."""
+    """Numbers drawn in the record ``sequence_id``; an empty list: no more follow for it or for earlier records."""
 
     sequence_id: int
     draws: list[RandomDraw] = []
@@ -394,5 +394,5 @@ def pack_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
 
 
 def decode_numbers(data: bytes) -> Numbers:
-    """Decode Numbers. Raises RemoteProtocolError."""
+    """Decode a Numbers message. Raises RemoteProtocolError."""
     return _NUMBERS.decode_message(data, "a Numbers message")

@@ -1,4 +1,4 @@
-"""Creates files and folders for their owner alone, whatever the umask; file locks; files that describe processes."""
+"""Files and folders for their owner alone, whatever the umask; file locks; files that describe running processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OTHERS_WRITE = 0o022
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` where it is missing, and those above it; what is there stays as it is. Raises OSError."""
+    """Create ``folder`` and its parents if they are missing; existing folders stay unchanged. Raises OSError."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
     try:
         folder.mkdir(mode=FOLDER_MODE)
     except FileExistsError:
-        if not folder.is_dir():  # made by somebody else just now, else
+        if not folder.is_dir():  # else another process has just created it
             raise
 
 
@@ -43,16 +43,16 @@ def opener(path: str, flags: int) -> int:
 
 
 def open_beside(path: Path) -> tuple[int, Path]:
-    """Create a file in the folder of ``path``, open for writing, that is to replace ``path``. Raises OSError.
+    """Create a temporary file beside ``path``, open for writing, to replace ``path`` later. Raises OSError.
 
-    (tempfile, with all that it imports, is a MiB of each coordinator.)
+    (The import of tempfile would cost each coordinator a MiB.)
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), temporary
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the folder ``path``: its files' names. Raises OSError."""
+    """Sync the folder ``path``: the names of its files. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -61,7 +61,7 @@ def sync_folder(path: Path) -> None:
 
 
 def openness(folder: Path) -> str | None:
-    """Describe the problem of a folder in which others can make and replace files; None where there is none."""
+    """Describe the risk of a folder in which others can create and replace files; None if there is none."""
     try:
         mode = folder.stat().st_mode & 0o777
     except OSError:
@@ -75,10 +75,10 @@ def openness(folder: Path) -> str | None:
 
 
 def restrict_mode(place: Path | int, mode: int) -> str | None:
-    """Take from an own file or folder what ``mode`` does not have; its mode before, as in "0644", where that was more.
+    """Remove the permissions that ``mode`` lacks from an own file or folder; return the old mode ("0644") if changed.
 
-    Devices, links, what belongs to another user, and folders that are open to all on purpose (the sticky bit) stay as
-    they are. Raises OSError.
+    Devices, links, other users' files, and folders that are open to all on purpose (the sticky bit) stay unchanged.
+    Raises OSError.
     """
     status = os.fstat(place) if isinstance(place, int) else os.lstat(place)
     is_ours = stat.S_ISREG(status.st_mode) or (stat.S_ISDIR(status.st_mode) and not status.st_mode & stat.S_ISVTX)
@@ -88,7 +88,7 @@ def restrict_mode(place: Path | int, mode: int) -> str | None:
     return f"{status.st_mode & 0o777:04o}"
 
 
-# Locks on files, by flock, with a timeout. The kernel tells who holds one.
+# Locks on files, by flock, with a timeout. The kernel knows the holder.
 #
 # Any process that can open a file can hold its lock for ever, so lock files are for their owner alone.
 
@@ -97,7 +97,7 @@ _PAUSE_S = 0.01
 
 
 def open_lock(path: Path) -> int:
-    """Open the lock file, and make it if it is missing; returns its descriptor. Raises OSError."""
+    """Open the lock file, create it if it is missing, and return its descriptor. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         restrict_mode(descriptor, FILE_MODE)
@@ -110,7 +110,7 @@ def open_lock(path: Path) -> int:
 
 
 def acquire_lock(descriptor: int, timeout_s: float) -> None:
-    """Lock a file. Raises BlockingIOError where another process holds the lock for ``timeout_s``, OSError."""
+    """Lock a file. Raises BlockingIOError if another process holds the lock for ``timeout_s``; raises OSError."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -123,9 +123,9 @@ def acquire_lock(descriptor: int, timeout_s: float) -> None:
 
 
 def describe_lock_holder(descriptor: int) -> str:
-    """Describe the process that holds the lock: "process 1815", with its user where that is another one.
+    """Describe the process that holds the lock: "process 1815", with its user if that is another one.
 
-    The text in a lock file may be outdated, or of a process that did not get the lock, so it is not used.
+    The text in a lock file can be outdated, or of a process that did not get the lock, so it is not used.
     """
     status = os.fstat(descriptor)
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
@@ -152,8 +152,8 @@ SUPERVISOR_FILE_NAME = "supervisor.json"
 class ProcessFile(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a running process.
 
-    ``process_start_ticks``: the kernel's start time, which tells it from a later process with the same ID.
-    ``pid_namespace``: the one in which ``pid`` means it; 0: not known. ``control``: the socket of a coordinator, or "".
+    ``process_start_ticks``: the kernel's start time, which differs for a later process with the same ID.
+    ``pid_namespace``: the namespace of ``pid``; 0 if unknown. ``control``: the socket of a coordinator, or "".
     """
 
     pid: int
@@ -178,7 +178,7 @@ def own_fields() -> dict[str, Any]:
 
 
 def read(path: Path, kind: type[P]) -> P | None:
-    """Read the file; None if it is missing or invalid."""
+    """Read a process file; return None if it is missing or invalid."""
     try:
         return decoding.decode_json(path.read_bytes(), type=kind)
     except (decoding.DecodeError, OSError):
@@ -186,13 +186,13 @@ def read(path: Path, kind: type[P]) -> P | None:
 
 
 def read_living(path: Path, kind: type[P]) -> P | None:
-    """Read the file if the process that wrote it is alive; else None."""
+    """Read a process file if the process that wrote it is alive; else return None."""
     found = read(path, kind)
     return found if found is not None and is_living(found) else None
 
 
 def is_near(process: ProcessFile) -> bool:
-    """Return False for a process of another PID namespace, as of another container: its ID does not mean it here."""
+    """Return False for a process of another PID namespace, such as another container's: its ID has no meaning here."""
     return process.pid_namespace in (0, _pid_namespace())
 
 
@@ -217,14 +217,14 @@ def _is_listened_at(path: str) -> bool:
         try:
             probe.connect(path)
         except BlockingIOError:
-            return True  # more want to ask than the kernel lets wait
+            return True  # the queue of waiting connections is full, so somebody listens
         except OSError:
             return False
     return True
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Start time of the process in the kernel's ticks since boot; None if it has ended, or is a zombie."""
+    """Return the process's start time in the kernel's ticks since boot; None if it has ended, or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

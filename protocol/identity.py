@@ -1,8 +1,8 @@
-"""Identity of things with a name or key: the same name with the same contents is the same thing; with other contents it
-is refused, and the error describes both. ``docs/reference/names.md`` has each kind.
+"""Identity of things with a name or key: a name with the same contents is the same thing; a name with other contents
+is refused, and the error describes both. ``docs/reference/names.md`` lists each kind.
 
-A digest stands for the contents, so what is kept of a name is bounded. Where no digest is known, as in what earlier
-versions have kept, nothing is compared.
+A digest stands for the contents, so its size is bounded. If no digest is known, as in data of earlier versions, nothing
+is compared.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CLIENT_ADVICE = "nothing was done; a client_id makes the same requests each time
 
 
 class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is wrong)
-    """Raised if a name, or a key, is that of something else. Nothing was done.
+    """Raised if a name or key already belongs to something else. Nothing was done.
 
-    ``what`` has the name, ``known`` describes what is known under it, ``given`` what came. ``advice``: what to do. In
-    logs of earlier versions there is only a text, ``what``.
+    ``what``: the name. ``known``: what is stored under it. ``given``: what arrived. ``advice``: what to do. Logs of
+    earlier versions have only one text, ``what``.
     """
 
     what = known = given = advice = ""
@@ -43,9 +43,9 @@ class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is
 
 
 def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
-    """Return the digest of the parts, in order. ``before``: digest of earlier parts, or EMPTY_DIGEST.
+    """Return the digest of the parts, chained in order. ``before``: digest of earlier parts, or EMPTY_DIGEST.
 
-    However they are cut into pieces, the digest is the same, and no more of them is in memory than one.
+    The digest does not depend on how calls divide the parts. Only one part at a time is in memory.
     """
     for part in parts:
         before = blake2b(b"".join((before, part)), digest_size=DIGEST_SIZE_BYTES).digest()
@@ -61,9 +61,9 @@ def digest_prefix(digest: bytes) -> str:
 
 
 def call_identity(method_id: int, arguments: bytes) -> bytes:
-    """Return the identity of a call. It also has the method ID and the size of the arguments, for messages.
+    """Return the identity of a call: a digest, and for messages the method ID and the size of the arguments.
 
-    A cancellation is the same whatever its reason.
+    A cancellation has the same identity whatever its reason.
     """
     if method_id == CANCEL_CALL_METHOD_ID:
         arguments = b""

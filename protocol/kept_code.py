@@ -1,8 +1,8 @@
-"""Code kept beside a log: an archive for each digest, and an index of which ran from which record on.
+"""Code kept beside a log: an archive for each digest, and an index of the code that ran from each record on.
 
-The app writes both as it begins to work; replays of older records read them, and a coordinator removes what its log no
-longer reaches back to. The folder is the instance's own, with its keys in it, so what runs from here is as trusted as
-these are.
+The app writes both when it begins to work. Replays of older records read them. A coordinator removes code of records
+that its log no longer has. The folder is the instance's own and has its keys in it, so this code is as trusted as the
+keys are.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from immortal.protocol.files import make_folder, open_beside
 
 FOLDER_NAME = "code"
 FOLDER_VARIABLE = "IMMORTAL_KEPT_CODE"
-"""Where an app keeps its code; missing: it keeps none."""
-SOURCES_SIZE_BYTES_MAX = 8 << 20  # of one app: a larger one is not kept
-STARTS_MAX = 200  # the oldest are forgotten: a developer saves often
+"""Variable with the folder where an app keeps its code; if it is missing, the app keeps none."""
+SOURCES_SIZE_BYTES_MAX = 8 << 20  # of one app: larger code is not kept
+STARTS_MAX = 200  # the oldest are dropped: a developer saves often
 
 _INDEX = "index.json"
-_ENTRY_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal sources are equal archives
+_ENTRY_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal sources give equal archives
 
 
 class CodeStart(msgspec.Struct, frozen=True):
@@ -43,14 +43,14 @@ class CodeStart(msgspec.Struct, frozen=True):
         return folder / f"{self.digest}.zip"
 
     def is_on_disk(self) -> bool:
-        """Tell whether all sources of the code are still on disk where it ran, unchanged."""
+        """Return True if all sources of the code are still on disk, unchanged, where it ran."""
         with contextlib.suppress(OSError):
             return all(hashlib.sha256(Path(file).read_bytes()).hexdigest() == sha for file, sha in self.files.items())
         return False
 
 
 def starts(folder: Path) -> list[CodeStart]:
-    """Read the index, oldest first; empty where there is none that can be read."""
+    """Read the index, oldest first; return an empty list if there is no readable index."""
     try:
         return decoding.decode_json((folder / _INDEX).read_bytes(), type=list[CodeStart])
     except (OSError, decoding.DecodeError):
@@ -58,7 +58,7 @@ def starts(folder: Path) -> list[CodeStart]:
 
 
 def code_at(folder: Path, sequence_id: int) -> CodeStart | None:
-    """Return the code that handled a record; None where it is not kept."""
+    """Return the code that handled a record; None if it is not kept."""
     found = [start for start in starts(folder) if start.first <= sequence_id]
     return found[-1] if found and found[-1].archive(folder).is_file() else None
 
@@ -66,12 +66,12 @@ def code_at(folder: Path, sequence_id: int) -> CodeStart | None:
 def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first: int) -> bool:
     """Keep the code that handles records from ``first`` on. ``sources``: name in the archive to (path, content).
 
-    Entries of later records are removed from the index: the log was cut, or is another one. Returns False if the code
+    This removes entries of later records from the index: the log was cut, or is another one. Returns False if the code
     is too large. Raises OSError.
     """
     if sum(len(source) for _, source in sources.values()) > SOURCES_SIZE_BYTES_MAX:
         return False
-    import zipfile  # a MiB of each coordinator, which only removes archives
+    import zipfile  # costs a MiB; a coordinator, which only removes archives, does not load it
 
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:

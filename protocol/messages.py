@@ -1,6 +1,6 @@
 # cython: annotation_typing=False
-# (Compiled, annotations of built-in types would refuse their subclasses. The line counts at the very top only.)
-"""Messages: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` has the table of types."""
+# (Compiled annotations of built-in types would refuse subclasses. The directive works only in the first line.)
+"""Messages of the local protocol: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` lists types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MessageType(IntEnum):
     COUNT_REPLAYABLE_RPC_BATCH = 13
     TRIM_TO = 14
     BECOMING_PRIMARY = 15
-    # Extensions of this project; an app gets one only after its Hello has asked for it.
+    # Extensions of this project; an app gets one only if its Hello has requested it.
     HELLO = 64
     RECORD_TIME = 65
     STREAM_BATCH = 66
@@ -66,7 +66,7 @@ class MessageType(IntEnum):
 
 
 class RpcKind(IntEnum):
-    """Byte 0 of an incoming RPC."""
+    """Kind of an incoming RPC (its byte 0): a call, or one of three answers."""
 
     CALL = 0
     RETURNED_VALUE = 1
@@ -83,7 +83,7 @@ class RpcType(IntEnum):
 
 
 class IncomingRpc(Struct, frozen=True):
-    """An RPC as its receiver sees it."""
+    """RPC in the receiver's form."""
 
     kind: int
     method_id: int
@@ -92,7 +92,7 @@ class IncomingRpc(Struct, frozen=True):
 
 
 class OutgoingRpc(Struct, frozen=True):
-    """An RPC as an app sends it: the destination ("" is oneself), then the incoming RPC's bytes, unread."""
+    """RPC in the sending app's form: the destination ("" is oneself), then the incoming RPC's bytes, undecoded."""
 
     destination: str
     rpc_type: int
@@ -109,7 +109,7 @@ def encode_message(message_type: int, data: bytes = b"") -> bytes:
 
 
 def decode_size(data: Readable, offset: int) -> tuple[int, int]:
-    """Decode the size at the front of a message: (bytes of type + data, offset behind). Bounds-checked."""
+    """Decode the size at the front of a message: (bytes of type + data, offset after it). Checks its bounds."""
     size_bytes, start = decode_zigzag_int(data, offset)
     if size_bytes < 1:
         raise RemoteProtocolError(f"a message at byte {offset} gives its size as {size_bytes}, at least 1 was expected")
@@ -130,7 +130,7 @@ def decode_message(data: Readable, offset: int = 0) -> tuple[int, int, int]:
 
 
 def decode_messages(data: Readable) -> Iterator[tuple[int, int, int]]:
-    """Iterate over all messages of ``data``, packed tightly: (type, start, end) of each."""
+    """Yield (type, start, end) for each message in ``data``, which are packed without gaps."""
     offset = 0
     while offset < len(data):
         message_type, start, offset = decode_message(data, offset)
@@ -141,7 +141,7 @@ def decode_messages(data: Readable) -> Iterator[tuple[int, int, int]]:
 
 
 def encode_name(name: str) -> bytes:
-    """Encode a name: length (ZigZagInt, bytes), UTF-8. Raises LocalProtocolError if no instance can have it."""
+    """Encode a name: length (ZigZagInt, bytes), UTF-8. Raises LocalProtocolError for an impossible name."""
     encoded = _encode_utf8(name)
     return encode_zigzag(len(encoded)) + encoded
 
@@ -169,7 +169,7 @@ def _decode_utf8(data: Readable, start: int, end: int) -> str:
 
 
 def decode_name(data: Readable, offset: int) -> tuple[str, int]:
-    """Decode the name at ``offset`` and the offset behind it. Raises RemoteProtocolError."""
+    """Decode the name at ``offset``: (name, offset after it). Raises RemoteProtocolError."""
     size_bytes, start = decode_zigzag_int(data, offset)
     if not 0 <= size_bytes <= NAME_SIZE_BYTES_MAX:
         raise RemoteProtocolError(
@@ -222,7 +222,7 @@ def decode_incoming_rpc(data: Readable, start: int = 0, end: int | None = None) 
 
 
 def decode_outgoing_rpc(data: Readable, start: int = 0, end: int | None = None) -> OutgoingRpc:
-    """Decode the data of an outgoing RPC message; what follows the destination is checked and kept as it is."""
+    """Decode the data of an outgoing RPC message; the bytes after the destination are checked and kept."""
     end = len(data) if end is None else end
     destination, offset = decode_name(data, start)
     if offset > end:
@@ -235,7 +235,7 @@ def decode_outgoing_rpc(data: Readable, start: int = 0, end: int | None = None) 
 
 
 def encode_barrier(destination: str) -> bytes:
-    """Encode a Barrier: what is sent behind it to others waits until ``destination`` has what was sent there before."""
+    """Encode a Barrier: later messages to others wait until ``destination`` has all earlier messages to it."""
     return encode_message(MessageType.BARRIER, _encode_utf8(destination))
 
 
@@ -252,17 +252,17 @@ def decode_attach_to(data: Readable) -> str:
 
 
 def encode_checkpoint(size_bytes: int) -> bytes:
-    """Encode a Checkpoint message; the blob of ``size_bytes`` bytes follows it with no header."""
+    """Encode a Checkpoint message; the blob of ``size_bytes`` bytes must follow it without a header."""
     if size_bytes < 0:
         raise LocalProtocolError(f"a checkpoint of {size_bytes} bytes")
     return encode_message(MessageType.CHECKPOINT, encode_zigzag(size_bytes))
 
 
 def decode_checkpoint(data: Readable) -> int:
-    """Decode the blob's size in bytes. Accepts the 8 fixed bytes of existing C clients as well as a ZigZagLong.
+    """Decode a checkpoint's size in bytes: a ZigZagLong, or the 8 fixed bytes of existing C clients.
 
-    The two cannot be confused: of the 8 bytes of a varint the first seven have the high bit and the last has not. Read
-    as fixed bytes they would be at least 2**55, more than any checkpoint has.
+    The two cannot be confused: in an 8-byte varint the first seven bytes have the high bit and the last has not. Read
+    as fixed bytes they would be at least 2**55, larger than any checkpoint.
     """
     if len(data) == 8 and (data[7] >= 0x80 or min(data[:7]) < 0x80):
         size_bytes = int.from_bytes(data, "little", signed=True)

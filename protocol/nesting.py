@@ -1,7 +1,7 @@
-"""Measures how deeply MessagePack is nested, without recursion and before it is decoded.
+"""Measurement of MessagePack's nesting depth, without recursion and before decoding.
 
-A decoder calls itself for each array or map in another, until Python's recursion limit stops it. The limit of nesting
-is far below that one, and is checked where bytes come in. `docs/WIRE.md`, part 10.
+A decoder calls itself for each nested array or map, until Python's recursion limit stops it. The nesting limit is far
+below that limit, and is checked on arrival. `docs/WIRE.md`, part 10.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from immortal.protocol.varint import Readable, decode_zigzag_int
 if TYPE_CHECKING:
     import cython
 
-_FRONT_SIZE_BYTES = 5  # of a message, at least: size, type, kind, method ID, RPC type
+_FRONT_SIZE_BYTES = 5  # least size of a message's front: size, type, kind, method ID, RPC type
 _DEEPEST = 1 << 62
-_OTHERS_MAX = 15  # items whose values are left out: more are in none of the SDK's messages
+_OTHERS_MAX = 15  # items whose values are replaced: none of the SDK's messages has more
 _SIZES_OF_NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _SIZES_OF_EXTENSIONS = {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bytes that give it
@@ -27,22 +27,22 @@ _SIZES = bytes(
     else 0
     for first in range(256)
 )
-"""Number of bytes behind the first one, by that byte, of a value that is no array and no map."""
+"""Number of bytes after a value's first byte, by that byte, for values other than arrays and maps."""
 _WIDTHS = bytes(_LENGTHS.get(first, 0) for first in range(256))
 
 
 def is_nested_beyond(data: Readable, start: int, end: int, limit: int) -> bool:
-    """True if arrays and maps of the value ``data[start:end]`` are nested more than ``limit`` deep.
+    """Return True if arrays and maps of the value ``data[start:end]`` are nested more than ``limit`` deep.
 
-    What is no MessagePack, or ends too soon, counts as far as a decoder comes.
+    Invalid or incomplete MessagePack counts up to the place where a decoder stops.
     """
-    if end - start <= limit:  # each takes a byte
+    if end - start <= limit:  # each level takes at least one byte
         return False
     return _walk(data if type(data) is bytes else bytes(data), start, end, limit) > limit
 
 
 def nesting_depth(data: Readable) -> int:
-    """Return the depth of nested arrays and maps at the deepest place of a value."""
+    """Return the depth of the most deeply nested array or map in a value."""
     return _walk(bytes(data), 0, len(data), _DEEPEST)
 
 
@@ -62,7 +62,7 @@ def _walk(data: bytes, start: int, end: int, limit: int) -> int:
     left: cython.Py_ssize_t = 1  # values to come in the innermost array or map
     depth: cython.Py_ssize_t = 0
     deepest: cython.Py_ssize_t = 0
-    outer: list[int] = []  # the same of those around it
+    outer: list[int] = []  # values to come in each array or map around it
     while True:
         while left == 0:
             if depth == 0:
@@ -116,7 +116,7 @@ def _walk(data: bytes, start: int, end: int, limit: int) -> int:
 def without_values(data: bytes, count: int) -> bytes | None:
     """Copy an array's first ``count`` items, with nil in place of each other item.
 
-    None where it does not begin with that many items that are no arrays and no maps.
+    Returns None if the array has fewer items, or one of these items is an array or a map.
     """
     first = data[0] if data else 0
     front_size_bytes = {0xDC: 3, 0xDD: 5}.get(first, 1)
@@ -139,10 +139,10 @@ def without_values(data: bytes, count: int) -> bytes | None:
 
 
 def messages_nested_too_deep(payload: bytes, count: int, limit: int) -> list[tuple[int, int]]:
-    """Find the ``count`` packed RPC messages whose arguments are nested too deeply: (index, start of its data).
+    """Find the RPC messages whose arguments are nested too deeply: (index, start of the message's data).
 
-    The array of the arguments does not count, and what is no array is not looked at. ``payload`` was checked before
-    (:func:`immortal.protocol.batch.check_batch`).
+    The array of the arguments itself does not count; arguments that are no array are not checked. ``payload`` has
+    ``count`` packed messages and was checked (:func:`immortal.protocol.batch.check_batch`).
     """
     if len(payload) <= limit + _FRONT_SIZE_BYTES or 0 < common_size(payload, count) <= limit + _FRONT_SIZE_BYTES:
         return []

@@ -1,10 +1,10 @@
-"""Frames between coordinators, carried by the messenger: one header part and, in a Batch, the payload as a second.
+"""Frames between coordinators, carried by the messenger: a header part and, in a Batch, the payload as second part.
 
 Hello    sender -> receiver   opens the stream sender -> receiver after a (re)start of the sender
-Welcome  receiver -> sender   answers it: the position up to which the receiver has the stream durably, and its window
+Welcome  receiver -> sender   answers it: the position up to which the stream is durable at the receiver, and its window
 Batch    sender -> receiver   count RPC messages, in incoming form, from position on
 TrimTo   receiver -> sender   durable up to position; the window from now on
-Resend   receiver -> sender   there is a gap: send again from behind position
+Resend   receiver -> sender   there is a gap: send again from the position after this one
 Refused  receiver -> sender   the reason, as text
 """
 
@@ -28,13 +28,13 @@ REASON_SIZE_BYTES_MAX = 255
 
 _FIXED = struct.Struct("<BBHiqqiqQ")
 _CHECK = struct.Struct("<Q")  # the last of the fixed fields
-_NO_CHECK = bytes(_CHECK.size)  # placeholder while it is computed
+_NO_CHECK = bytes(_CHECK.size)  # placeholder while the check is computed
 _NAMES_KEPT = 1024  # the names of a stream are the same in all its frames
 FRAME_PARTS_MAX = 2  # header and payload
 
 
 class FrameType(IntEnum):
-    """The numbers of the base protocol where it has the message; others above its range."""
+    """Type of a frame: the base protocol's number if it has the message, else a number above its range."""
 
     UNKNOWN = 0  # type, version or fields unknown to this build; never written
     BATCH = 5
@@ -49,13 +49,13 @@ class RefusedCode(IntEnum):
     NONE = 0
     NOT_ME = 1  # the frame is for an instance of another name
     STALE_EPOCH = 2  # a later start of the sender was seen
-    COMMITTER_CHANGED = 3  # the sender's log is not the one that it was
+    COMMITTER_CHANGED = 3  # the sender has another log than before
     NOT_READY = 4  # the instance has never completed its first start, or is stopping
     MALFORMED = 5
-    ROLLED_BACK = 6  # a side has less than it once had
+    ROLLED_BACK = 6  # a side has less of the stream than it once had
     LOG_FULL = 7  # the receiver takes no more input until its log has room again
     UNKNOWN = 8  # the frame's type, version or fields: the reason says which are known
-    BEYOND_WINDOW = 9  # more is on its way than the receiver has granted
+    BEYOND_WINDOW = 9  # more is in flight than the receiver has granted
 
 
 _FRAME_TYPES = {int(one): one for one in FrameType if one is not FrameType.UNKNOWN}
@@ -66,7 +66,7 @@ class PeerFrame(Struct, frozen=True):
     """Frame between coordinators, immutable. Fields that a type does not use are 0 or empty.
 
     ``committer_id`` and ``epoch`` are the writer's; ``position`` is the stream's (in a Batch: of its first message).
-    ``count``: messages in a Batch; in a Welcome and a TrimTo the window, in bytes, 0 where the receiver says none.
+    ``count``: messages in a Batch; in a Welcome and a TrimTo the window in bytes, 0 if the receiver gives none.
     """
 
     frame_type: FrameType
@@ -112,7 +112,7 @@ def _encode_names(sender: str, receiver: str, reason: str) -> bytes:
 
 @functools.lru_cache(_NAMES_KEPT)
 def _decode_names(names: bytes) -> tuple[str, str, str, int]:
-    """Decode a frame's names: (sender, receiver, reason, bytes behind them). Raises RemoteProtocolError."""
+    """Decode a frame's names: (sender, receiver, reason, number of bytes after them). Raises RemoteProtocolError."""
     sender, offset = decode_name(names, 0)
     receiver, offset = decode_name(names, offset)
     reason, offset = decode_name(names, offset)
@@ -124,11 +124,9 @@ def _unknown(sender: str, receiver: str, what: str) -> PeerFrame:
 
 
 def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
-    """Decode a frame.
+    """Decode a frame. Raises RemoteProtocolError, or DamagedRecordError if the check does not match.
 
-    One of an unknown type or version is UNKNOWN, described in ``reason``; of another version no name is read.
-
-    Raises RemoteProtocolError; DamagedRecordError where the check does not match.
+    A frame of an unknown type or version becomes UNKNOWN, described in ``reason``; of another version no name is read.
     """
     if not 1 <= len(parts) <= FRAME_PARTS_MAX:
         raise RemoteProtocolError(f"a frame of {len(parts)} parts, 1 or 2 were expected")
@@ -158,5 +156,5 @@ def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
     if known_type is FrameType.BATCH and (count < 1 or position < 1 or not payload):
         raise RemoteProtocolError(f"a Batch of {count} messages at position {position}, {len(payload)} bytes")
     if known_type is not FrameType.BATCH:
-        payload = b""  # unchecked, so not kept
+        payload = b""  # unchecked, so dropped
     return PeerFrame(known_type, sender, receiver, committer_id, epoch, position, count, time_ns, payload, code, reason)

@@ -1,8 +1,8 @@
 """Forks and freed memory: in a child of ``os.fork()``, objects with threads and connections stay the parent's.
 
-The child has none of its parent's threads. A lock that one of them held stays held, and what the child sent through a
-socket of the parent would disturb the parent. So such an object lets go of all of them in the child, at the fork, and
-makes its own when it is used there; or it says that it can't be used there.
+The child has none of its parent's threads. A lock that one of them held stays locked, and data that the child sent
+through a socket of the parent would disturb the parent. So at the fork such an object drops all of them in the child,
+and creates its own at the first use there; or it reports that it can't be used there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Owner(Protocol):
 
 
 _owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by ID: not all are hashable
-_parents: list[object] = []  # in a child: kept referenced, so that nothing closes them
+_parents: list[object] = []  # in a child: references that keep the parent's objects from being closed
 
 
 def register(owner: Owner) -> None:
@@ -36,7 +36,7 @@ def disown_in_child(*parts: object) -> None:
 
 
 def after_fork_message(what: str, process_id: int, advice: str) -> str:
-    """Say why an object that was made in the process ``process_id`` does not work in this one."""
+    """Return the message for an object that was created in ``process_id`` and does not work in this process."""
     return f"{what} was made in process {process_id}, of which this one is a fork: {advice}"
 
 
@@ -57,11 +57,11 @@ at_fork(_in_child)
 
 # Settings of glibc's malloc for an app and its coordinator.
 #
-# Both hold many buffers of up to a few MiB for milliseconds. By default glibc gives such memory back to the kernel at
-# once and asks for it again, zeroed, page by page: without this, the coordinators take a seventh more for calls of
-# 64 KiB, and an app takes 32 µs to send one in place of 5. The limits are those that glibc comes to by itself, later.
+# Both hold many buffers of up to a few MiB for milliseconds. By default glibc returns such memory to the kernel at once
+# and requests it again, zeroed, page by page: without this, the coordinators take a seventh more for calls of
+# 64 KiB, and an app takes 32 µs to send one instead of 5. glibc would reach these limits by itself, later.
 #
-# Memory freed during the start is returned, once when modules are loaded and once when all is up: it would stay idle.
+# Memory freed during the start is returned after modules are loaded and after the start: it would stay idle.
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3

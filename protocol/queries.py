@@ -1,4 +1,4 @@
-"""Messages of queries, which a coordinator asks its app between two records and does not log.
+"""Messages of queries: a coordinator sends a query to its app between two records and does not log it.
 
 `docs/WIRE.md`, part 7; part 9 for clients.
 """
@@ -13,11 +13,11 @@ from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, encode_message
 
 ANSWER_SIZE_BYTES_MAX = PAYLOAD_SIZE_BYTES_MAX
-"""Largest value of an answer. The coordinator holds it in memory, and no window bounds the number of answers."""
+"""Size limit of an answer's value. The coordinator holds answers in memory, and no window bounds their number."""
 
 
 class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """Query of a method. ``ticket`` identifies the answer. ``arguments``: a MessagePack array.
+    """Query of a method. ``ticket`` identifies its answer. ``arguments``: a MessagePack array.
 
     ``time_ns``: the instance's time, ns since the Unix epoch.
     """
@@ -31,7 +31,7 @@ class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
 class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
     """Answer to a query. ``kind`` (RETURNED or RAISED) and ``value`` are as in `client_frames.Reply`.
 
-    ``changed``: the query has changed the state, which is rebuilt from the log: better not to ask it again soon.
+    ``changed``: the query changed the state, which is now rebuilt from the log: do not send the query again soon.
     """
 
     ticket: int
@@ -55,7 +55,7 @@ def decode_query(data: bytes) -> QueryQuestion:
 
 
 def encode_query_answer(answer: QueryAnswer) -> bytes:
-    """Encode a QueryAnswered message. Raises LocalProtocolError for one that is too large."""
+    """Encode a QueryAnswered message. Raises LocalProtocolError if it is too large."""
     return encode_message(MessageType.QUERY_ANSWERED, msgspec.msgpack.encode(answer))
 
 

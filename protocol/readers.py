@@ -1,8 +1,8 @@
 # cython: annotation_typing=False
-"""Incremental readers: bytes in, in any pieces; events out. One for each direction of the local protocol.
+"""Incremental readers: they take bytes in any pieces and return events. One reader for each direction.
 
-Data that arrives is kept in the pieces it came in until a whole message or record is there, then joined once: reading
-is linear in the bytes, whatever the pieces. A reader that has raised is of no further use: close the connection.
+A reader keeps data in the pieces that arrive until a message or record is complete, and joins them once: reading takes
+time linear in the bytes, whatever the pieces. A reader that has raised is unusable: close the connection.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from immortal.protocol.varint import INT_SIZE_BYTES_MAX, decode_zigzag_int, enco
 
 
 class Message(Struct):
-    """A message from the app, without size and type."""
+    """Message from the app, without size and type."""
 
     message_type: int
     data: bytes
 
 
 class TooLargeRpc(Struct, frozen=True):
-    """An RPC above the limit; its bytes are passed over. ``front``: of its data."""
+    """RPC above the size limit; the reader skips its bytes. ``front``: the first bytes of its data."""
 
     size_bytes: int
     limit_bytes: int
@@ -38,10 +38,10 @@ class TooLargeRpc(Struct, frozen=True):
 
 
 class Record(Struct):
-    """A record from the coordinator, its check bytes verified.
+    """Record from the coordinator, its check bytes verified.
 
-    ``sources``: who sent each of its batches, as an app is told by Sources; none: they came from the instance's own
-    side; None: it was not told.
+    ``sources``: the sender of each batch, from the Sources message; an empty list: all batches came from the instance's
+    own side; None: there was no such message.
     """
 
     header: RecordHeader
@@ -50,7 +50,7 @@ class Record(Struct):
 
 
 class BlobStart(Struct, frozen=True):
-    """A checkpoint of ``size_bytes`` bytes follows, as BlobData; the last one has ``last`` set (and may be empty)."""
+    """Start of a checkpoint of ``size_bytes`` bytes. BlobData follow; the last has ``last`` set (and can be empty)."""
 
     size_bytes: int
 
@@ -61,7 +61,7 @@ class BlobData(Struct, frozen=True):
 
 
 class _Pieces:
-    """Bytes that have come in and are not consumed yet."""
+    """Bytes that have arrived and are not consumed yet."""
 
     def __init__(self) -> None:
         self._front = b""
@@ -79,7 +79,7 @@ class _Pieces:
             self._rest.append(data)
 
     def view(self, size_bytes: int) -> tuple[bytes, int]:
-        """Join pieces until ``size_bytes`` bytes, or all there are, are in one piece; returns (bytes, offset)."""
+        """Join pieces until ``size_bytes`` bytes, or all available, are in one piece; return (bytes, offset)."""
         if self._rest and len(self._front) - self._offset < size_bytes:
             self._front = b"".join((self._front[self._offset :], *self._rest))
             self._offset = 0
@@ -106,7 +106,7 @@ class _Reader:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes received that no event has covered yet: above 0 when the connection ends, it ended in the middle."""
+        """Bytes that no event has covered yet. Above 0 at the end of the connection: it ended inside a message."""
         return self._pieces.size_bytes
 
     @property
@@ -127,13 +127,13 @@ class _Reader:
 
 
 class MessageReader(_Reader):
-    """Reads what an app sends: messages, and the blob behind a Checkpoint message.
+    """Reader of an app's data: messages, and the blob after a Checkpoint message.
 
     >>> reader = MessageReader(); reader.receive_data(bytes.fromhex("0202")); reader.next_event()
     Message(message_type=2, data=b'')
 
-    With ``rpc_size_bytes_max`` (of the size field) that is the limit of an RPC, a larger one is passed over, and an
-    RPCBatch may have any size: above WHOLE_BATCH_SIZE_BYTES_MAX it comes as several, in the pieces it arrives in.
+    ``rpc_size_bytes_max`` limits the size field of an RPC; the reader skips a larger one. An RPCBatch can then have any
+    size: above WHOLE_BATCH_SIZE_BYTES_MAX it becomes several batches, in the pieces that arrive.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class MessageReader(_Reader):
         self._skip_left_bytes = 0
 
     def next_event(self) -> Message | TooLargeRpc | BlobStart | BlobData | None:
-        """Return the next event, or None when more data is needed. Raises RemoteProtocolError, LimitExceededError."""
+        """Return the next event, or None if more data is needed. Raises RemoteProtocolError, LimitExceededError."""
         if self._blob_left_bytes is not None:
             return self._next_blob_data()
         pieces = self._pieces
@@ -190,7 +190,7 @@ class MessageReader(_Reader):
         return message
 
     def _front(self) -> tuple[int, int]:
-        """Return the size of the next message's size field, and that size; (0, 0) while the field is incomplete."""
+        """Return the size of the next message's size field, and its value; (0, 0) while the field is incomplete."""
         data, offset = self._pieces.view(INT_SIZE_BYTES_MAX)
         if self._pieces.size_bytes < INT_SIZE_BYTES_MAX and all(byte >= 0x80 for byte in data[offset:]):
             return 0, 0
@@ -224,9 +224,9 @@ class MessageReader(_Reader):
         return self.next_event()
 
     def _next_of_batch(self, size_of_size: int, size_bytes: int) -> Message | TooLargeRpc | None:
-        """Take the messages of a batch that have arrived, as a batch of their own.
+        """Return the messages of a batch that have arrived, as a batch of their own.
 
-        ``size_bytes``: size of the first.
+        ``size_bytes``: size of the first message.
         """
         left, whole, pieces = self._batch_left_bytes or 0, size_of_size + size_bytes, self._pieces
         if whole > left:
@@ -245,7 +245,7 @@ class MessageReader(_Reader):
         while end + INT_SIZE_BYTES_MAX <= bound:
             size_bytes, start = decode_zigzag_int(data, end)
             if not 0 < size_bytes <= most or start + size_bytes > bound:
-                break  # incomplete, too large, or wrong: the next call handles it as the first
+                break  # incomplete, too large, or invalid: the next call handles it as the first message
             end, count = start + size_bytes, count + 1
         taken = data[offset:end]
         pieces.skip(end - offset)
@@ -262,10 +262,10 @@ class MessageReader(_Reader):
 
 
 class RecordReader(_Reader):
-    """Reads what a coordinator sends: records, and the blob behind the record with a Checkpoint message."""
+    """Reader of a coordinator's data: records, and the blob after the record with a Checkpoint message."""
 
     def next_event(self) -> Record | BlobStart | BlobData | None:
-        """Return the next event, or None when more data is needed. Raises RemoteProtocolError, DamagedRecordError."""
+        """Return the next event, or None if more data is needed. Raises RemoteProtocolError, DamagedRecordError."""
         if self._blob_left_bytes is not None:
             return self._next_blob_data()
         pieces = self._pieces

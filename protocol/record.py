@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""Log records: a 24-byte header, then messages. What the log stores and what the app gets are the same bytes.
+"""Log records: a 24-byte header, then messages. The log stores the same bytes that the app receives.
 
     0-3 committer ID · 4-7 size of the whole record · 8-15 check bytes · 16-23 sequence ID    (little endian)
 
@@ -36,7 +36,7 @@ class RecordHeader(Struct, frozen=True):
 
 
 def encode_header(committer_id: int, sequence_id: int, chunks: Iterable[Readable]) -> bytes:
-    """Encode the 24-byte header of the record whose content is ``chunks``, one after the other.
+    """Encode the 24-byte header of the record whose content is ``chunks``, joined.
 
     Raises LocalProtocolError for a size, committer ID or sequence ID that no record can have.
     """
@@ -60,7 +60,7 @@ def encode_record(committer_id: int, sequence_id: int, content: bytes) -> bytes:
 
 
 def decode_header(data: Readable, offset: int = 0) -> RecordHeader:
-    """Decode and bounds-check the 24 bytes at ``offset``; the check bytes are for :func:`verify_record`.
+    """Decode and bounds-check the header at ``offset``; :func:`verify_record` checks the check bytes.
 
     Raises RemoteProtocolError or LimitExceededError.
     """
@@ -77,9 +77,9 @@ def decode_header(data: Readable, offset: int = 0) -> RecordHeader:
 
 
 def verify_record(value: Readable) -> RecordHeader:
-    """Check the record at the start of ``value`` (what follows it is ignored) and return its header.
+    """Check the record at the start of ``value`` and return its header. Bytes after the record are ignored.
 
-    Raises DamagedRecordError, also where the header makes no sense.
+    Raises DamagedRecordError, also for an invalid header.
     """
     try:
         header = decode_header(value)

@@ -1,8 +1,8 @@
-"""Text that came from outside, where it is shown: a terminal obeys nothing in it, and it forges no line of a log.
+"""Safe output of text from outside: a terminal obeys nothing in it, and it cannot forge a line of a log.
 
-Everything that shows something goes through here: lines of logs, what commands print, what an app says, pages of HTML.
-Escaped, as Python writes it, is what ``str.isprintable`` refuses: control characters (C0, DEL, C1), what turns the
-direction of writing, separators of lines and paragraphs, what is invisible, and lone surrogates.
+All output uses this module: lines of logs, output of commands, an app's messages, pages of HTML. It escapes, as Python
+writes it, the characters that ``str.isprintable`` refuses: control characters (C0, DEL, C1), changes of the writing
+direction, separators of lines and paragraphs, invisible characters, and lone surrogates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 def safe_repr(value: object) -> str:
-    """Return ``repr(value)``, with integers of too many digits in hex or described."""
+    """Return ``repr(value)``; integers with too many digits are in hex or described."""
     try:
         return repr(value)
     except ValueError:
@@ -33,7 +33,7 @@ def safe_repr(value: object) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    """True if ``text`` has no lone surrogates, which are half a character: sent and stored text has none."""
+    """Return True if ``text`` has no lone surrogates (half a character): sent and stored text has none."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -42,13 +42,13 @@ def is_encodable(text: str) -> bool:
 
 
 def printable_lines(text: str, indent: str = "  ") -> list[str]:
-    """Indent the lines of ``text`` and escape them, so that none can be taken for a line of somebody else."""
+    """Indent the lines of ``text`` and escape them, so that none looks like another process's line."""
     lines = map(printable, text.split("\n"))
     return [line if line[:1] in ("", " ") else f"{indent}{line}" for line in lines]
 
 
 def printable_message(text: str) -> str:
-    """Escape ``text`` but for its line ends; lines behind the first are indented."""
+    """Escape ``text`` except its line ends; indent all lines after the first."""
     first, *rest = text.split("\n")
     return "\n".join([printable(first), *(printable_lines("\n".join(rest)) if rest else ())])
 
@@ -56,14 +56,12 @@ def printable_message(text: str) -> str:
 def printable_json(
     value: object, *, indent: int | None = None, default: Callable[[object], object] | None = None
 ) -> str:
-    """Format ``value`` as JSON that is safe to print and still means the same: on one line, unless there is an
-    ``indent``.
-    """
+    """Format ``value`` as JSON that is safe to print, with the same meaning, on one line unless ``indent`` is given."""
     return printable_json_text(json.dumps(value, ensure_ascii=False, indent=indent, default=default))
 
 
 def printable_json_text(text: str) -> str:
-    """Escape ``text``, which is JSON, so that it stays the same JSON."""
+    """Escape ``text``, which is JSON, so that its value stays the same."""
     return text if text.isprintable() else "".join(map(_json_character, text))
 
 
@@ -75,20 +73,20 @@ def _json_character(character: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ": did you mean 'x'?" if ``word`` looks like a known one, else ""."""
-    import difflib  # imported here: few words are wrong
+    import difflib  # imported here: wrong words are rare
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f": did you mean {close[0]!r}?" if close else ""
 
 
-# Rate limits for lines whose number others determine.
+# Rate limits for log lines whose number other processes determine.
 
 
 INTERVAL_NS = 5_000_000_000  # between two lines of one kind
-BURST = 5  # lines of one kind that come at once before that: enough to see what is going on
-KINDS_MAX = 256  # limit of kinds: invented names must fill neither memory nor the log
+BURST = 5  # lines of one kind that pass at once before that: enough to see what happens
+KINDS_MAX = 256  # limit of kinds: invented names must not fill memory or the log
 
-OTHERS = "others"  # one kind for all beyond the limit
+OTHERS = "others"  # the one kind for all kinds beyond the limit
 
 
 class _Kind(Struct):
@@ -97,9 +95,9 @@ class _Kind(Struct):
 
 
 class RateLimit:
-    """Lets ``burst`` lines of each kind pass, then one per interval, and counts what it leaves out.
+    """Rate limit that lets ``burst`` lines of each kind pass, then one per interval, and counts the lines left out.
 
-    Beyond ``KINDS_MAX`` kinds that are in use, all new ones are OTHERS. ``now_ns`` is on the monotonic clock.
+    If KINDS_MAX kinds are in use, each new kind counts as OTHERS. ``now_ns`` is on the monotonic clock.
     """
 
     def __init__(self, burst: int = BURST, interval_ns: int = INTERVAL_NS) -> None:
@@ -108,7 +106,7 @@ class RateLimit:
         self._kinds: dict[Hashable, _Kind] = {OTHERS: _Kind()}
 
     def admit(self, kind: Hashable, now_ns: int) -> int | None:
-        """Return the number of lines of this ``kind`` left out since the last one; None: leave this one out, too."""
+        """Return the number of lines of ``kind`` left out since the last one; None if this one must be left out too."""
         known = self._known(kind, now_ns)
         if known.due_ns - self._credit_ns > now_ns:
             known.left_out += 1
@@ -118,7 +116,7 @@ class RateLimit:
         return left_out
 
     def next_ns(self, kind: Hashable) -> int:
-        """Return the time at which a line of this kind passes, ns."""
+        """Return the time at which the next line of this kind passes, ns."""
         return self._kinds[self.counted_as(kind)].due_ns - self._credit_ns
 
     def counted_as(self, kind: Hashable) -> Hashable:
@@ -136,6 +134,6 @@ class RateLimit:
         return known
 
     def _forget(self, now_ns: int) -> None:
-        """Drop kinds that are due; what they left out is added to OTHERS."""
+        """Drop kinds that have full credit; add the counts of their left-out lines to OTHERS."""
         for kind in [kind for kind, known in self._kinds.items() if known.due_ns <= now_ns and kind != OTHERS]:
             self._kinds[OTHERS].left_out += self._kinds.pop(kind).left_out

@@ -1,17 +1,17 @@
-"""A registry that many machines share: rows of a database, and on each machine a folder that is kept like them.
+"""Registry that many machines share: rows of a database, and on each machine a folder that is their copy.
 
-Who reads a registry reads files. Where ``IMMORTAL_HOME`` is a URL, they are those of the folder that ``IMMORTAL_LOCAL``
-names (".immortal"), a copy that knows of what: its file ORIGIN_FILE_NAME says so. These are shared, all else in the
-folder (private keys, sockets, logs in folders) is of its machine alone:
+A registry's readers read files. If ``IMMORTAL_HOME`` is a URL, the files are in the folder that ``IMMORTAL_LOCAL``
+names (".immortal"). This folder is a copy; its file ORIGIN_FILE_NAME names the original. These files are shared, all
+others in the folder (private keys, sockets, logs in folders) belong to the machine alone:
 
 NAME.toml             the settings
-NAME/public_keys      the public keys of all machines that have some for NAME; first those of who has its lease: who is
-                      reached where the lease says, and of those at one address the one on the holder's host
-NAME/upgrade.json     the upgrade that is asked for
-NAME/endpoint         where the lease of its log says that it is, and whose lease that is, in words, a line each; the
-                      database alone writes it
+NAME/public_keys      the public keys of all machines that have keys for NAME. The lease holder's keys are first: those
+                      of the endpoint in the lease, and among equal endpoints those of the holder's host
+NAME/upgrade.json     the requested upgrade
+NAME/endpoint         the endpoint in the lease of its log, and the lease holder in words, one line each; only the
+                      database writes it
 
-A change goes to the database, and comes from there. Without the database the copy is read as it was last.
+A change goes to the database first, then into the copies. Without the database, readers use the copy's last state.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ORIGIN_FILE_NAME = ".origin"
 SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade", "endpoint"
 LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.connections
 CHANNEL = "immortal_registry"
-LOOK_S = 1.0  # without news
-AGAIN_S = 0.5  # before a database that does not answer is tried again
+LOOK_S = 1.0  # between two pulls if the database announces nothing
+AGAIN_S = 0.5  # between two attempts to reach a database that does not answer
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
 _CHANGES = 0x72656769  # advisory lock for changes
 _FILE_NAMES = {PUBLIC_KEYS: "public_keys", UPGRADE: "upgrade.json", ENDPOINT: "endpoint"}
@@ -72,7 +72,7 @@ INSERT INTO immortal.registry AS r (instance, part, machine, host, content) VALU
 
 
 class SharedHomeError(ImmortalError):
-    """Raised if the registry of a database can't be read or changed, or its copy can't be kept here."""
+    """Raised if the registry of a database can't be read or changed, or its copy can't be updated here."""
 
 
 def is_url(home: object) -> bool:
@@ -80,9 +80,9 @@ def is_url(home: object) -> bool:
 
 
 def folder_of(home: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of the registry ``home`` (None: IMMORTAL_HOME, .immortal); of a URL, the copy here, updated.
+    """Return the folder of the registry ``home`` (None: IMMORTAL_HOME, .immortal); for a URL the local copy, updated.
 
-    Raises SharedHomeError where there is no copy yet and the database does not answer.
+    Raises SharedHomeError if there is no copy yet and the database does not answer.
     """
     home = home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT
     if not isinstance(home, str) or not is_url(home):
@@ -93,7 +93,7 @@ def folder_of(home: str | os.PathLike[str] | None) -> Path:
 
 
 def copy_of(folder: Path) -> Copy | None:
-    """Return the copy in ``folder``; None where it is a registry of its own. Raises SharedHomeError."""
+    """Return the copy in ``folder``; None if the folder is a registry of its own. Raises SharedHomeError."""
     folder = folder.absolute()
     try:
         url, machine = (folder / ORIGIN_FILE_NAME).read_text("utf-8").split()
@@ -109,7 +109,7 @@ def copy_of(folder: Path) -> Copy | None:
 
 
 def share(url: str, folder: Path, files: dict[tuple[str, str], str]) -> Copy:
-    """Bring ``files``, by (name, part), into the database, and make ``folder`` its copy. Raises SharedHomeError."""
+    """Store ``files``, by (name, part), in the database, and make ``folder`` its copy. Raises SharedHomeError."""
     copy = Copy(url, folder, secrets.token_hex(8))
     names = {name for name, _ in files}
     with copy._connected() as connection, connection.transaction():
@@ -129,7 +129,7 @@ def path_in(folder: Path, name: str, part: str) -> Path:
 
 
 def _begun(url: str, folder: Path) -> Copy:
-    """Return the copy of ``url`` in ``folder``. Raises SharedHomeError if something else is there."""
+    """Return the copy of ``url`` in ``folder``. Raises SharedHomeError if the folder holds something else."""
     if not url.startswith("postgresql://"):
         raise SharedHomeError(f"{url!r} is no place of a registry: a folder was expected, or postgresql://...")
     copy = copy_of(folder)
@@ -153,9 +153,9 @@ def _begun(url: str, folder: Path) -> Copy:
 
 
 class Copy:
-    """The folder of this machine, and the database ``url`` that it is a copy of. ``machine``: an ID of the folder.
+    """Copy of the registry in the database ``url``, in a folder of this machine. ``machine``: an ID of the folder.
 
-    ``problem``: why the copy is as it was last; "" where it is up to date. Methods raise SharedHomeError.
+    ``problem``: why the copy is not up to date; "" if it is. Methods raise SharedHomeError.
     """
 
     def __init__(self, url: str, folder: Path, machine: str) -> None:
@@ -176,13 +176,13 @@ class Copy:
         return f"{self.url}#{name}"
 
     def has_log(self, name: str, log: str) -> bool:
-        """True if ``log`` is in the same database, by whatever role."""
+        """Return True if ``log`` is in the same database, whatever its role."""
         return database_of(log) == database_of(self.log_of(name))
 
     def endpoint(self, name: str, log: str) -> str | None:
-        """Return the endpoint of ``name`` by the lease of ``log``; None if there is none, or it is in another database.
+        """Return the endpoint of ``name`` in the lease of ``log``; None if there is none, or another database has it.
 
-        A log may name the database by another address: one of the same name counts, if it has a lease of ``name``.
+        The log's URL can have another host: a database of the same name counts if it has a lease of ``name``.
         """
         ours, theirs = urlsplit(self.url), urlsplit(log)
         if (ours.scheme, ours.path, name) != (theirs.scheme, theirs.path, theirs.fragment or name):
@@ -190,13 +190,13 @@ class Copy:
         return next(iter(_lease(self.path(name, ENDPOINT))), None)
 
     def begin(self) -> None:
-        """Make the folder a copy from here on. Raises OSError."""
+        """Mark the folder as a copy. Raises OSError."""
         _replace(self.folder / ORIGIN_FILE_NAME, f"{self.url}\n{self.machine}\n")
 
     # --- from the database -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Update the copy. Where the database does not answer and a copy exists, ``problem`` says so."""
+        """Update the copy. If a copy exists and the database does not answer, set ``problem`` instead of raising."""
         if self._keeping is not None:
             return
         try:
@@ -208,7 +208,7 @@ class Copy:
             self.problem = str(error)
 
     def pull(self, connection: Connection[tuple[Any, ...]]) -> None:
-        """Pull changes, one process of the machine at a time, so that an older state never replaces a newer one."""
+        """Pull changes, one process of the machine at a time, so that no older state replaces a newer one."""
         with self._lock, self._files_locked():
             seen, rows, leases = self._read(connection)
             self.problem = ""
@@ -220,7 +220,7 @@ class Copy:
                     path = self.path(name, part)
                     wanted[path] = wanted.get(path, "") + content
             names = {name for name, part, _ in rows if part == SETTINGS}
-            # The endpoint goes last: a reader that sees a move finds the keys already in the matching order.
+            # The endpoint is last: a reader that sees a move finds the keys already in the matching order.
             wanted |= {self.path(name, ENDPOINT): f"{at}\n{holder}\n" for name, at, holder in leases if name in names}
             self._write(wanted, {self.path(name, ENDPOINT) for name in names})
             self._seen = seen
@@ -243,7 +243,7 @@ class Copy:
                 connection.isolation_level = None
 
     def _write(self, wanted: dict[Path, str], kept: set[Path]) -> None:
-        """Write the files of ``wanted``, and remove others but for ``kept``."""
+        """Write the files of ``wanted``; remove the others except ``kept``."""
         there = {self.path(file.stem, SETTINGS) for file in self.folder.glob("*.toml")}
         for file_name in _FILE_NAMES.values():
             there.update(self.folder.glob(f"*/{file_name}"))
@@ -283,7 +283,7 @@ class Copy:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Connection[tuple[Any, ...]]]:
-        """Lock the registry for one change, against all machines; begins with an up-to-date copy."""
+        """Lock the registry against all machines for one change, and update the copy first."""
         with self._lock:
             if self._connection is not None:
                 yield self._connection
@@ -299,9 +299,9 @@ class Copy:
                     self._connection = None
 
     def put(self, name: str, part: str, text: str | None) -> None:
-        """Write one file, in the database and here; None removes it.
+        """Write one file, in the database and here. ``text`` None removes it.
 
-        For public keys: those of this machine; None: of all.
+        For public keys, a text replaces this machine's keys; None removes the keys of all machines.
         """
         with self.changing() as connection:
             with connection.transaction():
@@ -317,7 +317,7 @@ class Copy:
         connection.execute(_PUT, [name, part, machine, socket.gethostname(), text])
 
     def announce(self, name: str, endpoint: str) -> None:
-        """Store the endpoint of ``name`` on this machine, so that peers try this machine's key first."""
+        """Store this machine's endpoint of ``name``, so that peers try this machine's key first."""
         with self._connected() as connection:
             connection.execute(
                 "UPDATE immortal.registry SET endpoint = %s, host = %s,"
@@ -328,7 +328,7 @@ class Copy:
             connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, name])
 
     def machines(self, name: str) -> list[tuple[str, str, str]]:
-        """Return the machines with keys for ``name``: ID, host, and the endpoint where peers reached it there last."""
+        """Return the machines with keys for ``name``: ID, host, and the last endpoint there."""
         with self._connected() as connection:
             return connection.execute(
                 "SELECT machine, host, endpoint FROM immortal.registry WHERE instance = %s AND part = %s"
@@ -337,7 +337,7 @@ class Copy:
             ).fetchall()
 
     def forget(self, name: str, machine: str) -> bool:
-        """Revoke the keys of ``name`` on that machine; returns True if there were some."""
+        """Revoke the keys of ``name`` on that machine; return True if there were any."""
         with self.changing() as connection:
             gone = connection.execute(
                 "DELETE FROM immortal.registry WHERE instance = %s AND part = %s AND machine = %s",
@@ -347,7 +347,7 @@ class Copy:
             self.pull(connection)
             return bool(gone.rowcount)
 
-    # --- over and over -----------------------------------------------------------------------------------------------
+    # --- continuously ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -417,7 +417,7 @@ class _Keeping:
         os.close(self._wake)
 
     def close(self) -> None:
-        """End the thread; a connection attempt may delay its end."""
+        """End the thread; a connection attempt can delay its end."""
         self._is_closed = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(1.0)
@@ -465,12 +465,12 @@ def database_of(url: str) -> str:
 
 
 def as_role(url: str, role: str) -> str:
-    """Return a database's URL with ``role`` as the one that connects."""
+    """Return a database's URL with ``role`` as the connecting role."""
     return database_of(url).replace("//", f"//{quote(role, safe='')}@", 1)
 
 
 def secured(given: dict[str, Any]) -> dict[str, Any]:
-    """Ask a server elsewhere to prove who it is (sslmode verify-full), unless parameters or PGSSLMODE say otherwise.
+    """Add sslmode verify-full for a remote server, unless the parameters or PGSSLMODE choose otherwise.
 
     ``given``: a connection's parameters in libpq's words.
     """
@@ -482,7 +482,7 @@ def secured(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_line(error: Exception) -> str:
-    """Shorten an error of libpq, which has many lines: one for each host that it has tried, and hints."""
+    """Shorten an error of libpq, which has many lines: one for each host that it tried, and hints."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hint = "; a server elsewhere needs TLS and a certificate for its name, unless its URL has ?sslmode=..."
     said = "; ".join(dict.fromkeys(lines[:3])) or type(error).__name__
@@ -490,7 +490,7 @@ def error_line(error: Exception) -> str:
 
 
 def last_holder(folder: Path) -> str:
-    """Describe who had the instance of ``folder`` last, and where; "" if that is not known here."""
+    """Describe the last holder of the instance of ``folder``, with its endpoint; "" if unknown here."""
     match _lease(folder / _FILE_NAMES[ENDPOINT]):
         case [endpoint, holder]:
             return f"{holder} had it last, at {endpoint}"
@@ -504,7 +504,7 @@ def _lease(path: Path) -> list[str]:
 
 
 def import_driver() -> None:
-    """Import psycopg. Raises SharedHomeError where the extra is missing."""
+    """Import psycopg. Raises SharedHomeError if the extra is missing."""
     try:
         import psycopg  # noqa: F401
     except ImportError:
@@ -546,7 +546,7 @@ def _connect(url: str) -> Connection[tuple[Any, ...]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file whole or not at all; the new one need not survive a crash of the machine. Raises OSError."""
+    """Replace a file atomically; the new content need not survive a crash of the machine. Raises OSError."""
     descriptor, temporary = open_beside(path)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

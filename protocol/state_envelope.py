@@ -1,9 +1,9 @@
-"""The front of an SDK app's state: its owner, and the serializer that wrote it.
+"""Front of an SDK app's state: its owner, and the serializer that wrote it.
 
     0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack map) · state
 
-The header's fields are the SDK's (appsdk/state/schema.py). Whoever hands a state on looks only for what reading it
-may do.
+The header's fields are the SDK's (appsdk/state/schema.py). Processes that only pass a state on read the serializer
+alone, since it decides what reading the state can do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HEADER = decoding.Decoder(_Header)
 
 
 def serializer_of(chunks: Iterable[bytes]) -> str | None:
-    """Return the name of the serializer of the state in ``chunks``, of which no more is read than needed.
+    """Return the name of the serializer of the state in ``chunks``; read no more chunks than needed.
 
-    None: it is not of an SDK app, or no SDK can read it.
+    None: the state is not of an SDK app, or no SDK can read it.
     """
     front = bytearray()
     needed_bytes = FRONT.size

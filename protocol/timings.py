@@ -1,11 +1,10 @@
-"""Notes of times beside the log: where they are, and how a process writes its own.
+"""Notes of times beside the log: their files, their format, and a process's writer; trace contexts of callers.
 
-A coordinator and its app have segments of their own in one folder. Of each the newest are kept, and never synced: what
-a crash loses is no loss.
+A coordinator and its app have their own segments in one folder. Only the newest are kept. They are never synced: a
+crash may lose notes.
 
-Trace context of callers from outside: the W3C ``traceparent``, https://www.w3.org/TR/trace-context/.
-
-A Request has it in the field of the reason, and the log behind the client's ID, without its version:
+A trace context comes from a caller outside: the W3C ``traceparent``, https://www.w3.org/TR/trace-context/. A Request
+has it in the field of the reason, and the log after the client's ID, without its version:
 
     trace ID (32 hexadecimal digits) - parent ID (16) - flags (2)
 """
@@ -33,13 +32,13 @@ COORDINATOR, APP = "coordinator", "app"
 
 """Owners of segments."""
 
-SEGMENTS_MAX = 8  # of each process, within the limit
+SEGMENTS_MAX = 8  # of each process, within the limit of bytes
 
-FILES_MAX = 64  # of each process: one that is started again and again makes small segments
+FILES_MAX = 64  # of each process: a process that often restarts writes small segments
 
 FLUSH_S = 0.2
 
-WAITING_MAX = 200_000  # rows that wait for the disk: beyond it the oldest are dropped
+WAITING_MAX = 200_000  # rows that wait for the disk: beyond this number the oldest are dropped
 
 _NAME = re.compile(r"(coordinator|app)-(\d{8})\.times")
 
@@ -47,7 +46,7 @@ T = TypeVar("T")
 
 
 def segments(folder: Path, whose: str) -> list[Path]:
-    """Return the segments' paths, oldest first; empty if there is no such folder, or it can't be read."""
+    """Return the segments' paths, oldest first; an empty list if the folder is missing or unreadable."""
     try:
         names = [name for name in os.listdir(folder) if (found := _NAME.fullmatch(name)) and found[1] == whose]
     except OSError:
@@ -56,9 +55,9 @@ def segments(folder: Path, whose: str) -> list[Path]:
 
 
 class SegmentWriter:
-    """Segments of one process in ``folder``, of SEGMENTS_MAX-th of ``limit_bytes`` each. For one thread.
+    """Writer of one process's segments in ``folder``, each of ``limit_bytes`` / SEGMENTS_MAX. For one thread.
 
-    ``say``: is told, once, where they can't be written; nothing is noted from then on.
+    ``say``: called once with the reason if writing fails; the writer then drops all rows.
     """
 
     def __init__(self, folder: Path, whose: str, limit_bytes: int, say: Callable[[str], None]) -> None:
@@ -71,7 +70,7 @@ class SegmentWriter:
         self._failed = False
 
     def write(self, committer_id: int, rows: Iterable[PlainRow]) -> None:
-        """Write rows of the log of ``committer_id``, in the order of its records."""
+        """Write rows of the log of ``committer_id``, in the order of their records."""
         encoded: list[bytes] = []
         room = self._room if committer_id == self._committer_id else 0  # rows that still fit
         last, header_crc = self._last_sequence_id, self._header_crc
@@ -114,7 +113,7 @@ class SegmentWriter:
             number = int(there[-1].stem.rpartition("-")[2]) + 1 if there else 1
             try:
                 self._descriptor = os.open(self._folder / f"{self._whose}-{number:08}.times", flags, FILE_MODE)
-            except FileExistsError:  # another process of the instance was there first
+            except FileExistsError:  # another process of the instance created it first
                 continue
         self._forget_old(there)
         header = encode_segment_header(committer_id)
@@ -123,7 +122,7 @@ class SegmentWriter:
         self._append([header])
 
     def _forget_old(self, there: list[Path]) -> None:
-        """Remove old segments from ``there`` until a new one has room."""
+        """Remove old segments in ``there`` until a new one has room."""
         sizes_bytes = {path: path.lstat().st_size for path in there}
         while there and (
             len(there) >= FILES_MAX
@@ -133,7 +132,7 @@ class SegmentWriter:
 
 
 class Noting(Generic[T]):
-    """Thread that passes items to ``take`` now and then, so that putting one never waits for a disk."""
+    """Thread that passes items to ``take`` every FLUSH_S, so that ``put`` never waits for a disk."""
 
     def __init__(self, take: Callable[[list[T]], None]) -> None:
         self._take = take
@@ -144,7 +143,7 @@ class Noting(Generic[T]):
         self._thread.start()
 
     def close(self) -> None:
-        """Handle what was put, then end the thread."""
+        """Handle the remaining items, then end the thread."""
         self._over.set()
         self._thread.join()
 
@@ -184,7 +183,7 @@ ROW_SIZE_BYTES = _ROW.size + _CRC.size
 
 
 class TimingKind(IntEnum):
-    """Meaning of the three times of a row. 0: not known."""
+    """Meaning of the three times of a row. A time of 0 is unknown."""
 
     COMMIT = 1  # for a record: submitted to the log, durable, given to the app
     ARRIVED = 2  # for a batch, ``message`` is its first: time of arrival
@@ -207,7 +206,7 @@ def encode_segment_header(committer_id: int) -> bytes:
 
 
 def decode_segment_header(data: bytes) -> int | None:
-    """Return the committer ID of the log; None if these bytes begin no segment."""
+    """Return the committer ID of the log; None if ``data`` is no segment's header."""
     if len(data) < HEADER_SIZE_BYTES:
         return None
     magic, committer_id, nothing = _HEADER.unpack_from(data)
@@ -216,7 +215,7 @@ def decode_segment_header(data: bytes) -> int | None:
 
 PlainRow = tuple[int, int, int, int, int, int]
 
-"""Fields of a :class:`TimingRow` as a plain tuple, which is made in a third of the time."""
+"""Fields of a :class:`TimingRow` as a plain tuple, which takes a third of the time to create."""
 
 
 def encode_row(row: PlainRow, header_crc: int) -> bytes:
@@ -226,7 +225,7 @@ def encode_row(row: PlainRow, header_crc: int) -> bytes:
 
 
 def decode_row(data: bytes, header_crc: int) -> TimingRow | None:
-    """Decode a row; None for a damaged one."""
+    """Decode a row; None if it is damaged."""
     body = data[: _ROW.size]
     if len(data) != ROW_SIZE_BYTES or _CRC.unpack_from(data, _ROW.size)[0] != zlib.crc32(body, header_crc):
         return None
@@ -247,7 +246,7 @@ def is_trace_context(text: str) -> bool:
 
 
 def read_traceparent(header: str) -> str:
-    """Parse a traceparent header; of a later version only what is known. Raises LocalProtocolError."""
+    """Parse a traceparent header; ignore unknown parts of a later version. Raises LocalProtocolError."""
     found = _TRACEPARENT.fullmatch(header.strip())
     if found is None or not is_trace_context(found[2]) or (found[1] == "00" and found[3] is not None):
         raise LocalProtocolError(
@@ -264,12 +263,12 @@ def split_context(context: str) -> tuple[str, str]:
 
 
 def join_name(name: str, context: str) -> str:
-    """Make the name of a client's batch in a trailer."""
+    """Return the name of a client's batch in a trailer: the client's name with its trace context."""
     return f"{name}{_BEHIND_NAME}{context}" if context else name
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a client's name with its context: (name, context or "")."""
+    """Split a batch's name in a trailer: (client's name, trace context or "")."""
     if _BEHIND_NAME not in name:
         return name, ""
     front, _, context = name.rpartition(_BEHIND_NAME)

@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""The trailer behind each record in the log: where each of its batches came from, and how far the outputs had got.
+"""Trailer after each record in the log: the source of each of its batches, and the positions of the output streams.
 
     version (1 byte) · time ns (8) · batches · output marks · CRC (8)          docs/LOG_FORMAT.md has the fields
 
@@ -41,7 +41,7 @@ class BatchKind(IntEnum):
 class BatchSource(Struct):
     """Source of one batch of a record: ``count`` messages from ``first_position`` on; name "" is oneself.
 
-    ``trace_context``: of a client, see :mod:`immortal.protocol.timings`; "" where it gave none.
+    ``trace_context``: of a client, see :mod:`immortal.protocol.timings`; "" if the client gave none.
     """
 
     kind: int
@@ -124,7 +124,7 @@ def check_trailer(data: Readable, record_check: int) -> None:
 def decode_trailer(data: Readable, record_check: int) -> Trailer:
     """Decode ``data``, which is exactly the trailer of the record whose check bytes are ``record_check``.
 
-    Raises DamagedRecordError where the CRC does not match, RemoteProtocolError where the contents make no sense.
+    Raises DamagedRecordError if the CRC does not match, RemoteProtocolError if the contents are invalid.
     """
     check_trailer(data, record_check)
     body = bytes(data[:-CRC_SIZE_BYTES])

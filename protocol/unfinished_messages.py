@@ -1,12 +1,11 @@
-"""Limit on the bytes of a ZeroMQ message that has not come to its end.
+"""Limit on the bytes of an unfinished ZeroMQ message, so that no sender can fill the memory.
 
-ZeroMQ gathers the parts of a message until the last has come, however many they are, and tells nobody. The kernel
-counts what each TCP connection has brought. What came since the last message that was read is one unfinished message,
-once it is certain that no whole one waits: the socket was read to its end since, or all connections had their turn
-(ZeroMQ gives one message of each). So a reader that is late or stopped ends no connection.
+ZeroMQ gathers all parts of a message until the last has arrived, and tells nobody. The kernel counts the bytes that
+each TCP connection has received. Bytes since the last message read are one unfinished message, once it is certain that
+no whole message waits: the socket was read to its end since, or all connections had their turn (ZeroMQ delivers one
+message of each in turn). So a late or stopped reader ends no connection.
 
-Messages cost nothing while no connection has brought more than SUSPICIOUS_SIZE_BYTES since a message of it was noted
-last.
+Messages cost nothing while no connection has received more than SUSPICIOUS_SIZE_BYTES since its last noted message.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from contextlib import suppress
 import zmq
 
 SUSPICIOUS_SIZE_BYTES = 2 << 20
-MARGIN_SIZE_BYTES = 4 << 20  # above the largest message, for what is put around it
-TOGETHER = 3  # of the largest messages: all unfinished ones
-LOOK_MS = 5  # between two looks at a suspicious connection
-PAUSE_MS = 20  # between two looks at another one, to which something comes
+MARGIN_SIZE_BYTES = 4 << 20  # above the largest message, for its envelope
+TOGETHER = 3  # all unfinished messages together: so many of the largest messages
+LOOK_MS = 5  # between two checks of a suspicious connection
+PAUSE_MS = 20  # between two checks of another connection that receives bytes
 STALLED_S = 1.0  # without a byte
-ASK_S = 1.0  # between two questions how large a message may be
+ASK_S = 1.0  # between two calls of ``most_bytes``
 
 _TCP_INFO = struct.Struct("=128xQ")  # bytes received: since Linux 4.1
 _MORE = select.EPOLLIN | select.EPOLLONESHOT
@@ -44,12 +43,12 @@ class _Connection:
     def __init__(self, descriptor: int, own: socket.socket) -> None:
         self.descriptor = descriptor  # ZeroMQ's
         self.socket = own
-        self.size_bytes = 0  # that have come
-        self.came_s = 0.0  # when the last of them was seen
-        self.mark = 0  # bytes that had come when a message was read last, or suspicion began
-        self.is_paused = False  # the kernel tells when more has come
-        self.over: tuple[int, int] | None = None  # drains and reads when too much was seen first
-        self.is_quiet = False  # and at the last look nothing waited for the reader
+        self.size_bytes = 0  # received so far
+        self.came_s = 0.0  # time at which the last of them was seen
+        self.mark = 0  # bytes received when a message was read last, or suspicion began
+        self.is_paused = False  # the kernel reports the next bytes
+        self.over: tuple[int, int] | None = None  # counts of drains and reads when it was first too large
+        self.is_quiet = False  # True if nothing waited for the reader at the last check either
 
     def look(self, now_s: float) -> None:
         """Count the bytes that ZeroMQ has taken from the kernel."""
@@ -66,13 +65,13 @@ class _Connection:
 
 
 class UnfinishedMessages:
-    """Ends connections of the ROUTER ``reader`` that bring too much of one message.
+    """Watch over the connections of the ROUTER ``reader``; it ends those that bring too much of one message.
 
-    ``usual_bytes``: size of the largest message of an honest sender; ``most_bytes`` returns it where it may be more,
-    and is asked only if it matters. ``warn``: told what was ended, and why.
+    ``usual_bytes``: size of the largest message of an honest sender. ``most_bytes``: returns that size if it can be
+    larger; called only if it matters. ``warn``: receives what was ended, and why.
 
     The owner of the socket calls :meth:`reading` before it receives, :meth:`note` for each first part while there are
-    ``suspects``, and :meth:`drained` when nothing is left. All else is for one other thread, which waits for
+    ``suspects``, and :meth:`drained` when no message is left. One other thread calls the other methods: it waits for
     ``descriptor``, at most :meth:`wait_ms`, and calls :meth:`check`.
     """
 
@@ -87,44 +86,44 @@ class UnfinishedMessages:
         self.suspects: dict[int, _Connection] = {}  # by ZeroMQ's descriptor, the oldest suspicion first
         self._usual_bytes = usual_bytes
         self._most_bytes = most_bytes
-        self._most = 0  # as it was last told
+        self._most = 0  # last result of most_bytes
         self._asked_s = float("-inf")
         self._warn = warn
         self._is_reading = False
         self._drains = self._reads = 0
-        self._noted: deque[int] = deque()  # ZeroMQ's descriptor for each message read
+        self._noted: deque[int] = deque()  # ZeroMQ's descriptor of each message read
         self._reader = select.poll()
         self._reader.register(reader.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
         self._connections: dict[int, _Connection] = {}  # by ZeroMQ's descriptor
         self._own: dict[int, _Connection] = {}  # by our own
-        self._calm: list[_Connection] = []  # to be paused
-        self._due_s = 0.0  # when
+        self._calm: list[_Connection] = []  # to pause at _due_s
+        self._due_s = 0.0
         self._epoll = select.epoll()
         self.descriptor = self._epoll.fileno()
 
     # --- the reader's ------------------------------------------------------------------------------------------------
 
     def reading(self) -> None:
-        """Note that messages are about to be read."""
+        """Note that the owner is about to read messages."""
         self._is_reading = True
 
     def note(self, frame: zmq.Frame) -> None:
         """Note that a message was read, with ``frame`` as its first part."""
         self._reads += 1
-        with suppress(zmq.ZMQError):  # it came by no connection
+        with suppress(zmq.ZMQError):  # the message came by no connection
             source = frame.get(zmq.SRCFD)
             assert isinstance(source, int)
             self._noted.append(source)
 
     def drained(self) -> None:
-        """Note that no message is left to be read."""
+        """Note that no message is left to read."""
         self._is_reading = False
         self._drains += 1
 
     # --- the watching thread's ---------------------------------------------------------------------------------------
 
     def add(self, descriptor: int) -> None:
-        """Watch an accepted connection; not a Unix socket, of which the kernel counts nothing."""
+        """Watch an accepted connection, except a Unix socket, whose bytes the kernel does not count."""
         self.remove(descriptor)
         number = -1
         try:
@@ -133,14 +132,14 @@ class UnfinishedMessages:
         except OSError as error:
             if number >= 0:
                 os.close(number)
-            elif error.errno != errno.EBADF:  # else it has ended by now
+            elif error.errno != errno.EBADF:  # EBADF: the connection has ended
                 self._refuse(descriptor, error)
             return
         with suppress(OSError):
             port = 0 if own.family == socket.AF_UNIX else own.getsockname()[1]
             if not port or (
                 self.endpoint and not self.endpoint.endswith(f":{port}")
-            ):  # or it has ended, and is another
+            ):  # or the descriptor is another connection's by now
                 own.close()
                 return
             self._connections[descriptor] = self._own[own.fileno()] = one = _Connection(descriptor, own)
@@ -154,11 +153,11 @@ class UnfinishedMessages:
             try:
                 its.shutdown(socket.SHUT_RDWR)
             finally:
-                its.detach()  # it is ZeroMQ's
+                its.detach()  # ZeroMQ owns the descriptor
         self._warn(f"a connection can't be watched ({error.strerror}: 'ulimit -n' is their number)")
 
     def remove(self, descriptor: int) -> None:
-        """Forget a connection, if it is watched."""
+        """Stop watching a connection; ignore an unknown one."""
         one = self._connections.pop(descriptor, None)
         if one is not None:
             self.suspects.pop(descriptor, None)
@@ -172,14 +171,14 @@ class UnfinishedMessages:
             self._epoll.modify(one.socket, _MORE)
 
     def wait_ms(self) -> int | None:
-        """Return after which time to check, also if nothing has come; None: never."""
+        """Return the time until the next check, even if nothing arrives; None: no check is due."""
         if not all(one.is_paused for one in self.suspects.values()):
             return LOOK_MS
         return PAUSE_MS if self._calm else None
 
     def check(self) -> None:
-        """Look at what has come, and end connections that have brought too much."""
-        drains, reads = self._drains, self._reads  # before the notes: what is counted here has its note there
+        """Check the bytes received, and end connections that have brought too much of one message."""
+        drains, reads = self._drains, self._reads  # before the notes: each counted message has its note by then
         is_quiet = not self._is_reading and not self._reader.poll(0)
         now_s = time.monotonic()
         for _ in range(len(self._noted)):
@@ -202,7 +201,7 @@ class UnfinishedMessages:
             if one.unfinished_bytes > SUSPICIOUS_SIZE_BYTES:
                 self.suspects[one.descriptor] = one
                 one.look(now_s)
-                one.mark = one.size_bytes  # which messages were read before nobody has noted
+                one.mark = one.size_bytes  # nobody noted the messages that were read before
             else:
                 self._calm.append(one)
         for one in list(self.suspects.values()):
@@ -210,7 +209,7 @@ class UnfinishedMessages:
                 one.look(now_s)
                 if now_s > one.came_s + STALLED_S:
                     self._pause(one)
-                    if not one.unfinished_bytes:  # what comes later counts from here
+                    if not one.unfinished_bytes:  # later bytes count from here
                         del self.suspects[one.descriptor]
         for one in self._too_large(now_s) if self.suspects else ():
             if one.over is None:
@@ -224,10 +223,10 @@ class UnfinishedMessages:
             else:
                 one.is_quiet = is_quiet
         if woken:
-            time.sleep(LOOK_MS / 1000)  # what comes meanwhile on others is looked at together
+            time.sleep(LOOK_MS / 1000)  # gathers bytes of other connections for one check
 
     def _too_large(self, now_s: float) -> list[_Connection]:
-        """Return the suspects that have brought too much, alone, or as the last ones of all together."""
+        """Return the suspects with too large an unfinished message, alone or with all others together."""
         suspects = list(reversed(self.suspects.values()))
         limit_bytes = self._usual_bytes + MARGIN_SIZE_BYTES
         left_bytes = sum(one.unfinished_bytes for one in suspects)
@@ -255,7 +254,7 @@ class UnfinishedMessages:
         )
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching all connections."""
         for descriptor in list(self._connections):
             self.remove(descriptor)
         self._epoll.close()

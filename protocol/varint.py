@@ -1,6 +1,6 @@
 # cython: annotation_typing=False
-# (Compiled, annotations of built-in types would refuse their subclasses. The line counts at the very top only.)
-"""ZigZagInt and ZigZagLong: zig-zag, then base-128 groups, least significant first (as in Protocol Buffers)."""
+# (Compiled annotations of built-in types would refuse subclasses. The directive works only in the first line.)
+"""Variable-length integers ZigZagInt and ZigZagLong: zig-zag, then base-128 groups, lowest first (as in Protobuf)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _encode(value: int, bits: int) -> bytes:
     return bytes(groups)
 
 
-# Sizes and counts are small and non-negative almost always: their encodings are looked up.
+# Sizes and counts are almost always small and non-negative: a table has their encodings.
 _SMALL = tuple(_encode(value, 64) for value in range(4096))
 
 
 def encode_zigzag(value: int) -> bytes:
     """Encode ``value`` (LONG_MIN .. LONG_MAX). Within INT_MIN .. INT_MAX the bytes are those of a ZigZagInt.
 
-    Raises LocalProtocolError when it does not fit into 64 bits.
+    Raises LocalProtocolError if it does not fit into 64 bits.
     """
     if 0 <= value < 4096:
         return _SMALL[value]
@@ -63,12 +63,12 @@ def _decode(data: Readable, offset: int, size_bytes_max: int, name: str, top: in
 
 
 def decode_zigzag_int(data: Readable, offset: int = 0) -> tuple[int, int]:
-    """Decode a ZigZagInt at ``offset``: (value, offset behind it). Raises RemoteProtocolError."""
+    """Decode a ZigZagInt at ``offset``: (value, offset after it). Raises RemoteProtocolError."""
     if offset < len(data) and (first := data[offset]) < 0x80:
         return (first >> 1) ^ -(first & 1), offset + 1
     return _decode(data, offset, INT_SIZE_BYTES_MAX, "ZigZagInt", 0xFFFFFFFF)
 
 
 def decode_zigzag_long(data: Readable, offset: int = 0) -> tuple[int, int]:
-    """Decode a ZigZagLong at ``offset``: (value, offset behind it). Raises RemoteProtocolError."""
+    """Decode a ZigZagLong at ``offset``: (value, offset after it). Raises RemoteProtocolError."""
     return _decode(data, offset, LONG_SIZE_BYTES_MAX, "ZigZagLong", 0xFFFFFFFFFFFFFFFF)

@@ -1,8 +1,8 @@
 """Verdicts on logged messages that fail alone, and reports of an app about its work.
 
-A log is replayed, so a message that once stopped an app would stop it for good. So it fails alone: the app, the
+A replay would repeat a message that stopped the app, and stop again. So the message fails alone: the app, the
 coordinator or an operator gives a verdict, the coordinator keeps it in the log, and each replay receives it before it
-reaches the message. `docs/WIRE.md`, part 7, has the messages; `docs/reference/errors.md` says what fails how.
+reaches the message. `docs/WIRE.md`, part 7, has the messages; `docs/reference/errors.md` has the kinds of failure.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, encode_message
 
 TEXT_CHARACTERS_MAX = 4096  # limit of an exception's message, which goes to callers and into their logs
-TRACE_CHARACTERS_MAX = 16_384  # for the operator; its end is kept, which tells most
+TRACE_CHARACTERS_MAX = 16_384  # of a traceback for the operator; its end is kept, which says most
 LETTER_SIZE_BYTES_MAX = 1 << 20  # limit of a message kept in a dead letter; a larger one is only named
-VERDICTS_SIZE_BYTES_MAX = 1 << 20  # limit of one Verdicts message; there may be several
+VERDICTS_SIZE_BYTES_MAX = 1 << 20  # limit of one Verdicts message; there can be several
 RECORD = -1  # message index for the record as a whole
 
 FAILED_CALL = "~failed"
-"""The name under which a caller hears that the handler failed; no exception has it. Its arguments: [type of the
-exception, its message, which message of which log failed]."""
+"""Name of the error that a caller receives if the handler failed; no exception has it. Its arguments: [type of the
+exception, its message, the failed message and its log]."""
 
 
 class VerdictKind(IntEnum):
-    """Treatment of a message in a replay: KEPT and, up to a point, TAKEN_BACK are handled again; all others are
-    skipped, and answered as the verdict says.
+    """Treatment of a message in a replay. KEPT and, up to a record, TAKEN_BACK are handled again; all others are
+    skipped, and answered by the verdict.
     """
 
     REFUSED = 1  # it could not be delivered: nothing was called
-    UNDONE = 2  # its handler raised, and the state is as it was before
-    KEPT = 3  # its handler raised, and what it had done by then stands: it runs again, and fails again
-    KILLED = 4  # it has ended the app's process again and again
-    SKIPPED = 5  # an operator said so
+    UNDONE = 2  # its handler raised, and its changes of the state were undone
+    KEPT = 3  # its handler raised, and its changes up to then stay: it runs again, and fails again
+    KILLED = 4  # it has ended the app's process repeatedly
+    SKIPPED = 5  # an operator decided so
     TAKEN_BACK = 6  # it was handled, and later the state was rebuilt without it: see ``behind``
 
 
 class Cause(IntEnum):
-    """Reason for which a message was refused."""
+    """Reason of a refused message."""
 
     NONE = 0
-    METHOD = 1  # unknown here: a later version may have it
+    METHOD = 1  # unknown here: a later version can have it
     ARGUMENTS = 2  # they do not fit the parameters of this version
-    UNREADABLE = 3  # no call at all
-    TRIPPED = 4  # the method has failed so often in a row that it is not called any more
-    SENDER = 5  # the answer is not from the instance that was called
-    FORBIDDEN = 6  # its caller may not call the method, or has too many calls open, as its coordinator's settings say
+    UNREADABLE = 3  # it is no call
+    TRIPPED = 4  # the method has failed so often in a row that it is no longer called
+    SENDER = 5  # the answer is not from the called instance
+    FORBIDDEN = 6  # by the coordinator's settings its caller may not call the method, or has too many open calls
     UNUSABLE = 7  # nested too deeply, or an unreadable answer: the waiting handler gets a failure
 
 
 NOT_OF_CODE = (Cause.FORBIDDEN, Cause.UNUSABLE)
-"""Causes for which other code of the app would not help."""
+"""Causes that other code of the app cannot remove."""
 
 MessageKey: TypeAlias = tuple[int, int, int, int]
 """Key of a message: (sequence ID, index in the record, task, step).
@@ -67,13 +67,13 @@ The last two are 0 but for a step of an ``async def`` handler.
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
     """Verdict on the message ``message_index`` (from 0) of the record ``sequence_id``.
 
-    With ``task`` (its number in the life of the instance) and ``step`` it is about that step of that handler alone,
-    with ``task`` alone about that handler, which the message let begin or go on beside others.
-    ``type_name``: of the exception, "" in a refusal; ``text``: its message, or why it was refused.
-    ``method``: for people, such as "Counter.add". ``caller``: who waits for the answer ("" is the instance itself, "~x"
-    a client); None: nobody, so that it becomes a dead letter. ``message``: for a dead letter the message as it was
-    logged, from its size on; ``trace``: the traceback, for the operator. ``behind``: of TAKEN_BACK, the record behind
-    which the state is one without that message.
+    With ``task`` (its number in the life of the instance) and ``step`` it covers only that step of that handler; with
+    ``task`` alone only that handler, which the message made begin or continue, perhaps with others.
+    ``type_name``: of the exception, "" in a refusal; ``text``: its message, or the reason of the refusal.
+    ``method``: for people, such as "Counter.add". ``caller``: waits for the answer ("" is the instance itself, "~x"
+    a client); None: nobody waits, so that it becomes a dead letter. ``message``: for a dead letter the logged message,
+    from its size on; ``trace``: the traceback, for the operator. ``behind``: of TAKEN_BACK, the record after which the
+    state is one without that message.
     """
 
     sequence_id: int
@@ -96,13 +96,13 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def ends_waiting(self) -> bool:
-        """True if a handler that waits for the message goes on with a failure in its place."""
+        """True if a handler that waits for the message continues with a failure instead."""
         return self.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED) or self.cause is Cause.UNUSABLE
 
     @property
     def is_dead_letter(self) -> bool:
-        """True if the message becomes a dead letter for an operator: no caller learns of the failure, or it was told
-        otherwise.
+        """True if the message becomes a dead letter: no caller waits for it, or the caller has got another answer,
+        since it was taken back.
         """
         return self.kind is VerdictKind.TAKEN_BACK or (self.caller is None and not self.step)
 
@@ -117,10 +117,10 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Unsaved(msgspec.Struct, array_like=True, frozen=True):
-    """Report that there is no checkpoint: the state can't be saved, as ``text`` says.
+    """Report that the app made no checkpoint, since its state can't be saved: ``text`` has the reason.
 
-    Since the message ``message_index`` of the record ``sequence_id`` (-1: that is not known), as ``method``, from
-    ``caller`` (None: nobody waits or waited). ``why``: why the app has not taken it back by itself, in words.
+    The cause is the message ``message_index`` of the record ``sequence_id`` (-1: unknown), a call of ``method`` by
+    ``caller`` (None: nobody waits or waited). ``why``: the reason for which the app has not taken it back itself.
     """
 
     text: str
@@ -132,12 +132,12 @@ class Unsaved(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Handling(msgspec.Struct, array_like=True, frozen=True):
-    """Report of what the app is about to handle, or has been handling for ``for_s`` seconds.
+    """Report of the message that the app is about to handle, or has been handling for ``for_s`` seconds.
 
-    ``message_index`` RECORD: all of the record, message by message; a ``sequence_id`` of -1: nothing any more.
-    ``message``: as in a :class:`Verdict`, where the app was asked to be careful with single messages. ``task``: as
-    there, of the handler that is about to go on. ``source``: the instance that sent the message, "" where that is the
-    app's own or nobody says.
+    ``message_index`` RECORD: the whole record, message by message; a ``sequence_id`` of -1: nothing any more.
+    ``message``: as in a :class:`Verdict`, if a Careful asked for single messages. ``task``: as there, of the handler
+    that is about to continue. ``source``: the instance that sent the message; "" if it is the app's own instance or
+    unknown.
     """
 
     sequence_id: int
@@ -151,12 +151,12 @@ class Handling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Careful(msgspec.Struct, array_like=True, frozen=True):
-    """Request to announce each step of work, since an earlier process of the app died at one.
+    """Request to the app to announce each step of work, since an earlier process of the app died at one.
 
-    It sends Handling before each record up to ``last_sequence_id``, and before each message of the record
-    ``suspect_sequence_id`` (-1: of none), and waits until that is on its way. Behind the last of them it sends that it
-    handles nothing any more, and waits for that as well. ``handlers``: so it does before each ``async def`` handler
-    that a message of that record lets go on.
+    The app sends Handling before each record up to ``last_sequence_id``, and before each message of the record
+    ``suspect_sequence_id`` (-1: no record), and waits until it is sent. After the last of them it sends that it handles
+    nothing any more, and waits for that too. ``handlers``: it does the same before each ``async def`` handler that a
+    message of that record makes continue.
     """
 
     last_sequence_id: int
@@ -173,7 +173,7 @@ _CAREFUL = decoding.Decoder(Careful)
 
 
 def encode_verdict(verdict: Verdict, message_type: MessageType = MessageType.VERDICT) -> bytes:
-    """Encode a Verdict message, from an app; or a TakenBack, or the TakeBack that an app is sent."""
+    """Encode a Verdict or TakenBack message from an app, or a TakeBack message to an app."""
     return encode_message(message_type, _encode(verdict))
 
 
@@ -183,9 +183,9 @@ def decode_verdict(data: bytes) -> Verdict:
 
 
 def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
-    """Encode Verdicts messages, for an app: each of VERDICTS_SIZE_BYTES_MAX, or of one verdict, at most.
+    """Encode Verdicts messages for an app, each with at most VERDICTS_SIZE_BYTES_MAX bytes, or one larger verdict.
 
-    At least one: that there are none is said too.
+    There is at least one message: without verdicts an empty one.
     """
     messages: list[bytes] = []
     gathered: list[msgspec.Raw] = []
@@ -203,7 +203,7 @@ def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
 
 
 def decode_verdicts(data: bytes) -> Sequence[Verdict]:
-    """Decode Verdicts. Raises RemoteProtocolError."""
+    """Decode a Verdicts message. Raises RemoteProtocolError."""
     return [_checked(verdict) for verdict in _VERDICTS.decode_message(data, "a Verdicts message")]
 
 

@@ -1,6 +1,6 @@
-"""Time travel: a log's records are given to a real app once more, and what it makes of them is looked at.
+"""Time travel: a replay gives a log's records to a real app once more and observes its outputs.
 
-Nothing is sent to anybody, the log is only read, and the app never becomes primary.
+A replay sends nothing to others, only reads the log, and its app never becomes primary.
 
     with open_reader(settings.log, name) as reader:
         result = run_replay(reader, ReplayPlan(last_sequence_id=1000), AppCommand.of("counter:Counter"), sink)

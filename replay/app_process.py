@@ -1,4 +1,4 @@
-"""The app's process of a replay: started, watched, and gone at the end. What it says is kept, within limits."""
+"""App process of a replay: its command, start, output and end; its code; and a reader of its state."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from immortal.protocol import decoding, kept_code
 from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
 from immortal.replay.plan import ReplayError, Route
 
-HEAD_SIZE_BYTES = 64 << 10  # of what the app says: the SDK's warnings come first
-TAIL_SIZE_BYTES = 64 << 10  # ... and what it died of last
-LEAVE_S = 5.0  # for an app that was said goodbye to
-KILL_AFTER_S = 1.0  # between SIGTERM and SIGKILL: it has nothing to lose
+HEAD_SIZE_BYTES = 64 << 10  # kept from the start of the output: the SDK's warnings are first
+TAIL_SIZE_BYTES = 64 << 10  # kept from the end of the output: the reason of its death is last
+LEAVE_S = 5.0  # time for an app to end after a goodbye
+KILL_AFTER_S = 1.0  # between SIGTERM and SIGKILL: the app has nothing to lose
 
 _READ_SIZE_BYTES = 64 << 10
 
 
 class AppProcess:
-    """One running app. ``descriptors`` are readable when it has said something (:meth:`take_output`), or has died."""
+    """Running app. ``descriptors`` are readable when it has written output (:meth:`take_output`) or has died."""
 
     def __init__(self, command: AppCommand, address: str, secret_file: Path, code_notes: Path) -> None:
-        """``secret_file``: of the secret that the app is to show at ``address``. ``code_notes``: where it notes what it
-        runs. Raises ReplayError."""
+        """Start the app. ``secret_file``: holds the secret that the app must prove at ``address``. ``code_notes``: file
+        where the app notes its modules. Raises ReplayError."""
         files = {SECRET_FILE_VARIABLE: str(secret_file), NOTES_VARIABLE: str(code_notes)}
         argv = [address if part == "{address}" else part for part in command.argv]
         behind = not command.foreground
@@ -51,15 +51,15 @@ class AppProcess:
                 stdout=subprocess.PIPE if captured else None,
                 stderr=subprocess.STDOUT if captured else None,
                 env={**os.environ, **command.environment, **files},
-                process_group=0 if behind else None,  # Ctrl-C in a terminal reaches whoever replays alone
-                # Nothing but two system calls, so that a lock held by another thread does no harm. The thread that
-                # starts the app lives as long as the replay: the kernel's parent is a thread.
+                process_group=0 if behind else None,  # Ctrl-C in a terminal reaches only the replaying process
+                # Only two system calls, so that a lock of another thread does no harm. The thread that starts the app
+                # lives as long as the replay: for the kernel the parent is a thread.
                 preexec_fn=die_with_parent(os.getpid()),
             )
         except OSError as error:
             raise ReplayError(f"the app {command.name} can't be started: {argv[0]}: {error.strerror}") from None
         self._death = os.pidfd_open(self._process.pid)
-        self._output: int | None = None  # None: in the foreground, or at its end
+        self._output: int | None = None  # None: the app is in the foreground, or its output has ended
         if self._process.stdout is not None:
             self._output = self._process.stdout.fileno()
             os.set_blocking(self._output, False)
@@ -73,7 +73,7 @@ class AppProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Return the exit status as subprocess gives it; None while the app runs."""
+        """Exit status as subprocess gives it; None while the app runs."""
         return self._process.poll()
 
     @property
@@ -82,14 +82,14 @@ class AppProcess:
 
     @property
     def tail(self) -> str:
-        """The end of what it said; all of it if that is short."""
+        """The end of the app's output; all of it if it is short."""
         said = b"".join(self._tail)
         if len(said) < TAIL_SIZE_BYTES:
             said = bytes(self._head[-(TAIL_SIZE_BYTES - len(said)) :]) + said
         return said[-TAIL_SIZE_BYTES:].decode("utf-8", "replace")
 
     def take_output(self) -> None:
-        """Take what it has said since."""
+        """Read the output that the app has written since the last call."""
         while self._output is not None:
             try:
                 data = os.read(self._output, _READ_SIZE_BYTES)
@@ -111,14 +111,14 @@ class AppProcess:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the process to end; return its exit status, or None if it still runs after that time."""
+        """Wait for the process to end; return its exit status, or None if it still runs after ``timeout_s``."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def close(self) -> None:
-        """End the process; it is gone afterwards, whatever it does."""
+        """End the process; kill it if it does not end by itself."""
         if self.exit_status is None:
             self.send(signal.SIGTERM)
             if self.wait(KILL_AFTER_S) is None:
@@ -139,21 +139,21 @@ def exit_text(exit_status: int) -> str:
         return f"signal {-exit_status}"
 
 
-# How the app of a replay is started: which command, with which terminal.
+# Start of a replay's app: its command and its terminal.
 
 
 NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
-"""Where the app notes which modules it has loaded: :mod:`immortal.appsdk.running.user_modules`."""
+"""Variable with the file where the app notes its loaded modules: :mod:`immortal.appsdk.running.user_modules`."""
 
 BY_HAND = "-"
-"""As an app's name: it is started by whoever replays, and told the address."""
+"""App name for an app that the user starts; the replay tells the user the address."""
 
 
 class AppCommand(Struct, frozen=True):
-    """Command that starts the app: ``argv`` with ``{address}`` as a placeholder; empty: it is started by hand.
+    """Command that starts the app: ``argv`` with ``{address}`` as a placeholder; empty if the user starts the app.
 
-    ``environment`` is set in addition to the caller's. ``foreground``: it has the caller's terminal; otherwise its
-    output is captured, and shown when it fails; with ``shows_output`` it is shown as it comes.
+    ``environment`` is set in addition to the caller's. ``foreground``: the app has the caller's terminal. Otherwise its
+    output is captured, and shown if it fails; with ``shows_output`` it is shown at once.
     """
 
     name: str
@@ -161,10 +161,10 @@ class AppCommand(Struct, frozen=True):
     environment: Mapping[str, str] = field(default_factory=dict)
     foreground: bool = False
     shows_output: bool = False
-    rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as it was in service
-    settings: InstanceSettings | None = None  # started by hand, it comes in, and proves who it is, as these have it
+    rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as in service
+    settings: InstanceSettings | None = None  # an app started by hand connects and authenticates as these say
     code: Path | None = None  # a folder or a wheel whose modules come before those of the current folder
-    ports: tuple[int, int | None] | None = None  # where one that is started by hand comes in; None: at free ones
+    ports: tuple[int, int | None] | None = None  # where an app started by hand connects; None: at free ones
 
     @classmethod
     def of(
@@ -180,13 +180,13 @@ class AppCommand(Struct, frozen=True):
         code: Path | None = None,
         ports: tuple[int, int | None] | None = None,
     ) -> AppCommand:
-        """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
+        """Return the command of an SDK app, "module:Class", in trace mode; for BY_HAND a command that starts nothing.
 
-        ``checks_queries``: the state is compared around each query. ``lines``: what handlers write with
-        immortal.logger is written as it once was, and shown.
+        ``checks_queries``: compare the state before and after each query. ``lines``: write and show lines of
+        immortal.logger as in service. ``settings``: how an app started by hand connects.
         ``code``: a folder or a wheel whose modules come before those of the current folder.
         ``break_at``: (record, message): pdb stops at the first line of that message's handler, in the caller's
-        terminal; with ``debugpy``, a port, a client that attaches there does. ``ports``: the app's port and its send
+        terminal; with ``debugpy``, a port, an attached debugger stops there. ``ports``: the app's port and its send
         port, for BY_HAND.
         """
         if app == BY_HAND:
@@ -202,9 +202,9 @@ class AppCommand(Struct, frozen=True):
         if break_at is not None:
             sequence_id, message = break_at
             argv += ["--break", f"{sequence_id}" if message is None else f"{sequence_id}:{message}"]
-        # The SDK wants a fixed hash seed, and would start itself over to get one.
+        # The SDK needs a fixed hash seed, and would restart itself to get one.
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-        # What the caller's environment says is meant for an app in service.
+        # These variables of the caller's environment are for an app in service.
         environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": "", "IMMORTAL_EXECUTIONS": ""}
         environment["IMMORTAL_DEBUGPY"] = str(debugpy or "")
         if break_at is None:
@@ -220,23 +220,23 @@ class AppCommand(Struct, frozen=True):
 
 
 def code_environment(code: Path | None, notes: Path | str = os.devnull) -> dict[str, str]:
-    """For a process that loads the user's code as :mod:`appsdk.running.user_code` says, that of ``code`` first.
+    """Return the environment of a process with user code (:mod:`immortal.appsdk.running.user_modules`), ``code`` first.
 
-    Raises ReplayError where there is no folder and no wheel.
+    Raises ReplayError if ``code`` is neither a folder nor a wheel.
     """
     if code is not None and not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
         raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
     return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: str(notes)}
 
 
-# Which app replays a stretch of a log, where nobody says.
+# The app that replays a part of a log if the user names none.
 
 
 def default_app(name: str, registered: str | None, summary: LogSummary, version: int) -> str:
-    """The app ("module:Class") of a replay that ends in ``version``.
+    """Return the app ("module:Class") of a replay that ends in ``version``.
 
-    The instance's own, ``registered``, if that is its version now; otherwise what the app called itself in that
-    version. Raises ReplayError where nothing is known.
+    That is the instance's own, ``registered``, if its version is ``version`` now; otherwise the app that the log
+    names for the version. Raises ReplayError if nothing is known.
     """
     newest = summary.versions[-1].version if summary.versions else version
     named = [start.app for start in summary.versions if start.version == version]
@@ -253,9 +253,9 @@ def default_app(name: str, registered: str | None, summary: LogSummary, version:
 
 
 class OwnCode(Struct, frozen=True):
-    """The app that handled a record. ``archive``: where its code is kept, and another one is on disk now; else None.
+    """App that handled a record. ``archive``: its kept code, if other code is on disk now; else None.
 
-    ``first``: the first record that this code handled, as far as that is known; else 0. ``note``: for people.
+    ``first``: the first record that this code handled; 0 if unknown. ``note``: for people.
     """
 
     app: str
@@ -265,7 +265,7 @@ class OwnCode(Struct, frozen=True):
 
 
 def own_code(settings: InstanceSettings, summary: LogSummary, version: int, sequence_id: int) -> OwnCode:
-    """Return what handled a record, as far as it is kept; else the app of ``version``. Raises ReplayError."""
+    """Return the code that handled a record, if it is kept; else the app of ``version``. Raises ReplayError."""
     folder = settings.folder / kept_code.FOLDER_NAME
     kept = kept_code.code_at(folder, sequence_id)
     if kept is None or kept.is_on_disk():
@@ -277,19 +277,19 @@ def own_code(settings: InstanceSettings, summary: LogSummary, version: int, sequ
 
 
 def own_code_at_end(settings: InstanceSettings, summary: LogSummary, route: Route) -> OwnCode:
-    """Return what handled the last record of a route, as :func:`own_code`."""
+    """Return the code that handled the last record of a route, like :func:`own_code`."""
     last = summary.last_sequence_id if route.last_sequence_id is None else route.last_sequence_id
     return own_code(settings, summary, route.last_version, last)
 
 
-# Which code an app has run: the modules that it has loaded of the user's, and their digest.
+# The code that an app has run: the user's modules that it has loaded, and their digest.
 
 
 DIGEST_SHOWN_SIZE = 16  # characters
 
 
 class Code(Struct, frozen=True):
-    """``digest``: SHA-256 over names and contents, wherever the files are. ``file``: of the module of the class."""
+    """Code of an app. ``digest``: SHA-256 of names and contents, wherever the files are. ``file``: of the class."""
 
     digest: str
     modules: int
@@ -301,7 +301,7 @@ class Code(Struct, frozen=True):
 
 
 def read_code(app: str, notes: Path) -> Code | None:
-    """Return the code that ``app`` ("module:Class") noted in the file; None if nothing is noted yet."""
+    """Return the code that ``app`` ("module:Class") noted in the file ``notes``; None if nothing is noted yet."""
     try:
         lines = notes.read_text().splitlines()
     except FileNotFoundError:
@@ -318,16 +318,16 @@ def code_values(code: Code | None) -> dict[str, Any] | None:
     return None if code is None else asdict(code)
 
 
-# What is inside a state: asked of the SDK, in a process of its own, since only the user's class can tell.
+# Contents of a state: the SDK reads them in a separate process, since this needs the user's class.
 
 
 DIFFERENCES_MAX = 20
 
 
 def show_state(app: str, blob: Path, code: Path | None = None) -> dict[str, Any]:
-    """The state in the file ``blob`` as the class ``app`` ("module:Class") reads it: plain JSON values.
+    """Return the state in the file ``blob`` as the class ``app`` ("module:Class") reads it: plain JSON values.
 
-    ``code``: where its modules are, see :class:`AppCommand`. Raises ReplayError.
+    ``code``: folder or wheel with its modules, see :class:`AppCommand`. Raises ReplayError.
     """
     shown: dict[str, Any] = _inspect("show", app, str(blob), code=code)
     return shown
@@ -343,11 +343,11 @@ def diff_states(
     old_code: Path | None = None,
     new_code: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Return differences of two states: [{"path", "old", "new"}], at most ``limit``; a side that lacks the path has no
+    """Return at most ``limit`` differences of two states: [{"path", "old", "new"}]; a side that lacks the path has no
     key.
 
-    ``old_code``, ``new_code``: where the modules of a side are, see :class:`AppCommand`. One process can't have two
-    classes of one name, so each side then says what it has; attributes of objects within the state are shown as keys.
+    ``old_code``, ``new_code``: a side's folder or wheel of modules, see :class:`AppCommand`. One process can't load two
+    classes of one name, so each side then prints its own state, with attributes of inner objects as keys.
 
     Raises ReplayError.
     """
@@ -363,18 +363,18 @@ def diff_states(
 
 
 def write_rows(app: str, blob: Path, out: Path, code: Path | None = None) -> None:
-    """The state as rows of tables: a JSON list [table, row] on each line of the file ``out``. Raises ReplayError."""
+    """Write the state as table rows: a JSON list [table, row] on each line of the file ``out``. Raises ReplayError."""
     _inspect("rows", app, str(blob), str(out), code=code)
 
 
 def method_names(app: str) -> dict[tuple[str, int], str]:
-    """(destination, method ID) to a name, as the class ``app`` ("module:Class") has them. Raises ReplayError."""
+    """Return the method names of the class ``app``: (destination, method ID) to a name. Raises ReplayError."""
     found: list[tuple[str, int, str]] = _inspect("methods", app, what="the class")
     return {(destination, method_id): name for destination, method_id, name in found}
 
 
 def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str, Any]]:
-    """Return what handlers of ``app`` wait for at the end of a what-if and the log does not have: [{"handler",
+    """Return answers that handlers wait for at the end of a what-if and that the log lacks: [{"handler",
     "arguments", "waits_for"}]. Raises ReplayError.
     """
     found: list[dict[str, Any]] = _inspect("unanswered", app, str(blob), code=code)
@@ -395,7 +395,7 @@ def _inspect(*arguments: str, what: str = "the state", code: Path | None = None)
 
 
 def methods_of(registered: str | None, given: str | None) -> Methods | None:
-    """Return the class's method names; None if no class is known. Raises ReplayError for a given class that can't be
+    """Return the class's method names; None if no class is known. Raises ReplayError if a given class can't be
     found.
     """
 

@@ -1,10 +1,10 @@
-"""Two runs over the same inputs: which of their outputs differ. A state machine without I/O.
+"""Comparison of two runs over the same inputs: which of their outputs differ. A state machine without I/O.
 
-Outputs come from both sides in batches, in any interleaving. For each destination they are aligned by their keys: where
-both sides have something of one key, the messages there are compared in order. A key says which input made a message
-((sequence ID, message index)), or, for apps that do not tell, is the message's own place ((position, 0)). Keys never
-go back within a stream. Equal is what has the same bytes. What is compared is forgotten at once; what one side has made
-and the other has not yet is kept in a queue of the caller's making.
+Outputs arrive from both sides in batches, in any interleaving. Each destination's outputs are aligned by their keys: if
+both sides have messages of one key, these are compared in order. A key is the input that caused a message
+((sequence ID, message index)), or, for apps that do not report it, the message's own place ((position, 0)). Keys never
+decrease within a stream. Messages are equal if their bytes are. Compared messages are dropped at once; messages that
+only one side has so far wait in a queue that the caller creates.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import decode_message
 
-WINDOW_MESSAGES_MAX = 64  # of one key, compared at once: an alignment costs up to the cube of it
+WINDOW_MESSAGES_MAX = 64  # of one key, compared together: an alignment costs up to the cube of it
 WINDOW_SIZE_BYTES_MAX = 1 << 20
-SINGLE_MESSAGES = 16  # after a difference so many are compared one by one before whole batches are tried again
-KEY_SIZE_BYTES = 100  # about what a key takes in memory
+SINGLE_MESSAGES = 16  # messages compared singly after a difference, before whole batches are tried again
+KEY_SIZE_BYTES = 100  # approximate memory of a key
 
 Key = tuple[int, int]
 
@@ -44,15 +44,15 @@ class Side(Enum):
 
 
 class Kind(Enum):
-    ADDED = "added"  # only the new side makes it
-    MISSING = "missing"  # only the old side does
-    CHANGED = "changed"  # both make something in that place, but not the same
+    ADDED = "added"  # only the new side has the message
+    MISSING = "missing"  # only the old side has it
+    CHANGED = "changed"  # both have a message in that place, with different bytes
 
 
 class Difference(Struct, frozen=True):
-    """``old`` and ``new`` are whole RPC messages in incoming form; None where that side has none.
+    """Difference of one message. ``old`` and ``new``: whole RPC messages in incoming form; None if a side has none.
 
-    ``position``: of the old one in its stream, as the log has it; 0 where there is none.
+    ``position``: of the old message in its stream, as in the log; 0 if there is none.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class Difference(Struct, frozen=True):
 
 
 class Outputs(Struct, frozen=True):
-    """Messages of one stream, packed one after the other, and the key of each; their positions are consecutive."""
+    """Consecutive messages of one stream, packed one after the other, with the key of each."""
 
     keys: list[Key]
     payload: bytes
@@ -72,12 +72,12 @@ class Outputs(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Approximate size in memory."""
         return len(self.payload) + KEY_SIZE_BYTES * len(self.keys)
 
 
 class OutputsQueue(Protocol):
-    """First in, first out. What a deque does is enough."""
+    """Queue of outputs, first in, first out. A deque has all that it needs."""
 
     def append(self, batch: Outputs, /) -> None: ...
 
@@ -92,7 +92,7 @@ _decode = decoding.Decoder(tuple[list[tuple[Key, int]], bytes, int]).decode
 
 
 class MemoryBudget:
-    """Limit in bytes on what several spools together keep in memory."""
+    """Limit in bytes on the memory of several queues together."""
 
     def __init__(self, size_bytes_max: int) -> None:
         self.size_bytes_max = size_bytes_max
@@ -100,7 +100,7 @@ class MemoryBudget:
 
 
 class SpillingQueue:
-    """First in, first out. Beyond the budget, what is appended waits on disk; the file is gone with its last batch."""
+    """Queue that spills to disk beyond its budget. The file is removed with its last batch."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
@@ -152,9 +152,9 @@ def _memory_queue() -> OutputsQueue:
 
 
 class Comparison:
-    """Feed both sides with :meth:`add`, then :meth:`finish` each; ``report`` is called with each difference found.
+    """Comparison of two sides: :meth:`add` their outputs, then :meth:`finish` each. ``report`` gets each difference.
 
-    ``equal_count`` is the number of messages that both sides made alike.
+    ``equal_count`` is the number of messages that are equal on both sides.
     """
 
     def __init__(
@@ -162,14 +162,14 @@ class Comparison:
     ) -> None:
         self.equal_count = 0
         self.pending_size_bytes = dict.fromkeys(Side, 0)
-        """What each side has made and the other has not: about what it takes in memory."""
+        """Approximate memory of the outputs that only one side has so far, by side."""
         self._report = report
         self._make_queue = make_queue
         self._streams: dict[str, dict[Side, _Stream]] = {}
         self._ends: dict[Side, _End] = {}
 
     def add(self, side: Side, destination: str, batch: Outputs) -> None:
-        """The next messages of ``side`` to ``destination``."""
+        """Add the next messages of ``side`` to ``destination``."""
         if not batch.keys:
             return
         streams = self._streams.get(destination)
@@ -180,15 +180,15 @@ class Comparison:
         self._advance(destination, streams)
 
     def finish(self, side: Side, *, complete: bool = True, before: Key | None = None) -> None:
-        """``side`` makes no more. If it is not ``complete``, it was cut short: what the other side has beyond it is no
-        difference, except for keys smaller than ``before``, up to which this side has said everything.
+        """Note that ``side`` has no more outputs. If it is not ``complete``, it was cut short: surplus outputs of the
+        other side are no differences, except those with keys below ``before``, up to which this side is complete.
         """
         self._ends[side] = _End(complete, before)
         for destination, streams in self._streams.items():
             self._advance(destination, streams)
 
     def _advance(self, destination: str, streams: dict[Side, _Stream]) -> None:
-        """Compare what both sides have by now."""
+        """Compare the messages that both sides have so far."""
         size_bytes = {side: stream.size_bytes for side, stream in streams.items()}
         old, new = streams[Side.OLD], streams[Side.NEW]
         singles = 0
@@ -217,7 +217,7 @@ class Comparison:
             self.pending_size_bytes[side] += stream.size_bytes - size_bytes[side]
 
     def _drop_surplus(self, destination: str, streams: dict[Side, _Stream]) -> bool:
-        """One side has nothing at the moment: whether it is at its end, and a message of the other was taken."""
+        """Take a message that only one side has, if the other side is at its end; return False if none was taken."""
         for side, stream in streams.items():
             key = stream.head()
             end = self._ends.get(side.other)
@@ -233,7 +233,7 @@ class Comparison:
         return False
 
     def _compare_group(self, destination: str, key: Key, old: _Stream, new: _Stream) -> bool:
-        """The first messages of ``key`` differ. False if more of them must come before they can be aligned."""
+        """Compare the messages of ``key``, whose first ones differ; return False if more must arrive to align them."""
         old_window, old_whole = old.window(key, Side.OLD in self._ends)
         new_window, new_whole = new.window(key, Side.NEW in self._ends)
         if old_whole is None or new_whole is None:
@@ -258,19 +258,19 @@ class _End(Struct, frozen=True):
     before: Key | None
 
     def covers(self, key: Key) -> bool:
-        """Tell whether that side would have made a message of ``key``, had there been one."""
+        """Return True if that side had reached ``key``, so that it would have sent a message of this key."""
         return self.complete or (self.before is not None and key < self.before)
 
 
 class _Stream(Struct):
-    """Messages that one side made for one destination and that are not compared yet."""
+    """Messages of one side to one destination that are not compared yet."""
 
     queue: OutputsQueue
     size_bytes: int = 0
-    batch: Outputs = Outputs([], b"")  # the first one, read up to:
+    batch: Outputs = Outputs([], b"")  # the first one, read up to ``index`` and ``offset``
     index: int = 0
     offset: int = 0
-    loose: deque[bytes] = field(default_factory=deque)  # messages cut out of it, all of one key; they go first
+    loose: deque[bytes] = field(default_factory=deque)  # messages cut out of it, all of one key; they are first
     loose_key: Key = (0, 0)
     loose_positions: deque[int] = field(default_factory=deque)
 
@@ -279,7 +279,7 @@ class _Stream(Struct):
         self.size_bytes += batch.size_bytes
 
     def head(self) -> Key | None:
-        """The key of the next message; None if there is none at the moment."""
+        """Return the key of the next message; None if there is none at the moment."""
         return self.loose_key if self.loose else self._next_key()
 
     def peek(self) -> bytes:
@@ -289,7 +289,7 @@ class _Stream(Struct):
 
     @property
     def position(self) -> int:
-        """Return the position of the next message."""
+        """Position of the next message."""
         return self.loose_positions[0] if self.loose else self.batch.first_position + self.index
 
     def take(self) -> bytes:
@@ -298,13 +298,13 @@ class _Stream(Struct):
         return message
 
     def skip(self, count: int) -> None:
-        """Forget the first ``count`` messages, which were looked at."""
+        """Drop the first ``count`` messages, which must be loose."""
         for _ in range(count):
             self.size_bytes -= len(self.loose.popleft()) + KEY_SIZE_BYTES
             self.loose_positions.popleft()
 
     def window(self, key: Key, finished: bool) -> tuple[list[bytes], bool | None]:
-        """The first messages of ``key``, and whether they are all of them; None: there may be more to wait for."""
+        """Return the first messages of ``key``, and True if these are all, False if not, None if more can arrive."""
         size_bytes = sum(map(len, self.loose))
         while self._next_key() == key:
             if len(self.loose) >= WINDOW_MESSAGES_MAX or size_bytes >= WINDOW_SIZE_BYTES_MAX:
@@ -314,7 +314,7 @@ class _Stream(Struct):
         return list(self.loose), True if ended else None
 
     def _loosen(self) -> int:
-        """Cut the next message out of its batch; its size in bytes. :meth:`_next_key` has said that it is there."""
+        """Cut the next message out of its batch; return its size in bytes. Call only after :meth:`_next_key`."""
         batch = self.batch
         start, end = self.offset, decode_message(batch.payload, self.offset)[2]
         self.loose.append(batch.payload[start:end])
@@ -334,9 +334,9 @@ class _Stream(Struct):
 
 
 def equal_prefix(old: _Stream, new: _Stream) -> int:
-    """Take as many messages from both as the shorter first batch has, if all are the same; how many that are.
+    """Take the rest of the shorter first batch from both sides if all its messages are equal; return their number.
 
-    The bytes are compared without looking for the messages in them: each says where it ends.
+    Each message begins with its size, so the bytes are compared without finding the messages.
     """
     first, second = old.batch, new.batch
     if old.loose or new.loose:
@@ -363,11 +363,11 @@ class _Pair(NamedTuple):
 
 
 def aligned(old: list[bytes], new: list[bytes], *, whole: bool) -> Iterator[_Pair]:
-    """The messages that the two sides made for one input, side by side.
+    """Align the messages of two sides for one input, in pairs.
 
-    If these are not the ``whole`` of them, it ends at a place from which the rest can be aligned.
+    If they are not the ``whole`` of the input's messages, it stops where the rest can be aligned later.
     """
-    if len(old) == len(new) == 1:  # by far the most frequent case: they differ, or would not be here
+    if len(old) == len(new) == 1:  # by far the most frequent case: the caller found that they differ
         yield _Pair(Kind.CHANGED, old[0], new[0])
         return
     steps = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
@@ -383,7 +383,7 @@ def aligned(old: list[bytes], new: list[bytes], *, whole: bool) -> Iterator[_Pai
 
 
 def _unequal(old: list[bytes], new: list[bytes]) -> Iterator[_Pair]:
-    """No message of these is equal: calls of the same method are taken to be each other's, then those side by side."""
+    """Align messages of which none is equal: pair calls of the same method, then the others in order."""
     old_methods, new_methods = (list(map(method_of, messages)) for messages in (old, new))
     steps = SequenceMatcher(None, old_methods, new_methods, autojunk=False).get_opcodes()
     for _, old_start, old_end, new_start, new_end in steps:
@@ -397,7 +397,7 @@ def _unequal(old: list[bytes], new: list[bytes]) -> Iterator[_Pair]:
 
 
 def method_of(message: bytes) -> int | None:
-    """The method ID of a whole RPC message in incoming form; None if it is damaged."""
+    """Return the method ID of a whole RPC message in incoming form; None if it is damaged."""
     try:
         return rpc_of(message).method_id
     except RemoteProtocolError:

@@ -1,4 +1,4 @@
-"""The differences that a comparison finds: counted all, the first of them kept in full."""
+"""Findings of a comparison: differences counted by method, the first of them in full; data shared by two runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from immortal.replay.comparison import Difference, Key, Kind
 
 
 class Finding(Struct, frozen=True):
-    """``key``: the input that made the calls, (record, message); for apps that do not tell, (place in the stream, 0).
+    """Difference for people. ``key``: the input that caused the calls, (record, message), or (position, 0) if unknown.
 
-    ``number`` counts the differences of the stream, so that findings have an order of their own.
+    ``number`` counts the differences of the stream, so that findings have a fixed order.
     """
 
     key: Key
@@ -32,7 +32,7 @@ class Finding(Struct, frozen=True):
     kind: Kind
     old: CallText | None
     new: CallText | None
-    arguments: Sequence[ArgumentPair] = ()  # of a call that both make
+    arguments: Sequence[ArgumentPair] = ()  # of a call that both sides have
 
     @property
     def order(self) -> tuple[Key, str, int]:
@@ -40,11 +40,11 @@ class Finding(Struct, frozen=True):
 
 
 class Findings:
-    """Differences that were found. ``first``: the first ``limit`` of them in the order of the log.
+    """Collected differences. ``first``: the first ``limit`` of them in the order of the log.
 
-    ``counts``: (destination, method ID, RpcKind) to how often each kind was found. A changed call counts for the method
-    that it was. Of calls, only the beginning of their arguments is kept. ``is_msgpack``: whether arguments are
-    MessagePack, as the SDK's are.
+    ``counts``: (destination, method ID, RpcKind) to the number of differences of each kind. A changed call counts for
+    its old method. Only the beginning of a call's arguments is kept. ``is_msgpack``: arguments are MessagePack, as the
+    SDK's are.
     """
 
     def __init__(self, limit: int) -> None:
@@ -55,7 +55,7 @@ class Findings:
         self._numbers: Counter[str] = Counter()
 
     def add(self, difference: Difference) -> None:
-        """Raises RemoteProtocolError for a message that is none."""
+        """Count a difference; keep it if it is among the first. Raises RemoteProtocolError for a damaged message."""
         destination = difference.destination
         old, new = (None if one is None else rpc_of(one) for one in (difference.old, difference.new))
         counted = old or new
@@ -81,18 +81,18 @@ class Findings:
         return sum(counts.total() for counts in self.counts.values())
 
 
-# Which run of an ``async def`` handler an input goes to: it comes with a number that the handler has drawn.
+# Execution of an ``async def`` handler that an input belongs to: the input has a number that the handler drew.
 
 
 NUMBERS_MAX = 200_000  # the last ones: some 30 MB
 
 
 class Executions:
-    """Numbers that a replay has told, by whom they were drawn."""
+    """Random numbers that a replay reported, with the handlers that drew them."""
 
     def __init__(self) -> None:
-        self._began: dict[int, Key] = {}  # of a handler
-        self._owners: dict[int, int] = {}  # the handler that drew a number
+        self._began: dict[int, Key] = {}  # handler to the input that began it
+        self._owners: dict[int, int] = {}  # number to the handler that drew it
 
     def drawn(self, sequence_id: int, data: bytes) -> None:
         for draw in decode_numbers(data).draws:
@@ -105,7 +105,7 @@ class Executions:
                 del known[next(iter(known))]
 
     def of(self, message: bytes) -> Key | None:
-        """Return which input began the handler that waited for ``message``, an answer or the result of an effect."""
+        """Return the input that began the handler waiting for ``message`` (an answer or an effect's result)."""
         rpc = rpc_of(message)
         if rpc.kind == RpcKind.CALL and rpc.method_id != EFFECT_METHOD_ID:
             return None
@@ -116,30 +116,30 @@ class Executions:
         return self._began.get(self._owners.get(number, 0)) if isinstance(number, int) else None
 
 
-# Numbers that the old code has drawn, on their way to the new code, which is to draw the same for what it does alike.
+# Random numbers on their way from the old code to the new code, which must draw the same for the same actions.
 #
-# The new code gets a record once it is known what the old code has drawn in it: so the old code goes ahead.
+# The new code gets a record only after the old code has reported its draws in it: so the old code runs ahead.
 
 
-AHEAD_SIZE_BYTES_MAX = 16 << 20  # of numbers that the new code has not got yet: beyond it the old code ...
-PAUSE_S = 0.05  # ... pauses so long at each message
-MESSAGE_SIZE_BYTES = 100  # about what a message takes in memory beside its bytes
+AHEAD_SIZE_BYTES_MAX = 16 << 20  # of numbers that the new code has not got yet: above it the old code ...
+PAUSE_S = 0.05  # ... pauses this long at each message
+MESSAGE_SIZE_BYTES = 100  # approximate memory of a message beside its bytes
 
 
 class DrawnNumbersQueue:
-    """For two threads: the old code's tells, the new code's asks."""
+    """Queue of Numbers messages between two threads: the old code's puts, the new code's takes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, bytes]] = deque()  # (record, data of a Numbers message)
         self._size_bytes = 0
-        self._known_sequence_id = -1  # what was drawn up to this record
+        self._known_sequence_id = -1  # all draws up to this record are known
         self._is_all_known = False
         self._is_told = False
         self._is_begun = False
 
     def drawn(self, sequence_id: int, data: bytes, *, complete: bool) -> None:
-        """The old code says so. ``complete``: there are no more of this record, nor of any before it."""
+        """Add numbers that the old code drew. ``complete``: no more follow for this record or earlier ones."""
         with self._changed:
             self._is_told = True
             if complete:
@@ -150,14 +150,14 @@ class DrawnNumbersQueue:
             self._changed.wait_for(lambda: self._size_bytes <= AHEAD_SIZE_BYTES_MAX, PAUSE_S)
 
     def end(self) -> None:
-        """Nothing more comes, or nothing at all: the old code tells no numbers."""
+        """Note that no more numbers arrive, or none at all because the old code reports none."""
         with self._changed:
             self._is_all_known = True
 
     def before(self, sequence_id: int) -> list[bytes] | None:
-        """The data of the Numbers messages that the new code is to get before this record; None: not known yet.
+        """Return the Numbers messages that the new code needs before this record; None: not known yet.
 
-        It gets one in any case before its first record: then it knows that it is to draw the same.
+        Before its first record there is always one, which tells the new code to draw the same numbers.
         """
         with self._changed:
             if not self._is_all_known and self._known_sequence_id < sequence_id:
@@ -174,15 +174,15 @@ class DrawnNumbersQueue:
             return found
 
 
-# Two calls of one method beside one another, argument by argument.
+# Arguments of two calls of one method, side by side.
 
 
-ARGUMENTS_MAX = 50  # that are told apart
+ARGUMENTS_MAX = 50  # arguments that are compared singly
 VALUE_CHARACTERS_MAX = 200
 
 
 class ArgumentPair(Struct, frozen=True):
-    """In words; None where that call has no such argument. ``differs``: the whole values, not what is shown."""
+    """Argument of two calls, as text; None if that call has no such argument. ``differs`` compares the whole values."""
 
     old: str | None
     new: str | None

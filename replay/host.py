@@ -1,6 +1,6 @@
-"""A replay with a real app: its process, its socket, and the log, each never read further than the others keep up.
+"""Replay with a real app: its process, its socket and the log, each read only as fast as the others keep up.
 
-A replay with its app in this process: what the session has for the app goes to it, and what it makes to a sink.
+:class:`LocalRun` replays with the app in this process.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from immortal.replay.plan import AppExitedError, ReplayError, ReplayPlan, Route,
 from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, Tells, VerdictGiven
 
-APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by its socket
+APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet accepted by its socket
 
-CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much
+CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module can load much
 
-FOLLOW_DELAY_S = 0.05  # at the end of the log, between two looks for more
+FOLLOW_DELAY_S = 0.05  # between two checks for more at the end of the log
 
 PROGRESS_DELAY_S = 0.1
 
-SILENCE_S = 2.0  # of an app that has got all and does not tell when it has handled it
+SILENCE_S = 2.0  # of an app that has received all and does not report when it has handled it
 
 
 def run_replay(
@@ -63,20 +63,20 @@ def run_replay(
     numbers: Callable[[int], Sequence[bytes] | None] | None = None,
     tells: Tells = lambda verdict: True,
 ) -> ReplayResult:
-    """Replay ``plan`` of the log ``source`` with ``app``, and tell ``sink`` what it makes.
+    """Replay ``plan`` of the log ``source`` with ``app``, and pass its outputs to ``sink``.
 
-    ``plan`` may be the route that :func:`plan_route` has made of it for this log. For one thread; several replays may
-    run in threads of their own (share the reader with :class:`SharedSource`). ``blob_path``: a file for the state at
-    the end. ``progress(records, total)`` is called now and then, ``total`` None while there is no end. ``stop``: asked
-    now and then; True ends the replay at the record reached.
-    ``announce(where)``: where, and how, an app that is started by hand is to connect. ``numbers(sequence_id)``: what
-    the app is told before that record of the numbers that another run has drawn; None: not known yet.
-    ``tells(verdict)``: whether the app is told this verdict of the log, and passes the message over; else it handles it
-    once more.
+    ``plan`` can be the route that :func:`plan_route` returned for this log. One thread runs a replay; other threads can
+    run others (share the reader with :class:`SharedSource`). ``blob_path``: a file for the state at the end.
+    ``progress(records, total)`` is called regularly; ``total`` is None if there is no end. ``stop()`` is called
+    regularly; True ends the replay at the record reached.
+    ``announce(where)``: receives where, and how, an app started by hand must connect. ``numbers(sequence_id)``: returns
+    messages for the app before that record, with numbers that another run drew; None: not known yet.
+    ``tells(verdict)``: True if the app gets this verdict of the log and skips the message; else it handles the message
+    again.
 
-    A handler that raises is no error: the result's ``news`` or its ``failure`` has it. Raises ReplayError (a plan that
-    this log can't do), AppExitedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
-    (damage, or records that were trimmed meanwhile), and what the sink raises. The app's process is gone in any case.
+    A handler that raises is no error: the result's ``news`` or ``failure`` has it. Raises ReplayError (this log does
+    not allow the plan), AppExitedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
+    (damage, or records that were trimmed meanwhile), and the sink's errors. The app's process is ended in any case.
     """
     summary = source.summary()
     route = plan_route(plan, source, summary) if isinstance(plan, ReplayPlan) else plan
@@ -114,10 +114,10 @@ def find_end(
     announce: Callable[[str], None] = lambda address: None,
     tells: Tells = lambda verdict: True,
 ) -> AppExitedError:
-    """Say at which record ``app``, which ended on ``route`` with ``error``, does so: by replays that end before.
+    """Find the record at which ``app`` ends, after it ended on ``route`` with ``error``, by shorter replays.
 
-    It is given records before it has handled those of before, and tells no progress. An app that is started by hand is
-    asked for once more only, for a replay without the last record.
+    The app receives records before it has handled earlier ones, and reports no progress. An app started by hand is
+    requested only once more, for a replay without the last record.
     """
 
     def survives(sequence_id: int) -> bool:
@@ -131,7 +131,7 @@ def find_end(
 
     begin = route.checkpoint.sequence_id
     alive, ended = begin - 1, error.fed_sequence_id
-    tried = ended - 1  # then the checkpoint itself, since most apps that can't start end there
+    tried = ended - 1  # then the checkpoint itself, since most apps that can't start end at it
     while alive < tried < ended:
         if survives(tried):
             alive = tried
@@ -154,11 +154,11 @@ def _come_in(
     stack: ExitStack,
     code_notes: Path,
 ) -> tuple[AppProcess | None, AppConnection, bytes]:
-    """The app's process, if it is ours to start, its connection, and what it has said by then."""
+    """Return the app's process (None if it was started by hand), its connection, and the bytes received so far."""
     auth = AppAuth.CHALLENGE if app.settings is None else app.settings.app_auth
     process = gate = None
     epoll = stack.enter_context(select.epoll())
-    # As in service, an app that can't answer a challenge may know ports alone.
+    # As in service, an app that can't answer a challenge can know only ports.
     is_port_known = app.settings is not None and app.settings.app_port is not None and auth is not AppAuth.CHALLENGE
     port, send_port = app.ports or (0, None)
     if send_port is not None:
@@ -204,7 +204,7 @@ def _accept(
     app: AppCommand,
     stop: Callable[[], bool],
 ) -> tuple[AppConnection, bytes]:
-    """The app's connection, and what it has said: where there is a ``gate``, a Hello. Its sockets are in ``epoll``.
+    """Return the app's connection and the bytes received so far: with a ``gate``, a Hello. ``epoll`` has its sockets.
 
     Raises AppExitedError, ReplayError.
     """
@@ -229,7 +229,7 @@ def _accept(
 
 
 def _poll(interest: dict[int, int], process: AppProcess | None, timeout_s: float) -> dict[int, int]:
-    """Wait for one of these, or for the process to say something (which is taken) or to die."""
+    """Wait for one of the descriptors, or for output (which is read) or death of the process."""
     poller = select.poll()
     for descriptor, events in interest.items():
         poller.register(descriptor, events)
@@ -253,7 +253,7 @@ def _died(process: AppProcess, app: AppCommand) -> AppExitedError:
 
 
 class _Host:
-    """One replay, from the app's connection to its end."""
+    """Runner of one replay, from the app's connection to its end."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class _Host:
         app: AppCommand,
         process: AppProcess | None,
         connection: AppConnection,
-        said: bytes,  # by the app, so far
+        said: bytes,  # received from the app so far
         sink: Sink,
         blob_file: BinaryIO | None,
         numbers: Callable[[int], Sequence[bytes] | None] | None,
@@ -282,13 +282,13 @@ class _Host:
         self._session = ReplaySession(
             source.identity.instance_name, summary, route, tells, rpc_limit_mib=app.rpc_limit_mib
         )
-        self._known_sequence_id = summary.last_sequence_id  # of this record the verdicts are known
+        self._known_sequence_id = summary.last_sequence_id  # the verdicts up to this record are known
         self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
         self._values: Iterator[bytes] | None = None
         self._unsent_size_bytes = 0
         self._ended: Ended | None = None
         self._look_again_s = self._heard_s = 0.0
-        self._is_stateless = False  # the app was asked for no state
+        self._is_stateless = False  # True: the app was not asked for its state
         first = route.checkpoint.sequence_id + 1
         self.result = ReplayResult(route.checkpoint, first, first - 1, notes=route.notes)
 
@@ -333,7 +333,7 @@ class _Host:
     # --- the log to the app -----------------------------------------------------------------------------------------
 
     def _feed(self) -> bool:
-        """Give the app what it wants and has room for; True if it waits for a record that is not logged yet."""
+        """Send the app all that it wants and has room for; return True if it waits for a record not logged yet."""
         session = self._session
         waits = False
         while True:
@@ -359,7 +359,7 @@ class _Host:
             self._session.give_blob(chunk)
 
     def _give_record(self) -> bool:
-        """False if there is none yet, or not all that is to be told before it."""
+        """Give the app the next record; return False if there is none yet, or its numbers are not known yet."""
         if self._numbers is not None:
             numbers = self._numbers(self._session.fed_sequence_id + 1)
             if numbers is None:
@@ -392,14 +392,14 @@ class _Host:
     # --- the app to the sink ----------------------------------------------------------------------------------------
 
     def _turn(self, waits: bool) -> None:
-        """Wait until something can be done, and take what has come in."""
+        """Wait until something can be done, and process what arrived."""
         connection, process = self._connection, self._process
         interest = select.POLLIN | (select.POLLOUT if connection.has_waiting else 0)
         timeout_s = FOLLOW_DELAY_S if waits else PROGRESS_DELAY_S
         happened = _poll({connection.receiver_fileno: interest}, process, timeout_s).get(connection.receiver_fileno, 0)
         if happened & select.POLLOUT:
             self._unsent_size_bytes -= connection.flush()
-        if happened & ~select.POLLOUT:  # also what a dead app said before
+        if happened & ~select.POLLOUT:  # also the last output of a dead app
             self._receive()
         elif process is not None and process.exit_status is not None:
             raise _died(process, self._app)
@@ -431,7 +431,7 @@ class _Host:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Let the app leave by itself; one that does not is stopped when its process is closed."""
+        """Let the app end by itself; closing its process stops an app that does not."""
         connection, process = self._connection, self._process
         deadline_s = time.monotonic() + LEAVE_S
         for data in self._session.data_to_send():
@@ -446,9 +446,9 @@ class _Host:
             _poll({}, process, rest_s)
 
 
-# Where an app that is started by hand comes in for a replay: at one port or two, as in service.
+# Connection of an app that is started by hand: at one port or two, as in service.
 #
-# The ports are free ones, so that a replay is never in the way of the instance that runs.
+# The ports are free ones, so that a replay never conflicts with the running instance.
 
 
 HOST = "127.0.0.1"
@@ -463,11 +463,11 @@ def accept_two_ports(
     stop: Callable[[], bool],
     stack: ExitStack,
 ) -> AppConnection:
-    """The connection of an app that uses two ports in the mode of ``settings``; ``announce`` is told where.
+    """Return the connection of an app that uses two ports in the mode of ``settings``; ``announce`` receives where.
 
-    ``ports``: those to use, None for free ones.
+    ``ports``: the app's port and its send port, None for free ones.
 
-    Raises ReplayError when it is to stop before, AppListenError, RegistryError.
+    Raises ReplayError if ``stop`` returns True first; AppListenError, RegistryError.
     """
     port, asked_send_port = ports or (free_port((HOST,), set()), None)
     send_port = asked_send_port or free_port((HOST,), {port})
@@ -486,9 +486,9 @@ def accept_two_ports(
 
 
 class LocalRun:
-    """One replay of ``route`` through the class ``definition``. ``blob``: the state at the end, once it has ``ended``.
+    """Replay of ``route`` through the class ``definition`` in this process. ``blob``: the state, once it has ``ended``.
 
-    ``now_ns``, ``make_delivery``, ``outsiders``: as :class:`LocalApp` has them. ``tells``: as :class:`ReplaySession`.
+    ``now_ns``, ``make_delivery``, ``outsiders``: as in :class:`LocalApp`. ``tells``: as in :class:`ReplaySession`.
     """
 
     def __init__(
@@ -522,7 +522,7 @@ class LocalRun:
         self.session = ReplaySession(source.identity.instance_name, source.summary(), route, tells)
 
     def restore(self) -> None:
-        """Give the app the state of the checkpoint. Raises what it stops with, ReplayError where it just ends."""
+        """Give the app the state of the checkpoint. Raises the app's error, or ReplayError if the app just ends."""
         self.take_all(self.session.begin())
         self.listen()
         for chunk in self.source.checkpoint_chunks(self.route.checkpoint.checkpoint_id):
@@ -535,7 +535,7 @@ class LocalRun:
         self.pass_on()
 
     def give(self, value: bytes) -> None:
-        """Give the app the next record, as the log holds it. Raises what the app stops with."""
+        """Give the app the next record, in the log's form. Raises the app's error."""
         header = decode_header(value)
         trailer = decode_trailer(value[header.size_bytes :], header.check)
         self.sink.record(header.sequence_id, value, trailer)
@@ -543,13 +543,13 @@ class LocalRun:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Pass the session's data to the app, and what this makes back, until neither has more."""
+        """Pass data between the session and the app, both ways, until neither has more."""
         while self.ended is None and (data := b"".join(self.session.data_to_send())):
             self.app.receive(data)
             self.listen()
 
     def listen(self) -> None:
-        """Take what the app has said. Raises its error, unless that is one of a handler, which ends the replay."""
+        """Process the app's output. Raises the app's error, except a handler's error, which ends the replay."""
         data = bytes(self.app.output)
         self.app.output.clear()
         self.take_all(self.session.receive(data))

@@ -1,12 +1,10 @@
-"""Why a replay could not be done. What it found is no error.
+"""Plan of a replay: the requested part of a log, and the route through this log; the errors; a recorded log's file.
 
-File with all of a log that a replay reads, small enough to be kept beside the tests of a program.
+The file has all of a log that a replay reads, small enough to keep beside a program's tests.
 
     0-7 "IMMREC1\n" · 8-15 CRC-64/XZ of what follows, little endian · what follows: zlib of a MessagePack map
 
-It is read whole into memory. Records and trailers are kept as the log has them, so their own check bytes are too.
-
-Plans a replay: the part of a log that was asked for, and its meaning for this log.
+It is read whole into memory. It keeps records and trailers in the log's form, with their own check bytes.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from immortal.protocol.verdicts import Unsaved
 
 
 class ReplayError(ImmortalError):
-    """The replay could not be done: the message says why and what to do."""
+    """Raised if the replay could not be done: the message says why and what to do."""
 
 
 class AppExitedError(ReplayError):
-    """The app's process ended before the replay was complete, and not because a handler raised.
+    """Raised if the app's process ended before the replay was complete, and not because a handler raised.
 
-    ``fed_sequence_id``: the last record that it was given. ``sequence_id``: the one at which it ends, if that was found
-    out (:func:`immortal.replay.host.find_end`).
+    ``fed_sequence_id``: the last record that it received. ``sequence_id``: the record at which it ends, if
+    :func:`immortal.replay.host.find_end` has found it.
     """
 
     def __init__(self, message: str, exit_status: int | None) -> None:
@@ -50,7 +48,7 @@ class AppExitedError(ReplayError):
 
 
 class StateUnsavedError(ReplayError):
-    """The app's state at the end of the replay can't be saved: ``unsaved`` says since when."""
+    """Raised if the app's state at the end of the replay can't be saved: ``unsaved`` says since when."""
 
     def __init__(self, unsaved: Unsaved) -> None:
         since, why = "", f" ({unsaved.why})" if unsaved.why else ""
@@ -62,18 +60,18 @@ class StateUnsavedError(ReplayError):
 
 
 class UpgradeFailedError(ReplayError):
-    """The app's own upgrade of the state failed."""
+    """Raised if the app's own upgrade of the state failed."""
 
 
-# What goes wrong in this package.
+# Other errors of this package.
 
 
 class LogViewError(ImmortalError):
-    """A log can't be shown so, or what shows it can't be reached."""
+    """Raised if a log can't be shown as requested, or the process that shows it can't be reached."""
 
 
 def never_was(name: str, problem: str) -> str:
-    """Say that a state can't be shown, since the code of ``name`` is not the one that made its log."""
+    """Return the error text for a state that can't be shown because other code than that of ``name`` made its log."""
     return (
         f"the state of {name} there would be one that never was: {problem}. Its code has changed without an upgrade, or"
         f" does what a replay can't repeat: see 'immortal verify {name}'; with the code that made the log it can be had"
@@ -93,7 +91,7 @@ class _Contents(msgspec.Struct):
 
 
 class RecordedLog:
-    """:class:`RecordSource` over the contents of such a file."""
+    """:class:`RecordSource` over the contents of a recorded log's file."""
 
     def __init__(self, contents: _Contents) -> None:
         self.identity = contents.identity
@@ -103,7 +101,7 @@ class RecordedLog:
 
     @classmethod
     def of(cls, source: RecordSource) -> RecordedLog:
-        """Copy what ``source`` keeps now. Raises LogError for what is damaged, or was trimmed meanwhile."""
+        """Copy what ``source`` has now. Raises LogError if it is damaged, or was trimmed meanwhile."""
         summary = source.summary()
         if source.problems:
             raise LogError("; ".join(source.problems))
@@ -113,15 +111,15 @@ class RecordedLog:
             header.checkpoint_id: b"".join(source.checkpoint_chunks(header.checkpoint_id))
             for header in usable_checkpoints(summary)
         }
-        summary = replace(summary, letters={})  # of what nobody waits for a replay makes nothing
+        summary = replace(summary, letters={})  # a replay does not use dead letters
         values = list(source.values(summary.first_sequence_id, summary.last_sequence_id))
-        # What a checkpoint has unacknowledged is to be sent again by a recovery: a replay has no use for it.
+        # A recovery sends a checkpoint's unacknowledged outputs again; a replay does not use them.
         headers = [replace(header, unacknowledged={}) for header in summary.checkpoints]
         return cls(_Contents(source.identity, replace(summary, checkpoints=headers), checkpoints, values))
 
     @classmethod
     def read(cls, path: Path) -> RecordedLog:
-        """Read such a file. Raises LogFormatError if it is another kind of file, or damaged; OSError."""
+        """Read a recorded log's file. Raises LogFormatError if it is of another kind, or damaged; OSError."""
         data = path.read_bytes()
         if not data.startswith(MAGIC):
             raise LogFormatError(
@@ -140,7 +138,7 @@ class RecordedLog:
         return found
 
     def write(self, path: Path) -> int:
-        """Write a new file; return its size in bytes. Raises OSError, FileExistsError among them."""
+        """Write a new file; return its size in bytes. Raises OSError, such as FileExistsError."""
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 9)
         data = MAGIC + crc64(packed).to_bytes(8, "little") + packed
         with open(path, "xb", opener=opener) as file:
@@ -163,11 +161,11 @@ class RecordedLog:
         yield blob
 
 
-# A log that two replays in one process share.
+# Sharing of one log between replays in one process.
 
 
 class SharedSource:
-    """One reader for several threads: a log can't be opened twice in one process."""
+    """Reader shared by several threads: a log can't be opened twice in one process."""
 
     def __init__(self, source: RecordSource) -> None:
         self.identity = source.identity
@@ -199,21 +197,21 @@ class SharedSource:
 
 OWN_VERSION = 0
 
-"""As ``ReplayPlan.upgrade_to``: the version of the app's own class, whatever that is."""
+"""Value of ``ReplayPlan.upgrade_to``: the version of the app's own class, whatever that is."""
 
 
 class ReplayPlan(Struct, frozen=True):
-    """Request for a replay. Each field may be left open.
+    """Request for a replay. Each field can be left open.
 
     ``checkpoint_id``: where to begin; None: the newest sound checkpoint from which ``last_sequence_id`` can be reached.
-    ``last_sequence_id``: the last record; None: the last one of the log as the replay begins.
-    ``last_message``: of that record only the messages up to this one, itself included, counted from 0.
+    ``last_sequence_id``: the last record; None: the last one of the log when the replay begins.
+    ``last_message``: the last message of that record to replay, counted from 0.
     ``before_last``: begin before the last record in any case, so that it is replayed and not only reached.
     ``last_version``: the version of the state at the end; None: the one that handled ``last_sequence_id``, or without
-    that the newest. It makes a difference only where an upgrade comes right behind the last record.
-    ``upgrade_to``: what if this version (OWN_VERSION: the app's own) had handled the records? It takes over right
-    behind the checkpoint, and no upgrade of the log's past is repeated.
-    ``follow``: at the end of the log wait for more, until ``last_sequence_id`` (None: until stopped).
+    that the newest. It matters only if an upgrade follows directly after the last record.
+    ``upgrade_to``: a what-if: this version (OWN_VERSION: the app's own) handles the records. It takes over directly
+    after the checkpoint, and no upgrade of the log's past is repeated.
+    ``follow``: wait for more records at the end of the log, until ``last_sequence_id`` (None: until stopped).
     """
 
     checkpoint_id: int | None = None
@@ -226,10 +224,10 @@ class ReplayPlan(Struct, frozen=True):
 
 
 class Route(Struct, frozen=True):
-    """A plan for one log: every question answered.
+    """Plan for one log, without open questions.
 
-    ``last_sequence_id`` None: no end but that of whoever follows. ``versions``: the upgrades on the way, in order.
-    ``notes``: what the operator should know, in words.
+    ``last_sequence_id`` None: the replay follows the log until it is stopped. ``versions``: the upgrades on the way, in
+    order. ``notes``: notes for the operator.
     """
 
     checkpoint: CheckpointHeader
@@ -241,12 +239,12 @@ class Route(Struct, frozen=True):
 
     @property
     def last_version(self) -> int:
-        """The version whose code handles the last record, or takes over right behind it; not that of a what-if."""
+        """Version whose code handles the last record, or takes over directly after it; not that of a what-if."""
         return self.versions[-1].version if self.versions else self.checkpoint.version
 
     @property
     def record_count(self) -> int | None:
-        """Return the number of records to replay; None if there is no end."""
+        """Number of records to replay; None if there is no end."""
         return None if self.last_sequence_id is None else self.last_sequence_id - self.checkpoint.sequence_id
 
 
@@ -257,7 +255,7 @@ def route_until(route: Route, sequence_id: int) -> Route:
 
 
 def plan_route(plan: ReplayPlan, source: RecordSource, summary: LogSummary) -> Route:
-    """Turn a plan into a route through the log ``source``. Raises ReplayError for what the log can't do."""
+    """Turn a plan into a route through the log ``source``. Raises ReplayError if the log does not allow the plan."""
     if summary.extensions is None:
         raise ReplayError("the log is empty: the instance has never completed its first start")
     last = _last_sequence_id(plan, summary)
@@ -321,7 +319,8 @@ def _given_checkpoint(
 def _newest_checkpoint(
     source: RecordSource, summary: LogSummary, latest: int | None, upgraded_at: int | None, notes: list[str]
 ) -> CheckpointHeader:
-    """``upgraded_at``: the checkpoint of an upgrade right behind this record holds another state than that record's."""
+    """Return the newest sound checkpoint up to ``latest``. Directly after the record ``upgraded_at``, a checkpoint of
+    an upgrade holds another state than the record's, so it comes last."""
     usable = usable_checkpoints(summary)
     within = [header for header in usable if latest is None or header.sequence_id <= latest]
     upgrades = {start.version for start in summary.versions if start.sequence_id == upgraded_at}
@@ -344,12 +343,12 @@ def _newest_checkpoint(
 
 
 def place_of(header: CheckpointHeader) -> str:
-    """Say where in the log a checkpoint was taken."""
+    """Return a checkpoint's place in the log, in words."""
     return f"after record {header.sequence_id}" if header.sequence_id >= 0 else "before record 0"
 
 
 def checkpoint_problem(source: RecordSource, header: CheckpointHeader) -> str | None:
-    """Check a checkpoint's blob; return the problem as text, None if it is sound."""
+    """Check a checkpoint's blob; return the problem as text, or None if it is sound."""
     try:
         for _ in source.checkpoint_chunks(header.checkpoint_id):
             pass
@@ -361,10 +360,10 @@ def checkpoint_problem(source: RecordSource, header: CheckpointHeader) -> str | 
 def _versions_on_the_way(
     versions: Sequence[VersionStart], checkpoint: CheckpointHeader, last: int | None, plan: ReplayPlan
 ) -> list[VersionStart]:
-    """The upgrades between the checkpoint and the end.
+    """Return the upgrades between the checkpoint and the end.
 
-    A version may come back after a downgrade: of those that began at or before the checkpoint, the last one of the
-    checkpoint's own version is the one that it is from.
+    A version can return after a downgrade. The checkpoint is from the last start of its own version at or before its
+    record.
     """
     begun = 0
     for index, start in enumerate(versions):

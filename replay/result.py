@@ -1,4 +1,4 @@
-"""Results of a replay: a sink gets them one by one as it goes on, a ReplayResult has them at its end."""
+"""Results of a replay: a Sink receives them one by one during the replay, a ReplayResult has them at the end."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Sink:
     """Observer of a replay. The replaying thread calls it and waits: a slow sink slows the replay, and memory does not
     grow.
 
-    What either method raises ends the replay.
+    An error that a method raises ends the replay.
     """
 
     def handle(self, event: Event) -> None:
-        """Pass an event of a session to the method below that is for it, if there is one."""
+        """Call the method below that is for this event of a session, if there is one."""
         if isinstance(event, Outputs):
             self.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
         elif isinstance(event, KeptImpulses):
@@ -47,41 +47,41 @@ class Sink:
             self.verdict(event.verdict)
 
     def code(self, code: Code | None) -> None:
-        """The app has connected, and runs this code; None: it was started by hand."""
+        """Receive the code that the connected app runs; None: it was started by hand."""
 
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
-        """A record goes to the app. ``value``: record and trailer as the log holds them."""
+        """Receive a record that the app gets. ``value``: record and trailer in the log's form."""
 
     def outputs(
         self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
     ) -> None:
-        """The app has made ``count`` messages (incoming RPC form, packed) of the stream to ``destination``.
+        """Receive ``count`` messages (incoming RPC form, packed) that the app sent to ``destination``.
 
-        ``destination`` "" is the instance itself. ``origins`` says which logged messages made them, ``count`` in all;
-        None where the app does not tell. The positions go on from the checkpoint's; kept impulses take theirs.
+        ``destination`` "" is the instance itself. ``origins``: the logged messages that caused them, ``count`` in all;
+        None if the app does not report them. Positions continue from the checkpoint's; kept impulses take their own.
         """
 
     def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        """Impulses of the past take these positions; no replay makes them. ``payload`` b"": they were not kept."""
+        """Receive impulses of the past, with their positions; no replay makes them. ``payload`` b"": not kept."""
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
-        """The app has reported random numbers: see :class:`immortal.replay.session.NumbersDrawn`."""
+        """Receive random numbers that the app reported: see :class:`immortal.replay.session.NumbersDrawn`."""
 
     def verdict(self, verdict: Verdict) -> None:
-        """A message has failed, and the app goes on. Outputs made before it may still come."""
+        """Receive the verdict on a failed message; the app continues. Outputs from before it can still follow."""
 
 
 class ReplayResult(Struct):
-    """What a replay came to. ``records`` and ``messages``: how many the app was given.
+    """Result of a replay. ``records`` and ``messages``: how many the app received.
 
     ``blob_size_bytes``, ``blob_check`` (CRC-64/XZ): the state at the end, also in the file ``blob_path`` if one was
-    asked for; None with a ``failure``: a message that could not be handled; then nothing behind it was replayed. None
-    also for an app without a Hello in a what-if of an upgrade, which is asked for none.
-    ``verdicts``: on messages that have failed alone, without the messages themselves, and with the first traces only.
-    ``news``: those of them that the log does not have.
-    ``flushed``: the app holds nothing back, all that it made has come; one of the base protocol may hold messages back.
-    ``exit_status``: of the app's process, negative for a signal; None if it was started by hand. ``code``: that it ran,
-    with what it has imported on the way; None likewise.
+    requested; None with a ``failure`` (a message that could not be handled; the replay ended there). None also for an
+    app without a Hello in a what-if of an upgrade, which is not asked for its state.
+    ``verdicts``: on messages that failed alone, without the messages, and with the first traces only.
+    ``news``: the verdicts that the log does not have.
+    ``flushed``: the app holds no output back; an app of the base protocol can hold some back.
+    ``exit_status``: of the app's process, negative for a signal; None if it was started by hand. ``code``: the code
+    that it ran, with the modules imported on the way; None likewise.
     """
 
     checkpoint: CheckpointHeader
@@ -113,32 +113,32 @@ class ReplayResult(Struct):
         self.verdicts.append(msgspec.structs.replace(verdict, message=b"", trace=trace))
 
     def find_new_failures(self, source: RecordSource) -> None:
-        """Set ``news``, after the replay: the log of a running instance may have got the same verdicts meanwhile."""
+        """Set ``news``, after the replay: a running instance's log can have got the same verdicts meanwhile."""
         known = {verdict.key for verdict in source.summary().verdicts} if self.verdicts else ()
         self.news = [verdict for verdict in self.verdicts if verdict.key not in known]
 
     @property
     def warnings(self) -> list[str]:
-        """Return the warnings that the SDK printed about the app's code at its start, one line each."""
+        """Warnings that the SDK printed about the app's code at its start, one line each."""
         return [line for line in self.stderr_head.split("\n") if line.startswith("app ") and ": warning: " in line]
 
 
 def too_little_text(messages: int, at_least: int) -> str:
-    """Say that too few messages were compared to tell anything."""
+    """Return the text for a comparison of too few messages to decide anything."""
     return (
         f"can't be told: {counted(messages, 'message')} compared, no difference, at least {at_least:,} asked for; begin"
         " at an older checkpoint, or keep more of the log (keep_log_days, keep_log_mb)"
     )
 
 
-# What a replay came to: counted as it goes on, then in lines for people or as plain values.
+# Summary of a replay: outputs counted during the replay, then lines for people or plain values.
 
 
 class CountingSink(Sink):
-    """Counts the outputs by destination and method."""
+    """Sink that counts the outputs by destination and method."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counter[bytes]] = {}  # by the kind, and the method ID as it is encoded
+        self._counts: dict[str, Counter[bytes]] = {}  # by the kind and the encoded method ID
 
     def outputs(
         self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
@@ -221,25 +221,25 @@ def summary_lines(name: str, result: ReplayResult, counted: CountingSink) -> Ite
 
 
 def reached(result: ReplayResult) -> str:
-    """Say in words how far the replay got."""
+    """Return in words how far the replay got."""
     if result.failure is not None:
         return f"up to record {result.failure.sequence_id}, message {result.failure.message_index}, which failed"
     return f"to record {result.last_sequence_id}" if result.records else "with no record behind it"
 
 
-# What becomes of the messages of a log that fail: those that fail for the first time, and those with another fate.
+# Outcomes of failing messages: messages that fail for the first time, and those whose outcome changed.
 #
-# A verdict of the log says what became of a message then, one of a replay what becomes of it now.
+# A verdict of the log is the outcome then, a verdict of a replay is the outcome now.
 
 
 class MessageOutcome(Enum):
     WORKS = "works now"  # it failed then
-    FAILS = "fails now"  # it did not then
+    FAILS = "fails now"  # it did not fail then
     DIFFERS = "fails in another way"
 
 
 class OutcomeChanges(Struct):
-    """``count`` messages of ``method`` with one fate. ``then``, ``now``: the verdicts on the first of them."""
+    """Group of ``count`` messages of ``method`` with one change. ``then``, ``now``: verdicts on the first of them."""
 
     method: str
     fate: MessageOutcome
@@ -249,7 +249,7 @@ class OutcomeChanges(Struct):
 
     @property
     def first(self) -> Verdict:
-        """Return a verdict on the first message: that of now, or else that of then."""
+        """Verdict on the first message: the present one, else the past one."""
         found = self.now or self.then
         assert found is not None
         return found
@@ -258,11 +258,10 @@ class OutcomeChanges(Struct):
 def changed_outcomes(
     then: Iterable[Verdict], now: Iterable[Verdict], after: int, before: tuple[int, int]
 ) -> list[OutcomeChanges]:
-    """Return the messages whose outcome has changed, grouped by method and fate, in the order of the log.
+    """Return the messages whose outcome has changed, grouped by method and change, in the order of the log.
 
-    ``then``: the log's verdicts; ``now``: those of an app that was told none of them, but those on what was
-    refused whatever its code. It was given the messages behind the record ``after``, those before (record, message)
-    ``before``.
+    ``then``: the log's verdicts. ``now``: those of an app that got no verdicts except those of causes that no code can
+    change. It handled the messages after the record ``after`` and before (record, message) ``before``.
     """
     old = {
         each.key: each
@@ -311,7 +310,7 @@ def format_failure(verdict: Verdict) -> str:
 
 
 def new_failure_lines(verdicts: Iterable[Verdict]) -> Iterator[list[str]]:
-    """Yield, for each method, lines about the first message that fails only in a replay, and how many do."""
+    """Yield, for each method, lines about the first message that fails only in a replay, with their number."""
     for group in changed_outcomes((), verdicts, -1, (0, 0)):
         verdict = group.first
         what = f"{group.method or 'a message'} at {place_in_words(verdict)}"

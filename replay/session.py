@@ -3,12 +3,12 @@
     GREETING --Hello--> RESTORING --the blob is given--> REPLAYING --the last record is given--> ENDING --> DONE
                                                          |      ^
                                                          +--10--+  UPGRADING: an upgrade of the log's past,
-                                                                   until the app's checkpoint comes
+                                                                   until the app's checkpoint arrives
 
-ENDING asks for a checkpoint (2): the app answers with all outputs that it still holds, then with its state. It is never
-told that it is primary, but where it says no Hello: that one gets 11, and what it does behind its checkpoint is not
-looked at; in a what-if of an upgrade it gets nothing, as the base protocol has it, and its silence is the end. A
-message that can't fail alone leads to DONE from anywhere.
+ENDING asks for a checkpoint (2): the app answers with all outputs that it still holds, then with its state. It never
+hears that it is primary. An app without a Hello gets 11 instead, and its outputs after its checkpoint are ignored. In a
+what-if of an upgrade it gets nothing, as in the base protocol, and its silence is the end. A message that can't fail
+alone leads to DONE from any phase.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from immortal.protocol.verdicts import MessageKey, Verdict, decode_unsaved, deco
 from immortal.replay.plan import OWN_VERSION, ReplayError, Route, StateUnsavedError, UpgradeFailedError
 
 Tells = Callable[[Verdict], bool]
-"""Which verdicts of the log the app is told. What it is not told of it calls again."""
+"""Function that returns True for the verdicts of the log that the app gets. Without a verdict it calls the message."""
 
 _OF_VERDICTS = REPORTS - {MessageType.VERDICT}
 
@@ -61,7 +61,7 @@ class Phase(Enum):
 
 
 class Outputs(Struct, frozen=True):
-    """Messages that the app has made; ``origins`` None: it does not tell what made them."""
+    """Messages that the app sent; ``origins`` None: it does not report the messages that caused them."""
 
     destination: str
     first_position: int
@@ -71,7 +71,7 @@ class Outputs(Struct, frozen=True):
 
 
 class KeptImpulses(Struct, frozen=True):
-    """Impulses of the past at their place; ``payload`` is empty where only the place is known."""
+    """Impulses of the past at their place; ``payload`` is empty if only the place is known."""
 
     destination: str
     first_position: int
@@ -80,10 +80,10 @@ class KeptImpulses(Struct, frozen=True):
 
 
 class StreamPositions:
-    """The positions of what a replay makes in one stream, from ``mark`` (where the replay begins) on.
+    """Positions of a replay's outputs in one stream, from ``mark`` (where the replay begins) on.
 
-    Kept impulses, which no replay makes, take theirs in between. Unlike in the output stream's own replay nothing is
-    kept to be sent, and what does not fit is no error: what other code would have made has other positions.
+    Kept impulses, which no replay makes, take positions in between. Unlike in the output stream's own replay, nothing
+    is kept for sending, and a mismatch is no error: outputs of other code have other positions.
     """
 
     def __init__(self, destination: str, mark: OutputMark | None, impulses: Iterable[ImpulseBatch]) -> None:
@@ -92,7 +92,7 @@ class StreamPositions:
         self._impulses = deque(batch for batch in impulses if batch.first_position > self.position)
 
     def append(self, count: int, payload: bytes, origins: Sequence[Origin] | None) -> Iterator[Outputs | KeptImpulses]:
-        """The app's next ``count`` messages, cut where impulses lie between them."""
+        """Yield the app's next ``count`` messages, cut where impulses lie between them."""
         while count:
             yield from self.add_kept_impulses()
             taken = count
@@ -110,7 +110,7 @@ class StreamPositions:
         yield from self.add_kept_impulses()
 
     def add_kept_impulses(self) -> Iterator[KeptImpulses]:
-        """Impulses that come right behind what there is."""
+        """Yield the kept impulses that come directly after the present position."""
         while self._impulses and self._impulses[0].first_position <= self.position + 1:
             batch = self._impulses.popleft()
             if batch.first_position == self.position + 1:  # else other code made another number of messages
@@ -133,7 +133,7 @@ def cut_origins(origins: Sequence[Origin], count: int) -> tuple[list[Origin], li
 
 
 class BlobPiece(Struct, frozen=True):
-    """A piece of the state at the end."""
+    """Piece of the state at the end."""
 
     data: bytes
 
@@ -141,8 +141,8 @@ class BlobPiece(Struct, frozen=True):
 class NumbersDrawn(Struct, frozen=True):
     """Random numbers that the app drew.
 
-    ``data``: of the Numbers message; ``complete``: the last one of the record and of those before. ``sequence_id``
-    None: an app that reports none, ever.
+    ``data``: of the Numbers message. ``complete``: it is the last one of the record and of earlier records.
+    ``sequence_id`` None: the app never reports any.
     """
 
     sequence_id: int | None
@@ -151,13 +151,13 @@ class NumbersDrawn(Struct, frozen=True):
 
 
 class VerdictGiven(Struct, frozen=True):
-    """A message fails alone, and the app was told nothing of that."""
+    """Verdict that the app gave: a message failed alone, without a verdict from the log."""
 
     verdict: Verdict
 
 
 class Ended(Struct, frozen=True):
-    """All outputs and the whole state have come, or (with a ``failure``) a message could not be handled."""
+    """End of the session: all outputs and the state have arrived, or (``failure``) a message could not be handled."""
 
     failure: HandlerFailure | None = None
 
@@ -166,7 +166,7 @@ Event = Outputs | KeptImpulses | BlobPiece | NumbersDrawn | VerdictGiven | Ended
 
 
 class ReplaySession:
-    """One replay of ``route`` with one app. ``name``: the instance. ``summary``: its log."""
+    """State machine of one replay of ``route`` with one app. ``name``: the instance. ``summary``: its log."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class ReplaySession:
         self._versions = list(route.versions)
         self._upgrade_to = route.upgrade_to
         self._reader = MessageReader(rpc_size_bytes_max=(rpc_limit_mib << 20) + RPC_FRONT_SIZE_BYTES_MAX)
-        # What apps may say is checked as a coordinator does, during its replay.
+        # The app's messages are checked as a coordinator checks them during its replay.
         self._app = coordinator_session.AppSession()
         self._app.load(summary.committer_id, None)
         self._app.phase = coordinator_session.Phase.REPLAYING
@@ -199,9 +199,9 @@ class ReplaySession:
         self._origins: list[Origin] | None = None
         self._snapshot = False
         self._blob_is_final = False
-        self._upgraded_to: int | None = None  # while no record was given since
+        self._upgraded_to: int | None = None  # None again after the next record
         self.app_leaves = False
-        """The app was said goodbye to: it closes the connection itself."""
+        """True if the app got a goodbye: it closes the connection itself."""
         self._impulses = summary.impulses_by_destination()
         self._streams = {
             destination: self._stream(destination)
@@ -214,7 +214,7 @@ class ReplaySession:
             **dict.fromkeys(_OF_VERDICTS, self._report_of_app),
             MessageType.HELLO: late_hello,
             MessageType.ATTACH_TO: self._attach,
-            MessageType.BARRIER: lambda message: (),  # about when calls may leave: in a replay none leaves
+            MessageType.BARRIER: lambda message: (),  # about when calls can leave: in a replay none leaves
             MessageType.APP_DESCRIPTION: self._description,
             MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
             MessageType.SNAPSHOT_BEGIN: self._snapshot_message,
@@ -230,22 +230,22 @@ class ReplaySession:
 
     @property
     def label(self) -> str:
-        """Return the name that the app gave itself."""
+        """Name that the app gave itself."""
         return self._app.label
 
     @property
     def _has_numbers(self) -> bool:
-        """Whether the app reports the random numbers that it draws, and can be given others to draw."""
+        """True if the app reports the random numbers that it draws, and can take others to draw."""
         return self._app.hello is not None and MessageType.NUMBERS in self._app.hello.extensions
 
     @property
     def _has_verdicts(self) -> bool:
-        """Whether the app can let one message fail and go on."""
+        """True if the app can let one message fail and continue."""
         return MessageType.VERDICTS in self._app.extensions
 
     @property
     def app_flushes(self) -> bool:
-        """Whether the app sends all outputs that it has made before its state."""
+        """True if the app sends all its outputs before its state."""
         return self._app.flushes
 
     @property
@@ -258,21 +258,21 @@ class ReplaySession:
 
     @property
     def ends_by_silence(self) -> bool:
-        """All is given to an app that is asked for no state, and does not tell when it has handled it."""
+        """True if an app has received all, is not asked for its state, and does not report when it has handled all."""
         return self.phase is Phase.ENDING and self._app.hello is None and self._upgrade_to is not None
 
     def was_silent(self) -> Event:
-        """Take the app's silence as the end."""
+        """End the replay because the app is silent."""
         require(self.ends_by_silence, f"silence in phase {self.phase.value!r}")
         return self._end(None)
 
     def data_to_send(self) -> list[bytes | memoryview]:
-        """Return and forget the data to send to the app now, in order."""
+        """Return and clear the data to send to the app now, in order."""
         output, self._output = self._output, []
         return output
 
     def begin(self) -> Iterator[Event]:
-        """Begin; yield the impulses right after the checkpoint, which must be handled before anything else."""
+        """Begin; yield the impulses directly after the checkpoint, which the caller must handle first."""
         for stream in self._streams.values():
             yield from stream.add_kept_impulses()
 
@@ -292,7 +292,7 @@ class ReplaySession:
         self._go_on()
 
     def give_verdicts(self, verdicts: Iterable[Verdict]) -> None:
-        """Tell the app new verdicts of the log before the next record."""
+        """Send the app new verdicts of the log before the next record."""
         if self._has_verdicts and (untold := self._untold(verdicts)):
             self._send_verdicts(untold)
 
@@ -309,18 +309,18 @@ class ReplaySession:
             self._output.append(encode_record(self._summary.committer_id, CONTROL_SEQUENCE_ID, content))
 
     def give_numbers(self, numbers: Sequence[bytes]) -> None:
-        """Give the app the numbers that another run drew in the next record: the data of its Numbers messages.
+        """Give the app numbers that another run drew in the next record: the data of its Numbers messages.
 
-        From the first one on the app draws only these, and others that no log has.
+        After the first one the app draws only these numbers, or numbers that no log has.
         """
         if self._has_numbers:
             for data in numbers:
                 self._send_control(MessageType.NUMBERS, data=data)
 
     def give_record(self, value: bytes, trailer: Trailer) -> bool:
-        """Give the app the next record, as the log holds it; return False if the replay needs no more.
+        """Give the app the next record, in the log's form; return False if the replay needs no more.
 
-        Raises ReplayError where it has not the message at which the replay is to end.
+        Raises ReplayError if the record lacks the message at which the replay must end.
         """
         if self.phase is not Phase.REPLAYING:
             return False
@@ -345,13 +345,13 @@ class ReplaySession:
         return True
 
     def give_other_record(self, value: bytes, batches: Sequence[BatchSource]) -> None:
-        """Give the app a record that the log does not have, beside those of the log."""
+        """Give the app a record that the log does not have, between records of the log."""
         if (sources := self._app.sources_record(batches)) is not None:
             self._output.append(sources)
         self._output.append(value)
 
     def end_here(self) -> None:
-        """End the replay after the record given last."""
+        """End the replay after the last record given."""
         if self.phase in (Phase.REPLAYING, Phase.UPGRADING):
             self._last_sequence_id = self.fed_sequence_id
         if self.phase is Phase.REPLAYING:
@@ -363,7 +363,7 @@ class ReplaySession:
         self._output.append(encode_record(self._summary.committer_id, CHECKPOINT_SEQUENCE_ID, size))
 
     def _go_on(self) -> None:
-        """Send what follows the record that was given last."""
+        """Send the messages that follow the last record given."""
         at_end = self._last_sequence_id is not None and self.fed_sequence_id >= self._last_sequence_id
         if self._versions and self._versions[0].sequence_id <= self.fed_sequence_id:
             start = self._versions.pop(0)
@@ -377,11 +377,11 @@ class ReplaySession:
             self._blob_is_final = True
             if self.ends_by_silence:
                 return
-            if self._app.hello is None:  # a client of the base protocol: as a recovery ends for it
+            if self._app.hello is None:  # a client of the base protocol: end as a recovery does
                 self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
             elif self._upgraded_to is None:
                 self._send_control(MessageType.TAKE_CHECKPOINT)
-            else:  # right behind an upgrade a TakeCheckpoint would make the app primary
+            else:  # directly after an upgrade a TakeCheckpoint would make the app primary
                 self._send_control(MessageType.UPGRADE_TAKE_CHECKPOINT, self._upgraded_to)
         else:
             self.phase = Phase.REPLAYING
@@ -448,7 +448,7 @@ class ReplaySession:
         return ()
 
     def _checkpoint_wanted(self, message: Message) -> Iterable[Event]:
-        """Ignore the wish: the replay asks for a checkpoint at its end."""
+        """Ignore the request: the replay asks for a checkpoint at its end."""
         return ()
 
     def _handler_failed(self, message: Message) -> Iterable[Event]:
@@ -465,7 +465,7 @@ class ReplaySession:
         raise AppProtocolError(f"the app sent a message of type {message.message_type}, which has no place in a replay")
 
     def _check_kind(self, message: Message | None) -> None:
-        """Check by the app's first message (None: a blob) that it is of the kind that the log was begun with."""
+        """Check by the app's first message (None: a blob) that it is of the kind that began the log."""
         self._app.note_first_message(message)
         time = MessageType.RECORD_TIME
         logged, asked = time in (self._summary.extensions or ()), time in self._app.extensions
@@ -482,7 +482,7 @@ class ReplaySession:
         origins, self._origins = self._origins, None
         for calls in read_calls(self._app, self.name, message):
             if calls.impulses:
-                continue  # from an app that takes itself for primary; impulses are input, and the log has its own
+                continue  # from an app that believes it is primary; impulses are input, and the log has its own
             if origins is not None and sum(origin.count for origin in origins) != calls.count:
                 raise AppProtocolError(f"the app gives origins for another number of messages than {calls.count}")
             stream = self._streams.get(calls.destination)
@@ -494,7 +494,7 @@ class ReplaySession:
         outputs = self._route.checkpoint.outputs
         return StreamPositions(destination, outputs.get(destination), self._impulses.get(destination, ()))
 
-    # --- checkpoints, in one piece or beside the app's work -----------------------------------------------------------
+    # --- checkpoints, in one piece or during the app's work -----------------------------------------------------------
 
     def _require_asked(self) -> None:
         if self.phase not in (Phase.UPGRADING, Phase.ENDING):

@@ -1,7 +1,7 @@
 """Proof of determinism: replays a part of the log, and compares outputs and state with those of the original run.
 
-The outputs are compared with the marks in the records, the state at the end with the next checkpoint. Where a
-receiver's log is at hand, the outputs are compared with it too, which shows what was sent then.
+The outputs are compared with the marks in the records, the state at the end with the next checkpoint. If a
+receiver's log is available, the outputs are also compared with it, which shows the original calls.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from immortal.replay.plan import (
 )
 from immortal.replay.result import ReplayResult, Sink
 
-MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: one so far behind makes too few messages
-PROVED_RECORDS_MAX = 20_000  # replayed once more to prove a state: some tenths of a second
-ORIGINS_KEPT_MAX = 1 << 16  # runs kept for each stream: a message older than these is reported without its origin
+MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: a stream with more sends too few messages
+PROVED_RECORDS_MAX = 20_000  # replayed again to prove a state: some tenths of a second
+ORIGINS_KEPT_MAX = 1 << 16  # runs kept for each stream: an older message is reported without its origin
 
 
 class OutputDivergence(Struct, frozen=True):
     """Stream of outputs that the replay makes differently.
 
-    ``divergence``: the mark that it does not fit; None where only the receiver's log shows it. ``is_surplus``: it fits
-    all marks, but makes more; ``divergence`` then has what lies behind the last one. ``difference``: the first message
-    that is another one, if the receiver's log is at hand. ``origins``: what made the messages of both, by position.
+    ``divergence``: the mark that it does not match; None if only the receiver's log shows the difference.
+    ``is_surplus``: it matches all marks, but has more messages; ``divergence`` then has those after the last mark.
+    ``difference``: the first different message, if the receiver's log is available. ``origins``: the messages that
+    caused the outputs of both, by position.
     """
 
     destination: str
@@ -60,7 +61,7 @@ class OutputDivergence(Struct, frozen=True):
 
 
 class StateDivergence(Struct, frozen=True):
-    """Difference of the states at the end: [{"path", "old", "new"}]; ``problem``: why it can't be looked into."""
+    """Difference of the states at the end: [{"path", "old", "new"}]; ``problem``: why they can't be compared."""
 
     differences: Sequence[Mapping[str, Any]]
     problem: str | None = None
@@ -69,9 +70,9 @@ class StateDivergence(Struct, frozen=True):
 class VerifySection(Struct):
     """Result of the replay from one checkpoint to the next (``end``; None: to the end of the log).
 
-    ``counts``: messages made, by destination. ``unproved``: those at the end of a stream that nothing says anything
-    about: no mark, no receiver's log. ``state_is_same``: None if there was none to compare with. ``ended``: the last
-    record of the log, behind ``result``, makes the app end.
+    ``counts``: messages sent, by destination. ``unproved``: those at the end of a stream that no mark and no receiver's
+    log confirms. ``state_is_same``: None if there was no state to compare with. ``ended``: the app ends at the last
+    record of the log, after ``result``.
     """
 
     start: CheckpointHeader
@@ -91,7 +92,7 @@ class VerifySection(Struct):
 
 
 class VerifySections(Struct, frozen=True):
-    """Sections to replay: from a checkpoint to the next (None: to the end of the log). ``notes``: texts for people."""
+    """Sections to replay: from one checkpoint to the next (None: to the log's end). ``notes``: texts for people."""
 
     pairs: Sequence[tuple[CheckpointHeader, CheckpointHeader | None]]
     notes: Sequence[str]
@@ -107,7 +108,7 @@ def verify_sections(
 ) -> VerifySections:
     """Choose sections: the last ones with a record; one from ``checkpoint_id`` on; or ``everything`` that is kept.
 
-    ``last_sequence_id``: nothing behind this record. A damaged checkpoint is passed over, and that is noted. Raises
+    ``last_sequence_id``: end at this record. A damaged checkpoint is left out, with a note. Raises
     ReplayError.
     """
     notes = list(source.problems)
@@ -118,7 +119,7 @@ def verify_sections(
     is_default = checkpoint_id is None and not everything
     for header in reversed([one for one in usable_checkpoints(summary) if one.sequence_id <= last]):
         if is_default and len(sound) == 2 and header.sequence_id == sound[0].sequence_id:
-            continue  # a restart takes two at one place: no record is between them
+            continue  # a restart takes two checkpoints at one place: no record is between them
         problem = checkpoint_problem(source, header)
         if problem is not None and header.checkpoint_id == checkpoint_id:
             raise ReplayError(f"checkpoint {checkpoint_id} can't be used: {problem}; choose another one")
@@ -140,7 +141,7 @@ def verify_sections(
             raise ReplayError(f"there is no checkpoint {checkpoint_id} to begin at: the log holds {kept}")
         return VerifySections(pairs[:1], notes)
     if sound[-1].sequence_id >= last and len(pairs) > 1:
-        pairs.pop()  # nothing lies behind the last checkpoint
+        pairs.pop()  # no record is after the last checkpoint
     return VerifySections(pairs, notes)
 
 
@@ -155,10 +156,10 @@ def verify_section(
     progress: Callable[[int, int | None], None] | None = None,
     announce: Callable[[str], None] = lambda address: None,
 ) -> VerifySection:
-    """Replay one section with ``app`` and compare. ``receivers``: the logs of those that it calls, where at hand.
+    """Replay one section with ``app`` and compare. ``receivers``: the available logs of called instances.
 
-    ``last_sequence_id``: the last record to replay, where ``end`` is None. Raises what :func:`run_replay` raises; an
-    app that ends at the last record of the log, with status 0, is a result.
+    ``last_sequence_id``: the last record to replay if ``end`` is None. Raises the errors of :func:`run_replay`; but an
+    app that ends at the last record of the log with status 0 is a result.
     """
     plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=last_sequence_id)
     if end is not None:
@@ -191,10 +192,10 @@ def verify_section(
 
 
 def state_problem(source: RecordSource, route: Route, app: AppCommand, first_record: int = 0) -> str:
-    """Replay the section around the end of ``route`` to its checkpoint; say where its state is another one now.
+    """Replay the section around the end of ``route`` to its checkpoint; describe a difference of the states.
 
-    A change of the code may show in no call. "" where nothing shows it, or the section has over PROVED_RECORDS_MAX
-    records. ``first_record``: before it other code ran, for which this one proves nothing.
+    A change of the code can be invisible in the calls. Returns "" if the states are equal, or the section has over
+    PROVED_RECORDS_MAX records. ``first_record``: earlier records ran other code, for which this code proves nothing.
     """
     start, usable = route.checkpoint, usable_checkpoints(source.summary())
     ends = [one for one in usable if one.sequence_id > start.sequence_id and one.version == start.version][:1]
@@ -207,7 +208,7 @@ def state_problem(source: RecordSource, route: Route, app: AppCommand, first_rec
         try:
             section = verify_section(source, first, end, app)
         except ReplayError:
-            continue  # who asked can't do without another part of the log
+            continue  # the caller replays another part of the log
         if section.state_is_same is False:
             differences = section.state.differences if section.state is not None else ()
             where = f", such as {differences[0]['path'] or 'all of it'}" if differences else ""
@@ -226,7 +227,7 @@ def _compare_state(
     with old.open("wb") as file:
         for chunk in source.checkpoint_chunks(end.checkpoint_id):
             file.write(chunk)
-    if result.description is None:  # no SDK app: only its bytes are known
+    if result.description is None:  # no SDK app: only its bytes can be compared
         problem = (
             f"the checkpoint has {end.size_bytes} bytes with CRC {end.check:016x}, "
             f"the replay ends with {result.blob_size_bytes} with CRC {result.blob_check:016x}"
@@ -246,7 +247,7 @@ def _compare_state(
 
 
 class CheckingSink(Sink):
-    """Compares the outputs of the replay with the marks and the receivers' logs, as they come."""
+    """Sink that compares the outputs of the replay with the marks and the receivers' logs, during the replay."""
 
     def __init__(self, source: RecordSource, start: CheckpointHeader, receivers: Mapping[str, RecordSource]) -> None:
         self.counts: dict[str, int] = {}
@@ -269,7 +270,7 @@ class CheckingSink(Sink):
         self._stream(destination).passed(OutputBatch(first_position, count, payload))
 
     def finish(self, marks: Mapping[str, OutputMark] | None, *, all_made: bool) -> None:
-        """Compare the ends of all streams with ``marks``, those at the end of the section; None: not known."""
+        """Compare the ends of all streams with ``marks``, those at the end of the section; None if unknown."""
         for destination in marks or ():
             self._stream(destination)
         for destination, stream in self._streams.items():
@@ -293,14 +294,14 @@ class CheckingSink(Sink):
         return stream
 
     def _witness(self, destination: str) -> ReceiverComparison | None:
-        if destination == ONESELF:  # what is made after a record is logged after it
+        if destination == ONESELF:  # outputs of a record are logged after it
             return ReceiverComparison(received(self._source, ONESELF, self._start.sequence_id + 1))
         receiver = self._receivers.get(destination)
         return None if receiver is None else ReceiverComparison(received(receiver, self._source.identity.instance_name))
 
 
 class ProvingSink(CheckingSink):
-    """Compares what a replay along ``route`` makes with the log, as a recovery does. ``counting``: is told it too."""
+    """Sink that compares a replay's outputs with the log, as a recovery does. ``counting``: receives them too."""
 
     def __init__(self, source: RecordSource, route: Route, counting: Sink | None = None) -> None:
         super().__init__(source, route.checkpoint, {})
@@ -314,7 +315,7 @@ class ProvingSink(CheckingSink):
         self._counting.outputs(destination, first_position, count, payload, origins)
 
     def problem(self, name: str, result: ReplayResult) -> str:
-        """Say where the replay of the instance ``name``, which has ended, left the log; "" where nothing shows it."""
+        """Describe where the ended replay of the instance ``name`` left the log; "" if nothing shows that it did."""
         if result.failure is not None:
             return ""
         if self._route.last_message is None:
@@ -324,7 +325,7 @@ class ProvingSink(CheckingSink):
         return self.difference(name, methods)
 
     def difference(self, name: str, methods: Methods) -> str:
-        """Say where the replay has left the log so far; "" where nothing shows it."""
+        """Describe where the replay has left the log so far; "" if nothing shows that it did."""
         for finding in self.findings():
             if finding.divergence is not None:
                 return format_divergence(finding.divergence, name, methods, shown=1)
@@ -332,7 +333,7 @@ class ProvingSink(CheckingSink):
         return ""
 
     def see_next(self, last_sequence_id: int) -> None:
-        """Compare with the marks of the record behind the last one, unless an upgrade came between them."""
+        """Compare with the marks of the record after the last one, unless an upgrade is between them."""
         summary, following = self._source.summary(), last_sequence_id + 1
         if following > summary.last_sequence_id or any(v.sequence_id == last_sequence_id for v in summary.versions):
             return
@@ -340,7 +341,7 @@ class ProvingSink(CheckingSink):
             header = decode_header(value)
             for mark in decode_trailer(value[header.size_bytes :], header.check).outputs:
                 stream = self._stream(mark.destination)
-                if mark.position <= stream.made_position:  # else impulses may lie between, which the replay has not met
+                if mark.position <= stream.made_position:  # else impulses can lie between, which the replay has not met
                     stream.expect(following, OutputMark(mark.position, mark.checksum))
 
 
@@ -351,11 +352,11 @@ class _CheckedStream:
         self._checksum = mark.checksum if mark else 0
         self._witness = witness
         self._divergence: Divergence | None = None
-        self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of batches not proved yet
+        self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of unproved batches
         self._made_position = self._proved_position = self._called_position = mark.position if mark else 0
         self._is_surplus = False
         self._marks: deque[int] = deque()  # positions of marks not reached yet
-        self._origins: deque[tuple[int, Origin]] = deque(maxlen=ORIGINS_KEPT_MAX)  # (first position, of what follows)
+        self._origins: deque[tuple[int, Origin]] = deque(maxlen=ORIGINS_KEPT_MAX)  # (first position, its origin)
 
     def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
         def compare() -> None:
@@ -385,7 +386,7 @@ class _CheckedStream:
         self._prove()
 
     def _prove(self) -> None:
-        """Drop batches that are proved: a mark that is reached proves all before it."""
+        """Drop proved batches: a mark that is reached proves all messages before it."""
         while self._marks and self._marks[0] <= self._made_position:
             self._proved_position = max(self._proved_position, self._marks.popleft())
         if self._witness is not None:
@@ -396,7 +397,7 @@ class _CheckedStream:
 
     @property
     def made_position(self) -> int:
-        """Position of the last message that the replay has made, or passed."""
+        """Position of the last message that the replay has made or skipped."""
         return self._made_position
 
     @property
@@ -409,14 +410,14 @@ class _CheckedStream:
         self._prove()
 
     def finish(self, mark: OutputMark | None, *, all_made: bool) -> None:
-        """``mark``: how far the stream had got; None: nobody knows. ``all_made``: the app holds nothing back."""
+        """Compare the stream's end with ``mark`` (None: unknown). ``all_made``: the app holds no output back."""
         if mark is not None:
             self.expect(None, mark)
-        if not all_made:  # what the app held back then may come earlier or later now
+        if not all_made:  # outputs that the app held back then can come earlier or later now
             return
         self._guard(self._check.finish)
         if mark is not None and self._called_position > mark.position and self._divergence is None:
-            # No stream has ever had such a mark: what was made behind the real one is what does not fit.
+            # No stream ever had this mark: the messages after the real one are the surplus.
             self._is_surplus = True
             self.expect(None, OutputMark(self._called_position, self._checksum ^ 1))
 
@@ -447,7 +448,7 @@ class _CheckedStream:
         return found
 
 
-# What a receiver has in its log is what was sent then: the best witness of a stream, message by message.
+# A receiver's log has the messages as they were sent then: the best witness of a stream, message by message.
 
 
 class Difference(Struct, frozen=True):
@@ -479,7 +480,7 @@ def received(
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield the messages of ``sender`` in a log ("": of its own instance): (first position, count, payload).
 
-    From the record ``first_sequence_id`` on; None: from its first one.
+    It begins with the record ``first_sequence_id``; None: with the log's first one.
     """
     first = source.summary().first_sequence_id if first_sequence_id is None else first_sequence_id
     for value in source.values(first):
@@ -493,10 +494,10 @@ def received(
 
 
 class ReceiverComparison:
-    """Compares what a replay makes with what was received then. Positions must only grow.
+    """Comparison of a replay's outputs with a receiver's log. Positions must only grow.
 
-    ``compared_position``: of the last message that both sides have. What the receiver does not have, since it was
-    trimmed there or had not arrived, is passed over, and so are impulses, which only it has.
+    ``compared_position``: of the last message that both sides have. Messages that the receiver lacks, because it
+    trimmed them or they had not arrived, are skipped, and so are impulses, which only its log has.
     """
 
     def __init__(self, segments: Iterator[tuple[int, int, bytes]]) -> None:
@@ -510,7 +511,7 @@ class ReceiverComparison:
         return None if segment is None else _Segment(*segment)
 
     def made(self, first_position: int, count: int, payload: bytes) -> None:
-        """Compare messages that the replay has made; set ``difference`` at the first that differs."""
+        """Compare outputs of the replay; set ``difference`` at the first that differs."""
         now = _Segment(first_position, count, payload)
         while now.count and self._then is not None and self.difference is None:
             then = self._then

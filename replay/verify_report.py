@@ -1,4 +1,4 @@
-"""Findings of a verification, as lines for people or as plain values."""
+"""Report of a verification's findings, as lines for people or as plain values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VALUE_SIZE_MAX = 200  # characters of one value of a state
 
 
 class Report:
-    """One section in words. ``source``: the log, where the messages are found that made the calls."""
+    """Report of one section. ``source``: the log with the messages that caused the calls."""
 
     def __init__(self, name: str, section: VerifySection, source: RecordSource) -> None:
         self._name = name
@@ -41,7 +41,7 @@ class Report:
             f"{self._name}: {self._stretch()}: {result.records:,} records, {result.messages:,} messages replayed in "
             f"{result.duration_s:.2f} s"
         )
-        for headline, *trace in new_failure_lines(result.news):  # what else differs may follow from it
+        for headline, *trace in new_failure_lines(result.news):  # later differences can follow from these
             yield f"  DIVERGED: {headline}"
             yield from (f"  {line}" for line in trace)
         if not section.outputs:
@@ -106,7 +106,7 @@ class Report:
         return format_call(message, finding.destination, self._methods)
 
     def _both(self, destination: str, difference: Difference) -> tuple[str, str]:
-        """Both calls whole; of large ones the part where they differ."""
+        """Return both calls whole; of large ones the part where they differ."""
         then = format_whole_call(difference.then, destination, self._methods)
         now = format_whole_call(difference.now, destination, self._methods)
         if max(len(then), len(now)) <= CALL_SIZE_MAX:
@@ -123,13 +123,13 @@ class Report:
         return f"  <- {where}{': ' if handler else ''}{handler}"
 
     def _handler(self, origin: Origin) -> str:
-        """The logged message that made a call, in words; "" if it can't be read."""
+        """Return the logged message that caused a call, in words; "" if it can't be read."""
         try:
             for value in self._source.values(origin.sequence_id, origin.sequence_id):
                 message = message_at(record_of(value).content, origin.message_index)
                 return format_call(message, "", self._methods) if message is not None else ""
         except ImmortalError:
-            pass  # trimmed meanwhile: the report does without
+            pass  # trimmed meanwhile: the report omits it
         return ""
 
     def _state_lines(self) -> Iterator[str]:
@@ -212,7 +212,7 @@ def ended_text(ended: AppExitedError) -> str:
 
 
 def format_whole_call(message: bytes, destination: str, methods: Methods) -> str:
-    """Format a call as :func:`format_call`, with all of its arguments, however large."""
+    """Format a call like :func:`format_call`, with all of its arguments, however large."""
     rpc = rpc_of(message)
     name = method_name(rpc.method_id, rpc.kind, destination, methods)
     return CallText.of(rpc, is_msgpack=name is not None, size_max=None).with_method(name)

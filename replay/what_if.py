@@ -1,8 +1,8 @@
-"""Replays one log with old and new code side by side, and compares them as they go.
+"""Run of a what-if: it replays one log with old and new code side by side, and compares them during the replay.
 
-Both get the same records at the same time, each in a thread with a process of its own. The inputs are those of the log,
-also the calls that the instance had sent itself: what would have come back as another input is not played. The old
-code is told which messages failed, and passes them over; the new code is not, and calls them.
+Both get the same records at the same time, each in a thread with its own app process. The inputs are the log's, also
+the calls of the instance to itself: effects of changed outputs on later inputs are not simulated. The old code gets
+the verdicts on failed messages, and skips these; the new code gets none, and calls them.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from immortal.replay.plan import (
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
 from immortal.replay.session import Tells
 
-AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
-AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words
-MEMORY_SIZE_BYTES_MAX = 64 << 20  # of what waits on either side, all streams together; more than that goes to disk
-STOP_S = 10.0  # for the other side's app to be stopped when one side could not go on
+AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that only one side has so far: above it ...
+AHEAD_PAUSE_S = 0.05  # ... that side pauses this long at each batch, no longer: a dying app may wait to report
+MEMORY_SIZE_BYTES_MAX = 64 << 20  # of waiting outputs, all streams together; more spills to disk
+STOP_S = 10.0  # time to stop the other side's app after one side has failed
 
 Progress = Callable[[int, int | None], None]
 
 
 class WhatIf(Struct):
-    """Result of a what-if. ``equal_count``: messages that both sides made alike. ``fates``: calls that fail
+    """Result of a what-if. ``equal_count``: messages equal on both sides. ``fates``: calls that fail
     differently.
 
     A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then
-    there are no results. ``upgrade_now_error``: it could, but not the newest state, with what waits by
-    then. ``by_position``: the apps do not tell which input made which output. ``ends``: at which record a side's app
-    ends; the rest is of what is before the first of them.
+    there are no results. ``upgrade_now_error``: it could, but not the newest state with its present waits.
+    ``by_position``: the apps do not report which input caused which output. ``ends``: the record at which a side's app
+    ends; the other fields then cover the records before the first of these.
     """
 
     route: Route
@@ -79,8 +79,8 @@ class WhatIf(Struct):
 def plan_what_if(
     source: RecordSource, *, checkpoint_id: int | None = None, last_sequence_id: int | None = None
 ) -> Route:
-    """Plan a what-if: by default from the oldest sound checkpoint to the record that is the last now. Raises
-    ReplayError for what the log can't do.
+    """Plan a what-if: by default from the oldest sound checkpoint to the present last record. Raises
+    ReplayError if the log does not allow it.
     """
     summary = source.summary()
     notes = list(source.problems)
@@ -112,14 +112,14 @@ def run_what_if(
     progress: Progress | None = None,
     announce: Callable[[Side, str], None] = lambda side, address: None,
 ) -> WhatIf:
-    """Replay ``route`` of the log ``source`` with both apps and compare what they make; ``limit`` differences in full.
+    """Replay ``route`` of the log ``source`` with both apps, and compare their outputs; ``limit`` differences in full.
 
     ``upgrade_to``: the new app first takes over the state, see :class:`ReplayPlan`. ``blob_paths``: files for the
     states at the end. ``progress`` is called from both threads, not at the same time. ``announce(side, address)``:
-    where an app that is started by hand is to connect.
+    receives the address at which an app started by hand must connect.
 
-    Raises what :func:`run_replay` does, and OutputDivergenceError where the old code does not do again what it did. An
-    app that ends is a result, unless the old one does so before the log ends.
+    Raises the errors of :func:`run_replay`, and OutputDivergenceError if the old code does not repeat the log's
+    outputs. An app that ends is a result, unless the old app ends before the log does.
     """
 
     def new_of(route: Route) -> Route:
@@ -167,7 +167,7 @@ def _run_both(
     prover = _Prover(run, Side.OLD, route.checkpoint.outputs, shared)
     sinks: dict[Side, _Looker] = {Side.OLD: prover, Side.NEW: _Looker(run, Side.NEW)}
     results: dict[Side, ReplayResult] = {}
-    # An app of the base protocol says nothing before it has something to say: nobody is to wait for that.
+    # An app of the base protocol sends nothing before it has outputs: do not wait for its numbers.
     tells_numbers = bool(source.summary().extensions)
 
     def replay(side: Side) -> None:
@@ -219,7 +219,7 @@ def _code_notes(results: Mapping[Side, ReplayResult]) -> list[str]:
 
 
 def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
-    """An app that has the versions of the log besides its own runs these, which may surprise."""
+    """Return a note if the app ran a version of the log instead of its own, which can surprise."""
     if result.description is None or result.description.version == ran:
         return []
     own = result.description.version
@@ -240,10 +240,10 @@ def _past_note(route: Route) -> list[str]:
 
 
 def try_upgrade(source: RecordSource, route: Route, app: AppCommand, upgrade_to: int) -> str:
-    """Let ``app`` take over the newest state of the log, and go on to its end: why it can't, "" where it can.
+    """Let ``app`` take over the newest state and replay to the log's end; return the error text, "" if it succeeds.
 
-    A what-if begins at the oldest checkpoint, where other handlers wait than do now. An app that is started by hand is
-    not asked once more. Raises what :func:`run_replay` does.
+    A what-if begins at the oldest checkpoint, at which other handlers wait than now. An app started by hand is
+    not requested again. Raises the errors of :func:`run_replay`.
     """
     newest = plan_route(ReplayPlan(last_sequence_id=route.last_sequence_id), source, source.summary())
     if app.by_hand or newest.checkpoint.checkpoint_id == route.checkpoint.checkpoint_id:
@@ -256,14 +256,14 @@ def try_upgrade(source: RecordSource, route: Route, app: AppCommand, upgrade_to:
 
 
 class _StoppedError(Exception):
-    """The rest of this side's replay is not needed."""
+    """Raised to stop this side: the rest of its replay is not needed."""
 
 
 class _Run:
-    """State that both sides share: their outputs meet in ``comparison``, which one side at a time uses."""
+    """State that both sides share. Their outputs meet in ``comparison``, which one side at a time uses."""
 
     def __init__(self, limit: int, progress: Progress | None, *, comes_from_elsewhere: bool) -> None:
-        """``comes_from_elsewhere``: the new code is the same class in another place, which was named."""
+        """Create the state. ``comes_from_elsewhere``: the new code is the same class from another, named folder."""
         self._comes_from_elsewhere = comes_from_elsewhere
         self._codes: dict[Side, Code | None] = {}
         self.findings = Findings(limit)
@@ -271,7 +271,7 @@ class _Run:
         self.numbers = DrawnNumbersQueue()
         self.executions = Executions()
         self.comparison = Comparison(self.findings.add, lambda: SpillingQueue(budget))
-        self.by_position: bool | None = None  # None: nothing was made yet
+        self.by_position: bool | None = None  # None: no outputs yet
         self.upgrade_error = ""
         self.ends: dict[Side, AppExitedError] = {}
         self.failed_at: int | None = None  # the record at which the new code's handler raised
@@ -282,7 +282,7 @@ class _Run:
         self._error: BaseException | None = None
 
     def both(self, replay: Callable[[Side], None]) -> None:
-        """Run ``replay`` for each side, at the same time. Raises what the first that could not go on raised."""
+        """Run ``replay`` for both sides at the same time. Raises the error of the first side that fails."""
         threads = [threading.Thread(target=self._one, args=(replay, side), daemon=True) for side in Side]
         for thread in threads:
             thread.start()
@@ -322,7 +322,7 @@ class _Run:
             self._changed.notify_all()
 
     def came_in(self, side: Side, code: Code | None) -> None:
-        """``side`` runs ``code``. Raises ReplayError where that would compare code with itself, _StoppedError."""
+        """Note that ``side`` runs ``code``. Raises ReplayError if both sides run the same file, _StoppedError."""
         if not self._comes_from_elsewhere:
             return
         with self._changed:
@@ -338,7 +338,7 @@ class _Run:
             )
 
     def add(self, side: Side, destination: str, outputs: Outputs, *, by_position: bool) -> None:
-        """Raises ReplayError, _StoppedError."""
+        """Add a side's outputs to the comparison. Raises ReplayError, _StoppedError."""
         with self._changed:
             self._check_going_on()
             if self.by_position is None:
@@ -361,7 +361,7 @@ class _Run:
         )
 
     def finish(self, side: Side, result: ReplayResult) -> None:
-        """``side`` has made all that it makes."""
+        """Note that ``side`` has no more outputs."""
         failure = result.failure
         with self._changed:
             if failure is None:
@@ -372,7 +372,7 @@ class _Run:
                 self.failed_at = failure.sequence_id
 
     def progress(self, side: Side, records: int, total: int | None) -> None:
-        """Raises _StoppedError."""
+        """Report the progress of ``side``. Raises _StoppedError."""
         with self._changed:
             self._check_going_on()
             self._records[side] = records
@@ -385,7 +385,7 @@ class _Run:
 
 
 class _Looker(Sink):
-    """Sink that passes one side's output to the comparison."""
+    """Sink that passes one side's outputs to the comparison."""
 
     def __init__(self, run: _Run, side: Side) -> None:
         self._run = run
@@ -395,7 +395,7 @@ class _Looker(Sink):
 
     @property
     def has_seen_enough(self) -> bool:
-        """Tell whether the rest of this side's replay is not needed."""
+        """True if the rest of this side's replay is not needed."""
         failed_at = self._run.failed_at
         return failed_at is not None and self.fed_sequence_id >= failed_at
 
@@ -409,7 +409,7 @@ class _Looker(Sink):
         self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
     ) -> None:
         keys: list[Key] = []
-        if origins is None:  # positions would not do: impulses lie between them, and not for both sides at the same
+        if origins is None:  # positions are no keys: impulses lie between them, at other places on each side
             made = self._counts[destination]
             keys += [(number, 0) for number in range(made + 1, made + count + 1)]
             self._counts[destination] += count
@@ -419,14 +419,14 @@ class _Looker(Sink):
         self._run.add(self._side, destination, Outputs(keys, payload, first_position), by_position=origins is None)
 
     def finish(self, result: ReplayResult) -> None:
-        """The replay has ended."""
+        """Note that the replay has ended."""
         self._run.finish(self._side, result)
 
 
 class _Prover(_Looker):
-    """The old side's: what it makes must be what it had made, as the log's marks say; else a comparison means nothing.
+    """Sink of the old side. Its outputs must match the log's marks; else a comparison means nothing.
 
-    A message that fails here alone ends it. Its methods raise OutputDivergenceError.
+    A message that fails only here ends the replay. Methods raise OutputDivergenceError.
     """
 
     def __init__(self, run: _Run, side: Side, outputs: Mapping[str, OutputMark], source: RecordSource) -> None:
@@ -462,7 +462,7 @@ class _Prover(_Looker):
         if self._failed is None:
             self._made(OutputBatch(first_position, count, payload), destination, payload)
         elif origins is None:
-            return  # it may have been made behind what failed
+            return  # it may have been sent after the failed message
         else:
             origins = [each for each in origins if (each.sequence_id, each.message_index) < self._failed.key[:2]]
             before = sum(origin.count for origin in origins)
@@ -497,7 +497,7 @@ class _Prover(_Looker):
         super().finish(result)
 
 
-# What a what-if has not worked out: its inputs are those of the log, whatever the new code would have led to.
+# Limits of a what-if: its inputs are the log's, even if the new code would have caused others.
 
 
 NAMES_MAX = 5
@@ -512,10 +512,10 @@ class Why(Enum):
 
 
 class Unknown(Struct, frozen=True):
-    """``count``: of what has consequences that nobody has worked out. ``text``: in words.
+    """Unknown consequences. ``count``: of outputs or handlers whose consequences are unknown. ``text``: in words.
 
-    ``hides_state``: the instance's own inputs would be others, so its state at the end is not known, and no difference
-    found there is none.
+    ``hides_state``: the instance's own inputs would be others, so its state at the end is unknown, even if no
+    difference was found.
     """
 
     why: Why
@@ -525,7 +525,7 @@ class Unknown(Struct, frozen=True):
 
 
 def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> list[Unknown]:
-    """``name``: the instance. ``waiting``: so many handlers wait for answers that the log does not have."""
+    """Return the unknown consequences of a what-if. ``waiting``: handlers that wait for answers the log lacks."""
     return list(_not_worked_out(name, outcome, waiting))
 
 

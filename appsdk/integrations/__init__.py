@@ -1,4 +1,4 @@
-"""Bridges to other libraries, each with an extra of its own: ``asgi`` (Starlette, FastAPI) and ``pydantic_ai``.
+"""Bridges to other libraries, each with its own extra: ``asgi`` (Starlette, FastAPI) and ``pydantic_ai``.
 
-Nothing else of the SDK imports them. `docs/how-to/integrations.md`.
+No other part of the SDK imports them. `docs/how-to/integrations.md`.
 """

@@ -1,4 +1,4 @@
-"""Runs agents of Pydantic AI in ``async def`` handlers: each model request and each tool call is an effect.
+"""Durable agents of Pydantic AI in ``async def`` handlers: each model request and each tool call is an effect.
 
     agent = Agent("openai:gpt-5", name="support", capabilities=[ImmortalDurability()])
 
@@ -8,9 +8,9 @@
             result = await agent.run(question)
             return result.output
 
-The run goes on after a crash where it was: what has a result in the log is not requested and not called again. The
-agent's own code (its graph, output functions, history processors, dynamic instructions) runs in the handler, on its
-asyncio loop, and is repeated by replays: it has to do the same again.
+After a crash the run continues: a request or call with a result in the log is not repeated. The agent's own code (its
+graph, output functions, history processors, dynamic instructions) runs in the handler, on its asyncio loop. Replays
+repeat this code, so it must be deterministic.
 `docs/how-to/integrations.md`.
 """
 
@@ -66,21 +66,21 @@ Body = Callable[[], Awaitable[object]]
 Config = dict[str, Any]
 """Keywords of ``immortal.effect.options``: ``retry`` and ``timeout``."""
 
-TOOL_KEY = "immortal"  # in the metadata of a tool
+TOOL_KEY = "immortal"  # key in a tool's metadata
 RETRY = Retry(not_on=(*PROGRAM_ERRORS, UserError, UnexpectedModelBehavior, FallbackExceptionGroup))
-"""Retry policy of a step that has none of its own: the library's own errors come again, as the program's do."""
+"""Retry policy of a step that has none of its own. Errors of the library and the program are not retried."""
 
 
 async def run_step(body: Body) -> object:
-    """Return the function of the effect of each model request and tool call.
+    """Run one model request or tool call: the function of its effect.
 
-    Tests that want these to run (of a TestModel, say) name it as its own stand-in: ``effects={run_step: run_step}``.
+    Tests in which steps must run (with a TestModel, say) name it as its own stand-in: ``effects={run_step: run_step}``.
     """
     return await body()
 
 
 class _Step(EffectFunction):
-    """Effect of one model request or tool call. The journal has its name; the agent's run supplies the body anew each
+    """Effect of one model request or tool call. The journal has its name; the agent's run supplies the body each
     time.
     """
 
@@ -92,7 +92,7 @@ class _Step(EffectFunction):
         self._body = body
 
     def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
-        return encode_value(arguments)  # none: they are in the body
+        return encode_value(arguments)  # no arguments: the body has them
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self._body,), {}
@@ -127,7 +127,7 @@ class _Backend(JournalCallableOperationBackend[Config]):
         async def perform() -> object:
             nonlocal is_run_here
             is_run_here = True
-            own = context.copy()  # with the agent's spans and overrides, on the loop of effects
+            own = context.copy()  # with the agent's spans and overrides, for the loop of effects
             own.run(current_context.set, current_context.get())
             return await asyncio.create_task(_with_threads(body), context=own)
 
@@ -141,12 +141,12 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
     """Capability that makes an agent durable: ``Agent(..., name="...", capabilities=[ImmortalDurability()])``. It
     changes nothing outside handlers.
 
-    ``model_retry``, ``model_timeout``: of each model request, as in ``immortal.effect.options``; ``tool_retry``,
-    ``tool_timeout``: of each tool call. By default they are tried without end, as effects are. For one tool, the
-    metadata ``{"immortal": {"retry": ..., "timeout": ...}}``; ``{"immortal": False}`` lets it run in the handler, and
-    be repeated by replays: it may await what a handler awaits, and gets the handler's ``self``, or a peer, as its deps.
-    ``models``: those besides the agent's own that runs name. ``event_stream_handler``: gets a request's events while it
-    streams, beside the handlers; for an attempt that a crash has ended, again. ``name``: in the journal, by default the
+    ``model_retry``, ``model_timeout``: for each model request, as in ``immortal.effect.options``; ``tool_retry``,
+    ``tool_timeout``: for each tool call. By default they are retried without end, like effects. One tool's
+    metadata can be ``{"immortal": {"retry": ..., "timeout": ...}}``. With ``{"immortal": False}`` the tool runs in the
+    handler, and replays repeat it: it can await what a handler awaits, and use the handler's ``self`` or a peer as its
+    deps. ``models``: those besides the agent's own that runs name. ``event_stream_handler``: gets a request's events
+    during streaming, beside the handlers; again if a crash ended the attempt. ``name``: in the journal, by default the
     agent's. Raises UsageError.
     """
 
@@ -203,7 +203,7 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
         return _checked(config)
 
     def _durable_run_context(self, ctx: RunContext[AgentDepsT]) -> RunContext[AgentDepsT]:
-        """Return a context with a usage of its own: what an effect adds to the run's would be missing in a replay."""
+        """Return a context with its own usage: a replay would lack what an effect adds to the run's usage."""
         return replace(super()._durable_run_context(ctx), usage=copy.deepcopy(ctx.usage))
 
     def get_default_run_id(self) -> str | None:
@@ -242,7 +242,7 @@ _stamped: contextvars.ContextVar[dict[int, object]] = contextvars.ContextVar("me
 
 
 def _loop() -> Task | None:
-    """Return the handler whose code runs; None elsewhere, as in an effect."""
+    """Return the handler whose code runs now; None elsewhere, as in an effect."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -261,7 +261,7 @@ def _checked(config: Mapping[str, Any]) -> Config:
 
 
 def _stamp(messages: list[ModelMessage]) -> None:
-    """Set the times that the agent's own code took from the machine's clock to the handler's, equal at each replay."""
+    """Replace times from the machine's clock in the agent's messages by the handler's, equal at each replay."""
     moment, stamped = now(), _stamped.get()
     for message in messages:
         if isinstance(message, ModelRequest) and id(message) not in stamped:
@@ -273,5 +273,5 @@ def _stamp(messages: list[ModelMessage]) -> None:
 
 
 async def _with_threads(body: Body) -> object:
-    with Agent.using_thread_executor(None):  # type: ignore[arg-type]  # the library's own again
+    with Agent.using_thread_executor(None):  # type: ignore[arg-type]  # the library's default again
         return await body()

@@ -1,1 +1,1 @@
-"""Patterns of messaging that stay reliable while processes die, each in a room of its own."""
+"""Patterns of messaging that stay reliable while processes die, each in its own package."""

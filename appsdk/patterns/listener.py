@@ -1,4 +1,4 @@
-"""Socket of a plain server, and the callers that it admits by their CURVE keys from the registry folder."""
+"""Listening socket of a plain server, and its callers by their CURVE keys from the registry folder."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ M = TypeVar("M")
 class Listener(Generic[M]):
     """ROUTER socket that listens at ``endpoint`` until :meth:`close`, with ZeroMQ's ``options`` by their numbers.
 
-    ``decode``: raises RemoteProtocolError for a message that is none; ``log`` is told of what is dropped, ``malformed``
-    counts it. ``error`` is raised where it can't listen.
+    ``decode``: raises RemoteProtocolError for an invalid message; ``log`` receives a warning about dropped messages,
+    ``malformed`` counts them. ``error`` is raised if it can't listen.
 
-    ``identity``: whose keys in the registry folder ``home`` are shown. Then only callers with keys of that folder get
-    in: ``names``; None: all that have some. "": everybody does that reaches ``endpoint``, which is on this machine
-    then, unless ``insecure`` is True.
+    ``identity``: the name whose keys in the registry folder ``home`` the socket shows. Then it admits only callers with
+    keys of that folder: ``names``; None: all names with keys. "": it admits everybody who reaches ``endpoint``, which
+    must be on this machine unless ``insecure`` is True.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Listener(Generic[M]):
         self._log = log
         self._error = error
         self._warnings = RateLimit(burst=1)
-        self.callers: Callers | None = None  # None: everybody
+        self.callers: Callers | None = None  # None: everybody can call
         self._authenticator: ThreadAuthenticator | None = None
         self._watch: _Watch | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -77,14 +77,14 @@ class Listener(Generic[M]):
             raise
 
     def _is_local(self, endpoint: str) -> bool:
-        """Tell whether only this machine can reach ``endpoint``."""
+        """Return True if only this machine can reach ``endpoint``."""
         try:
             return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
         except NotConnectable as error:
             raise self._error(str(error)) from None
 
     def _secure(self, home: Path, identity: str, names: Sequence[str] | None) -> None:
-        """Let only connections with keys of callers into the socket, which is not bound yet."""
+        """Admit only connections with keys of callers to the socket, which is not bound yet."""
         try:
             pair = pair_of(home / identity, identity)
         except (NotConnectable, PermissionError) as error:
@@ -106,7 +106,7 @@ class Listener(Generic[M]):
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
         self.socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody gets in, instead of everybody
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is admitted
 
     def _bind(self, endpoint: str, options: Mapping[zmq.SocketOption, int]) -> str:
         for option, value in {zmq.TCP_KEEPALIVE: 1, zmq.IPV6: int("[" in endpoint), **options}.items():
@@ -126,8 +126,8 @@ class Listener(Generic[M]):
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def receive(self, count_max: int, take: Callable[[bytes, str, M], None]) -> bool:
-        """Give ``take`` the messages that have come, at most so many: the route of its answer, the name of the caller
-        ("" without keys), the message. False: there may be more.
+        """Pass arrived messages to ``take``, at most ``count_max``: the answer's route, the caller's name ("" without
+        keys), the message. Return False if there may be more.
         """
         self._unfinished.reading()
         for _ in range(count_max):
@@ -156,8 +156,8 @@ class Listener(Generic[M]):
         return False
 
     def _caller_of(self, part: zmq.Frame) -> str:
-        """Return the name of the caller that sent ``part``; "" without keys. Raises PermissionError where its key has
-        no owner any more.
+        """Return the name of the caller that sent ``part``; "" without keys. Raises PermissionError if its key no
+        longer has an owner.
         """
         if self.callers is None:
             return ""
@@ -168,7 +168,7 @@ class Listener(Generic[M]):
         return name
 
     def drop(self, what: str) -> None:
-        """Count and report a message that is not processed."""
+        """Count and report a dropped message."""
         self.malformed += 1
         left_out = self._warnings.admit("malformed", time.monotonic_ns())
         if left_out is not None:
@@ -185,7 +185,7 @@ class Listener(Generic[M]):
             )
 
     def send(self, route: bytes, data: bytes) -> bool:
-        """Send a message; False: the connection is gone, or has no room."""
+        """Send a message; return False if the connection is gone or has no room."""
         try:
             self.socket.send_multipart((route, data), _NOBLOCK, copy=len(data) < 4096)
         except zmq.ZMQError:
@@ -203,7 +203,7 @@ class Listener(Generic[M]):
 
 
 class _Watch:
-    """Thread that ends connections with messages that do not end."""
+    """Thread that ends connections with unfinished messages that grow too large."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class _Watch:
         address = f"inproc://unfinished-{id(self)}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # an event lost would be a connection missed
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a lost event would be a missed connection
         self._monitor.connect(address)
         self._closing = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="unfinished messages", daemon=True)
@@ -246,7 +246,7 @@ class _Watch:
 
 
 def _somebody_listens(endpoint: str) -> bool:
-    """Tell whether a process listens at this Unix socket; False for other endpoints."""
+    """Return True if a process listens at this Unix socket; False for other endpoints."""
     path = endpoint.removeprefix("ipc://")
     if path == endpoint:
         return False
@@ -261,10 +261,10 @@ def _somebody_listens(endpoint: str) -> bool:
         return True
 
 
-# Who may talk to a server with keys: names with public keys in the registry folder, which is looked at again.
+# Callers of a server with keys: names with public keys in the registry folder, which is read again regularly.
 
 
-CALLERS_POLL_S = 1.0  # for new and removed keys, as instances do
+CALLERS_POLL_S = 1.0  # for new and removed keys, like instances
 
 ZAP_DOMAIN = "patterns"
 _EXPIRES = re.compile(r";.*\bexpires: (\d{4}-\d\d-\d\d)\s*")
@@ -272,8 +272,8 @@ _FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
 
 
 class Callers:
-    """Callers by their keys. ``names``: those that may call, each with a file HOME/NAME/public_keys; None: all that
-    have one.
+    """Callers by their keys. ``names``: those that can call, each with a file HOME/NAME/public_keys; None: all
+    with such a file.
     """
 
     def __init__(self, home: Path, names: Sequence[str] | None) -> None:
@@ -283,7 +283,7 @@ class Callers:
         self._looked_s = float("-inf")
 
     def name_of(self, key: str) -> str | None:
-        """Return the owner of ``key`` (Z85), by files that are at most a second old; None: no admitted caller has
+        """Return the owner of ``key`` (Z85), by files read at most a second ago; None if no admitted caller has
         it.
         """
         now_s = time.monotonic()
@@ -293,7 +293,7 @@ class Callers:
         return self._by_key.get(key)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Tell ZAP whether to accept a connection with that key."""
+        """Return True if ZAP must accept a connection with that key."""
         return self.name_of(key.decode("ascii")) is not None
 
     def _read(self) -> dict[str, str]:
@@ -306,12 +306,12 @@ class Callers:
         for name in names:
             for key in _valid_keys(self._home / name / "public_keys", today):
                 if found.setdefault(key, name) != name:
-                    shared.add(key)  # of two names: it would be either
+                    shared.add(key)  # of two names: the owner would be ambiguous
         return {key: name for key, name in found.items() if key not in shared}
 
 
 def _valid_keys(path: Path, today: date) -> list[str]:
-    """Return the keys of a public file that have not expired; none where it can't be read."""
+    """Return the keys of a public file that have not expired; an empty list if it can't be read."""
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_SIZE_BYTES_MAX).decode("ascii")

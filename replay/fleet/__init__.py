@@ -1,1 +1,1 @@
-"""Tries a change on a fleet: changed code over the logs of its services, whose changed calls travel (decision 0092)."""
+"""What-if for a fleet: changed code over the logs of its services, whose changed calls travel (decision 0092)."""

@@ -1,4 +1,4 @@
-"""Finds the first commit of a git range whose code gives a fleet another outcome."""
+"""Bisection of a git range for the first commit whose code gives a fleet another outcome."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from msgspec import Struct
 from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.plan import ReplayError
 
-_OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # a hook has them, of the repository that it is of
+_OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # a hook has these of its own repository
 
 
 class Commit(Struct):
-    """A commit. ``date``: of its author, as ISO 8601. ``found``: "good", "bad" or "can't be tried"."""
+    """Commit of a git range. ``date``: of its author, as ISO 8601. ``found``: "good", "bad" or "can't be tried"."""
 
     id: str
     subject: str
@@ -32,9 +32,9 @@ class Commit(Struct):
 
 
 class Bisection(Struct):
-    """``first``: the first commit with another outcome, or None. ``outcome``: its what-if.
+    """Result of a bisection. ``first``: the first commit with another outcome, or None. ``outcome``: its what-if.
 
-    ``unknown``: the commits right before it that can't be tried: it may be one of those. ``tried``: in that order.
+    ``unknown``: the commits directly before it that can't be tried; one of these may be the first. ``tried``: in order.
     """
 
     commits: int
@@ -45,15 +45,15 @@ class Bisection(Struct):
 
 
 Trial = Callable[[Path], tuple[bool, FleetOutcome]]
-"""Tries the code of a folder: (whether it is bad, the outcome). Raises ReplayError if it can't be tried."""
+"""Function that tries the code of a folder: (True if it is bad, the outcome). Raises ReplayError if it can't."""
 
 
 def bisect(repository: Path, git_range: str, trial: Trial, tell: Callable[[Commit], None]) -> Bisection:
     """Find the first commit of ``git_range`` ("A..B", first parents only) that ``trial`` calls bad.
 
-    As ``git bisect`` it takes for granted that commits behind it are bad, too. ``trial`` gets the folder of a
-    commit that stands for ``repository``, which may be a folder below the repository's. ``tell`` is told what came of
-    each. Raises ReplayError for a range that is none, and where A is bad or can't be tried.
+    Like ``git bisect`` it assumes that all commits after a bad one are bad. ``trial`` gets the folder of a
+    commit that stands for ``repository``, which can be below the repository's top folder. ``tell`` receives each tried
+    commit. Raises ReplayError for an invalid range, or if A is bad or can't be tried.
     """
     if not repository.is_dir():
         raise ReplayError(f"'{repository}': a folder of a git repository was expected beside a range of commits")
@@ -82,7 +82,7 @@ def bisect(repository: Path, git_range: str, trial: Trial, tell: Callable[[Commi
 
     if found(commits[0]) != "good":
         raise ReplayError(f"{commits[0]}, before the range, is {_why(commits[0])}: begin with an earlier commit")
-    low, high = 0, len(commits) - 1  # "good" at low, "bad" at high
+    low, high = 0, len(commits) - 1  # commits[low] is good, commits[high] is bad
     if found(commits[high]) == "good":
         return Bisection(len(ids), None, None, [], tried)
     if commits[high].problem:

@@ -1,4 +1,4 @@
-"""Comparison of the calls that the services of a what-if make with those of their logs, message by message."""
+"""Comparison of the calls of a what-if's services with those of their logs, message by message."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from immortal.replay.fleet.player import Output, Place
 
 
 class CallComparison:
-    """``differences``: what is found is added to them; a difference is known by its number there."""
+    """Comparison of calls then and now. It adds to ``differences``; a difference is identified by its index there."""
 
     def __init__(self, differences: list[Difference]) -> None:
         self._differences = differences
-        self._once: dict[tuple[str, int], int] = {}  # numbers of changed calls then, by caller and number now
+        self._once: dict[tuple[str, int], int] = {}  # old numbers of changed calls, by caller and new number
         self._by_place: dict[tuple[str, str, Place], int] = {}
 
     def number_at(self, sender: str, destination: str, place: Place) -> int | None:
-        """Return the last difference in what the message at ``place`` made for ``destination``; None: there is none."""
+        """Return the last difference in the outputs of the message at ``place`` to ``destination``; None if none."""
         return self._by_place.get((sender, destination, place))
 
     def compare(
@@ -39,9 +39,9 @@ class CallComparison:
         *,
         is_other: bool,
     ) -> Iterator[tuple[int | None, bytes | None, int | None]]:
-        """Yield (position then, message now, difference) of what the message at ``place`` made then, or makes now.
+        """Yield (old position, new message, difference) of the outputs of the message at ``place``, then and now.
 
-        None: it has no such position, is not made any more, is the same. ``is_other``: not at its place in the log.
+        None: it has no old position, is no longer sent, is the same. ``is_other``: it is not at its place in the log.
         """
         before = [one.message for one in old]
         if not is_other and before == new:
@@ -53,7 +53,7 @@ class CallComparison:
         for kind, was, is_now in pairs:
             number: int | None = None
             if was is not None and is_now is not None and self._is_same_answer(service, destination, was, is_now):
-                number = cause  # what it answers has another number
+                number = cause  # the call that it answers has another number
                 service.count_equal(destination)
             elif kind is not None or is_other:
                 name = "moved" if kind is None else kind.value
@@ -82,7 +82,7 @@ class CallComparison:
         return number
 
     def miss(self, service: Service, place: Place, cause: int | None) -> None:
-        """Note that the message at ``place`` has not come, and so not made what it made then."""
+        """Note that the message at ``place`` is missing, so that its outputs of then are missing too."""
         for destination, outputs in service.recorded.made.get(place, {}).items():
             for output in outputs:
                 if self._pair(service, destination, output.message, None) is None:
@@ -90,8 +90,8 @@ class CallComparison:
                     self._note(service, "missing", destination, place, output.message, None, cause, time_ns)
 
     def _pair(self, service: Service, destination: str, old: bytes | None, new: bytes | None) -> int | None:
-        """An added call has moved where one like it is missing elsewhere, and is changed where its handler made another
-        one then, or its answer goes to the same call: the number of that difference."""
+        """Pair an added call with a missing one; return the number of that difference. The call has moved if the
+        messages are equal; it is changed if the same execution sent it, or the answers are for the same call."""
         message = old or new or b""
         wanted = "missing" if old is None else "added"
         for key in filter(None, ((destination, message), self._execution(service, destination, message, old is None))):
@@ -106,7 +106,7 @@ class CallComparison:
         return None
 
     def _is_same_answer(self, service: Service, destination: str, old: bytes, new: bytes) -> bool:
-        """Tell whether two answers differ only in the number of the call that they are for, which is the same call."""
+        """Return True if two answers differ only in their call's number, and that call is the same one."""
         if old == new:
             return False
         was, is_now = rpc_of(old), rpc_of(new)
@@ -120,14 +120,14 @@ class CallComparison:
         return same and once is not None and once == decoding.decode(was_number, type=int)
 
     def _leave(self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int) -> None:
-        """Keep a message without a counterpart here: it may have one elsewhere."""
+        """Keep a message without a counterpart here: it can have one elsewhere."""
         message = old or new or b""
         for key in ((destination, message), self._execution(service, destination, message, old is None)):
             if key is not None:
                 service.unmatched.setdefault(key, []).append(number)
 
     def _execution(self, service: Service, destination: str, message: bytes, is_new: bool) -> object | None:
-        """Key of a call by the execution that makes it, and of an answer by the call that it is for; None: it has
+        """Return the key of a call by the execution that makes it, or of an answer by its call; None if it has
         none."""
         rpc = rpc_of(message)
         is_call = rpc.kind == RpcKind.CALL
@@ -148,7 +148,7 @@ class CallComparison:
 
     @staticmethod
     def _began(service: Service, message: bytes, *, is_new: bool) -> Place | None:
-        """Return what began the execution that makes an awaited call; None: it is none, or has begun before the run."""
+        """Return what began the execution that makes an awaited call; None if it is none, or began before the run."""
         if (number := _number_of_awaited(rpc_of(message))) is None:
             return None
         if not is_new:
@@ -158,7 +158,7 @@ class CallComparison:
         return None if task is None else task.began_at
 
     def _note_changed_call(self, service: Service, one: Difference) -> None:
-        """Note which number a changed call had then: answers have it."""
+        """Note a changed call's old number: answers have it."""
         if one.kind != "changed" or one.old is None or one.new is None:
             return
         then, now = _number_of_awaited(rpc_of(one.old)), _number_of_awaited(rpc_of(one.new))
@@ -188,7 +188,7 @@ class CallComparison:
 
 
 def _number_of_awaited(rpc: IncomingRpc) -> int | None:
-    """Return the number of a call whose answer is waited for; None for any other message."""
+    """Return the number of a call that waits for its answer; None for any other message."""
     if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
         return None
     return decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)

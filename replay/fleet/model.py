@@ -1,4 +1,4 @@
-"""A what-if for a fleet: what it is about, by which rules, and what it finds."""
+"""Model of a what-if for a fleet: its logs and changes, its rules, its services and streams, and its findings."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from immortal.protocol.verdicts import MessageKey, Verdict
 from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, EffectDone, Log, LoggedRecord, Place, Player, Recorded
 from immortal.replay.plan import ReplayError
 
-DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that nobody ran
+DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that never ran
 
 
 class Call(Struct, frozen=True):
-    """A call, or an effect, that the logs have no answer to. ``method``: as ``Till.sold``, or an effect's name."""
+    """Call or effect that the logs have no answer to. ``method``: as ``Till.sold``, or an effect's name."""
 
     service: str
     to: str
@@ -45,7 +45,7 @@ Check = Callable[[Mapping[str, Any]], object]
 class Logs(Struct):
     """Logs and changes of a what-if.
 
-    ``code``: the class that made each log; ``changes``: what is tried in its place.
+    ``code``: returns the class that made a log; ``changes``: the classes to try instead.
     """
 
     sources: Mapping[str, RecordSource]
@@ -57,10 +57,10 @@ class Logs(Struct):
 
 
 class Difference(Struct):
-    """A call that differs. ``kind``: "changed", "added", "missing" or "moved". ``place``: of the message that made it.
+    """Call that differs. ``kind``: "changed", "added", "missing" or "moved". ``place``: of the message that caused it.
 
-    ``cause``: the difference that it follows from, by its number; None: the changed code itself. ``began``: the message
-    that began the execution which makes it; None: not known.
+    ``cause``: the index of the difference that caused it; None: the changed code itself. ``began``: the message
+    that began the execution which makes the call; None: unknown.
     """
 
     service: str
@@ -88,7 +88,7 @@ class UnansweredCall(Struct):
 
 
 class Broken(Struct):
-    """A check that does not hold behind a record."""
+    """Failure of the check after a record."""
 
     service: str
     place: Place
@@ -97,7 +97,7 @@ class Broken(Struct):
 
 
 class Service(Struct, eq=False):
-    """A service of the cone. ``why``: the difference by which it joined; None: its code is changed."""
+    """Service of the cone (the services that run). ``why``: the difference by which it joined; None: changed code."""
 
     name: str
     recorded: Recorded
@@ -109,8 +109,8 @@ class Service(Struct, eq=False):
     timer_ns: int = 0
     state_cause: int | None = None
     taken: dict[str, int] = field(default_factory=dict)
-    done: set[Place] = field(default_factory=set)  # messages that came before their place
-    open: dict[Place, int | None] = field(default_factory=dict)  # messages that have not come: by which difference
+    done: set[Place] = field(default_factory=set)  # messages that arrived before their place
+    open: dict[Place, int | None] = field(default_factory=dict)  # missing messages: the difference that caused it
     effects: dict[int, str] = field(default_factory=dict)
     verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
     unmatched: dict[object, list[int]] = field(default_factory=dict)
@@ -130,11 +130,11 @@ class Service(Struct, eq=False):
         return self.log.records[self.cursor]
 
     def receiver(self, destination: str) -> str:
-        """Return the name of the service that a stream of this one goes to."""
+        """Return the name of the service that receives this service's stream to ``destination``."""
         return destination or self.name
 
     def tell(self, sequence_id: int, indices: Iterable[int]) -> None:
-        """Tell which numbers the executions drew then that these messages are about to start."""
+        """Give the run the numbers that the executions which these messages start drew in the log's run."""
         told = [draw for index in indices for draw in self.recorded.draws.get((sequence_id, index), ())]
         self.player.tasks.told(told)
 
@@ -142,7 +142,7 @@ class Service(Struct, eq=False):
         self.equal[destination] = self.equal.get(destination, 0) + count
 
     def refuse_early(self) -> NoReturn:
-        """Raise ReplayError: what comes now is of before the state that the service begins with."""
+        """Raise ReplayError: a changed message belongs before the service's first state."""
         begin = time_text(self.log.begin_ns)
         raise ReplayError(
             f"{self.name!r} has no state of before {begin}: its log was trimmed, and what changes earlier can't be"
@@ -151,18 +151,18 @@ class Service(Struct, eq=False):
 
     @property
     def is_there(self) -> bool:
-        """True if the service has come to where the others are, behind its initial message: nothing new is earlier."""
+        """True if the service has reached the others' time, after its initial message: no new message is earlier."""
         record = self.next_record
         return self.reached >= 0 and (record is None or record.time_ns > self.joined_ns)
 
     @property
     def reached(self) -> int:
-        """The last record of its log that was handled."""
+        """Last record of its log that was handled."""
         return self.log.checkpoint.sequence_id + self.cursor
 
 
 class Sent(Struct, eq=False):
-    """A message on its way. ``slot``: its place in the receiver's log; ``time_ns``: when it comes without one."""
+    """Message on its way. ``slot``: its place in the receiver's log; ``time_ns``: its arrival if it has no place."""
 
     message: bytes
     slot: Place | None
@@ -172,7 +172,7 @@ class Sent(Struct, eq=False):
 
 
 class Stream(Struct, eq=False):
-    """``settled``: how many of the recorded messages were made again alike, before the receiver was in the cone."""
+    """Stream between two services. ``settled``: number of messages equal to the log's before the receiver joined."""
 
     settled: int = 0
     queue: deque[Sent] = field(default_factory=deque)
@@ -181,7 +181,7 @@ class Stream(Struct, eq=False):
     delays: list[tuple[int, int]] | None = None
 
     def delay_ns(self, sender: Service, receiver: Service, seed: int, time_ns: int) -> int:
-        """Return the delay of a new message in ns: what one took in this stream then. ``seed`` 0: the last before."""
+        """Return a new message's delay in ns, from delays in the log. ``seed`` 0: that of the last message before."""
         if self.delays is None:
             self.delays = []
             destination = ONESELF if sender is receiver else receiver.name
@@ -202,15 +202,15 @@ class Stream(Struct, eq=False):
 
 
 class Rules(Struct):
-    """``effects``: "fail", "by-key" or a function; ``answer``: None fails calls that no log answers."""
+    """Rules of a what-if. ``effects``: "fail", "by-key" or a function; ``answer``: None fails calls without a log."""
 
     effects: str | Answer = "fail"
     answer: Answer | None = None
     check: Check | None = None
 
     def answered(self, service: Service, to: str, message: bytes, time_ns: int) -> tuple[bytes, UnansweredCall] | None:
-        """Return the answer to a call of ``service`` to one without a log; None where nobody waits for one, or the log
-        has it.
+        """Return the answer to a call of ``service`` to one without a log; None if no caller waits, or the log has
+        the answer.
         """
         rpc = rpc_of(message)
         if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
@@ -239,7 +239,7 @@ class Rules(Struct):
         return answer, UnansweredCall(call, outcome, time_ns)
 
     def result(self, service: Service, number: int, effect: Effect, now_ns: int) -> tuple[bytes, AskedEffect]:
-        """Return the result of an effect: the one that the log has of it or of one like it, else by ``effects``."""
+        """Return an effect's result: the log's result of it or of an equal effect, else by the rule ``effects``."""
         name, encoded, key = effect.function.name, effect.encoded, effect.options.key
 
         def is_like(one: EffectDone) -> bool:

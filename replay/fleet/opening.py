@@ -1,4 +1,4 @@
-"""The logs of a home and the classes that made them, for a what-if; and a process from which nothing leaves."""
+"""Opening of a home's logs with the classes that made them, for a what-if; a test assertion; loading of user code."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def what_if(
     seeds: int = 1,
     trust_pickle: bool = False,
 ) -> FleetOutcome:
-    """Say what would be different if other code had handled the logs of a fleet, with all that follows in its services.
+    """Return what would differ if other code had handled the logs of a fleet, with all consequences in its services.
 
-    ``home``: the registry folder. ``changes``: by the name of a service the class to try, or "module:Class"; None: the
-    app of each, as its settings name it. ``code``: a folder or a wheel that it is taken from. ``begin_ns``, ``to_ns``:
-    times in ns since the Unix epoch; it begins at the newest checkpoint before. ``effects``: of those that no log has:
-    "fail", "by-key" (the recorded result of the same function with the same key), or a function of the :class:`Call`
-    that returns or raises. ``answer``: such a function for calls to services without a log. ``check``: is called with
-    the services' objects by name, behind each message; False or an AssertionError says that it does not hold.
-    ``seeds``: in how many orders.
+    ``home``: the registry folder. ``changes``: service name to the class to try, or "module:Class"; None: each
+    service's app, as its settings name it. ``code``: a folder or a wheel with the changed classes. ``begin_ns``,
+    ``to_ns``: times in ns since the Unix epoch; the run begins at the newest checkpoint before. ``effects``: for
+    effects that no log has: "fail", "by-key" (the recorded result of the same function with the same key), or a
+    function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
+    log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
+    ``seeds``: the number of orders to try.
 
-    Raises ReplayError for what can't be run, LogError.
+    Raises ReplayError if it can't be run, LogError.
     """
     registry = Registry(Path(home))
     with ExitStack() as stack:
@@ -65,7 +65,7 @@ def what_if(
             reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
             if reader.summary().extensions:
                 readers[name] = reader
-            else:  # what it once sent stands
+            else:  # its past messages stay as they were
                 notes.append(f"{name} counts as a service without a log: its app is none of this SDK, or never started")
 
         if changes is None:
@@ -100,10 +100,10 @@ def assert_fleet_unchanged(
     at_least: int = 1,
     **options: Any,
 ) -> FleetOutcome:
-    """Assert that today's code does with the logs of a fleet what was done then; return the outcome.
+    """Assert that today's code repeats the calls in the logs of a fleet; return the outcome.
 
-    ``changes``: as for :func:`what_if`; ``options``: the others of it. Raises AssertionError with the differences, or
-    where fewer than ``at_least`` messages were compared, and as :func:`what_if`.
+    ``changes`` and ``options``: as for :func:`what_if`. Raises AssertionError with the differences, or
+    if fewer than ``at_least`` messages were compared; raises the errors of :func:`what_if`.
     """
     __tracebackhide__ = True
     outcome = what_if(home, changes, **options)
@@ -135,7 +135,7 @@ def load_function(text: str) -> Callable[..., Any]:
 
 
 def load_definition(app: str, code: Path | None = None) -> Definition:
-    """Load the class "module:Class"; ``code``: a folder or a wheel that it is taken from, beside what is loaded.
+    """Load the class "module:Class"; ``code``: a folder or a wheel to load it from, beside the loaded modules.
 
     Raises ReplayError.
     """
@@ -143,10 +143,10 @@ def load_definition(app: str, code: Path | None = None) -> Definition:
     try:
         if code is None:
             return definition_of(load(app))
-        code_environment(code)  # says what is wrong with it
+        code_environment(code)  # raises if it is neither a folder nor a wheel
         with _modules_of(app, code):
             definition = definition_of(load(app))
-            definition.state()  # its types are found by the names of their modules, now
+            definition.state()  # resolves its types by the names of their modules, while these are loaded
             for handler in definition.handlers.values():
                 definition.codec(handler)
             module = sys.modules[definition.cls.__module__]
@@ -165,7 +165,7 @@ def load_definition(app: str, code: Path | None = None) -> Definition:
 
 @contextmanager
 def _modules_of(app: str, code: Path) -> Iterator[None]:
-    """Modules are those of ``code`` meanwhile; afterwards those that were loaded are there again."""
+    """Load modules from ``code`` inside this context; restore the modules loaded before afterwards."""
     top = app.partition(":")[0].partition(".")[0]
     hidden = {
         name: module

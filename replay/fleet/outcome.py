@@ -1,4 +1,4 @@
-"""The outcome of a what-if for a fleet, as plain values: what is different, what follows from what, the states."""
+"""Outcome of a what-if for a fleet, as plain values and as text: differences, their consequences, the states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUE_SIZE_MAX = 60  # characters
 
 
 class Calls(Struct):
-    """Counts of calls of one handler that differ. ``handler``: as ``Till.sold``."""
+    """Counts of differing calls of one handler. ``handler``: as ``Till.sold``."""
 
     to: str
     handler: str
@@ -40,7 +40,7 @@ class Calls(Struct):
 
 
 class First(Struct):
-    """The first divergence. ``record`` and ``message``: of the log; None where the log does not have it."""
+    """First difference of a service. ``record`` and ``message``: None if the log does not have the message."""
 
     record: int | None
     message: int | None
@@ -58,7 +58,7 @@ class Fate(Struct):
 
 
 class ServiceOutcome(Struct):
-    """``because``: why it is in the cone. ``state``: at the end: [{"path", "old", "new"}]."""
+    """Outcome of one service. ``because``: why it is in the cone. ``state``: at the end: [{"path", "old", "new"}]."""
 
     name: str
     is_changed: bool
@@ -77,7 +77,7 @@ class ServiceOutcome(Struct):
 
 
 class Consequence(Struct):
-    """Calls of one kind with the same cause, by number and by example; ``then``: what followed from them."""
+    """Calls of one kind with the same cause: their number and an example; ``then``: their consequences."""
 
     service: str
     kind: str
@@ -96,7 +96,7 @@ class ClientAnswers(Struct):
 
 
 class Seeds(Struct):
-    """Result of ``runs`` orders: how many end in another way than the first, and how many break the check."""
+    """Result of ``runs`` orders: how many differ from the first, and how many break the check."""
 
     runs: int
     different: int = 0
@@ -114,9 +114,9 @@ class BrokenCheck(Struct):
 class FleetOutcome(Struct):
     """Differences between the record and the run under other code.
 
-    ``equal_services``: outside the cone, proved equal by comparison, and not run. ``effects``: those without a recorded
-    result at their place, and what came for them. ``unanswered``: calls to services without a log.
-    ``broken_in_record``: the check did not hold in the record either.
+    ``equal_services``: outside the cone: comparison proved them equal, so they did not run. ``effects``: those without
+    a recorded result at their place, with their results. ``unanswered``: calls to services without a log.
+    ``broken_in_record``: the check failed in the record too.
     """
 
     is_different: bool
@@ -132,14 +132,14 @@ class FleetOutcome(Struct):
     notes: list[str]
 
     def service(self, name: str) -> ServiceOutcome:
-        """Return what is said of a service of the cone. Raises KeyError."""
+        """Return the outcome of a service of the cone. Raises KeyError."""
         return {one.name: one for one in self.services}[name]
 
 
 def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1) -> FleetOutcome:
-    """Run the changed code over the logs, and what its changed calls reach.
+    """Run the changed code over the logs, and the services that its changed calls reach.
 
-    ``seeds``: in so many orders; the outcome is that of the first. Raises ReplayError for what can't be had.
+    ``seeds``: the number of orders to run; the outcome is that of the first. Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
@@ -175,7 +175,7 @@ _States = tuple[Any, Any]
 
 
 def _states(service: Service, simulation: Simulation) -> _States | None:
-    """The states at the end as trees, recorded and now."""
+    """Return the states at the end as trees, recorded and now."""
     if service.stopped:
         return None
     try:
@@ -278,7 +278,7 @@ def _place(place: Place) -> tuple[int | None, int | None]:
 
 
 def _fates(service: Service) -> list[Fate]:
-    """Calls that fail in one of the runs, or in both in two ways; an execution is the same wherever it fails."""
+    """Return calls that fail in one of the runs, or differently in both; an execution is one call wherever it fails."""
     was, now = (
         {("task", one.task) if one.task else one.key: one for one in verdicts if not service.player.is_told(one)}
         for verdicts in (service.recorded.verdicts.values(), service.verdicts.values())
@@ -302,7 +302,7 @@ def _fates(service: Service) -> list[Fate]:
 
 
 class _Words:
-    """Differences of one simulation in words."""
+    """Descriptions in words of one simulation's differences."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -320,7 +320,7 @@ class _Words:
         return f"{'' if rpc.kind == RpcKind.CALL else 'the answer of '}{name or f'method {rpc.method_id}'}"
 
     def of(self, number: int) -> str:
-        """A difference: the message that made it, the call then and now."""
+        """Describe a difference: the message that caused it, the call then and now."""
         one = self._simulation.differences[number]
         methods = self._methods(one.service)
         old, new = (
@@ -338,7 +338,7 @@ class _Words:
         return _NEW_CALL.sub(r"\1 a new call", f"{one.service}, {where}{made} -> {self.to(one)}: {text}")
 
     def _input(self, one: Difference) -> str:
-        """The message that made it, and what its execution began with, if that is another one."""
+        """Describe the message that caused it, and the message that began its execution if that is another one."""
         service = self._simulation.services[one.service]
         made = self._message(service, one.place)
         began = None if one.began in (None, one.place) else self._message(service, one.began)
@@ -379,7 +379,7 @@ def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
 
 
 def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
-    """The outcome as text."""
+    """Yield the outcome as text for people."""
     heads = ["service", "messages", "same calls", "changed", "added", "missing", "moved", "fail otherwise", "state"]
     rows = []
     for one in outcome.services:

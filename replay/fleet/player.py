@@ -1,4 +1,4 @@
-"""One run of a service in this process: it is given records, those of its log or others, and says what they make."""
+"""Player of one service in this process: it takes records, of its log or others, and returns their outputs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, Verdict
 from immortal.replay.verify import ProvingSink
 
 Place = tuple[int, int]
-"""(record, index of a message in it)"""
+"""Place of a message: (record, its index in the record)."""
 
 NOTHING = encode_incoming_rpc(0, RpcType.ASYNC, b"\x91\x00", RpcKind.RETURNED_NOTHING)
-"""An answer to call 0, which nobody makes: it keeps the place of a message that is not there, and does nothing."""
+"""Answer to call 0, which nobody makes: it holds the place of a missing message, and does nothing."""
 
 FIRST_OTHER_NUMBER = 10**12  # of calls, effects and executions that the log's code did not have
 
@@ -49,7 +49,7 @@ _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
 class Slot(Struct, frozen=True):
-    """One message of a logged record. ``source``: the instance that sent it, "" oneself; None: it came from outside."""
+    """Message of a logged record. ``source``: the instance that sent it, "" is itself; None: from outside."""
 
     batch: BatchSource
     source: str | None
@@ -67,7 +67,7 @@ class LoggedRecord(Struct, frozen=True):
         return self.trailer.time_ns
 
     def slots(self) -> list[Slot]:
-        """Messages of the record, in order; an initial message is never other than it was."""
+        """Return the messages of the record, in order; a what-if never changes an initial message."""
         found = []
         contents = batches(record_of(self.value).content)
         for batch, content in zip(self.trailer.batches, contents, strict=True):
@@ -79,7 +79,7 @@ class LoggedRecord(Struct, frozen=True):
 
 
 class Log:
-    """The records of a log behind ``checkpoint`` up to ``to_ns``, and where it has which message of which stream."""
+    """Records of a log after ``checkpoint`` up to ``to_ns``, with the place of each message of each stream."""
 
     def __init__(self, source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> None:
         self.source = source
@@ -111,8 +111,8 @@ class Log:
         return self.records[sequence_id - self.checkpoint.sequence_id - 1].time_ns
 
     def place_of(self, sender: str, position: int) -> Place | None:
-        """Return where the message of that position in the stream of ``sender`` ("": itself) was handled; None: not
-        here."""
+        """Return the place of the message with ``position`` in the stream of ``sender`` ("": itself); None if the
+        log's part has none."""
         runs = self._runs.get(sender, [])
         at = bisect_right(runs, position, key=lambda run: run[0]) - 1
         if at < 0 or position > runs[at][1]:
@@ -121,13 +121,13 @@ class Log:
         return sequence_id, index + position - first
 
     def had_before(self, sender: str, position: int) -> bool:
-        """Tell whether it had the message before its first record here."""
+        """Return True if the message was handled before the first record here."""
         runs = self._runs.get(sender, [])
         return bool(runs) and position < runs[0][0]
 
 
 class Output(Struct, frozen=True):
-    """A message that the run has made, in incoming form. ``place``: of the message that made it."""
+    """Message that a run sent, in incoming form. ``place``: of the message that caused it."""
 
     destination: str
     position: int
@@ -136,7 +136,7 @@ class Output(Struct, frozen=True):
 
 
 class Turn(Struct):
-    """Output of one record. ``stopped``: why the app handles nothing more; "": it does."""
+    """Result of one record. ``stopped``: why the app stopped; "" if it continues."""
 
     outputs: list[Output] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Turn(Struct):
 
 
 def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
-    """Plan a run from the oldest sound checkpoint, or the newest that is not younger. Raises ReplayError."""
+    """Plan a run from the oldest sound checkpoint, or from the newest up to ``not_after_ns``. Raises ReplayError."""
     summary = source.summary()
     name = source.identity.instance_name
     if summary.extensions is None:
@@ -171,8 +171,8 @@ _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn"
 
 
 def seal_process(limit_s: float) -> None:
-    """From here on code that a player runs opens no connection, starts no process, and has ``limit_s`` for a record, as
-    long as this process lives. For its main thread.
+    """Forbid connections and processes to code that a player runs, and limit a record to ``limit_s``, as long as this
+    process lives. Call it in the main thread.
     """
     global _limit_s
 
@@ -189,9 +189,9 @@ def seal_process(limit_s: float) -> None:
 
 
 class Player(LocalRun):
-    """One run, from a checkpoint on. ``is_new``: of code that is tried: it handles what has failed once more.
+    """Run of a service from a checkpoint on. ``is_new``: it tries code, so it handles failed messages again.
 
-    ``outsiders``: as :class:`LocalApp` has it. Raises ReplayError for a state that the class does not take.
+    ``outsiders``: as in :class:`LocalApp`. Raises ReplayError if the class does not take the state.
     """
 
     def __init__(
@@ -232,17 +232,17 @@ class Player(LocalRun):
 
     @property
     def next_due_ns(self) -> int | None:
-        """Time of the next timer of its handlers; None: there is none."""
+        """Time of the next timer of its handlers; None if there is none."""
         clock = self.tasks.clock
         return clock.next_due_ns() if clock.is_needed else None
 
     def give_logged(self, record: LoggedRecord) -> Turn:
-        """A record as the log has it."""
+        """Give the app a record as the log has it."""
         return self._turn_of(partial(self.session.give_record, record.value, record.trailer))
 
     def give_slots(self, sequence_id: int, time_ns: int, slots: Sequence[Slot], *, is_logs: bool) -> Turn:
-        """A record of these messages. ``is_logs``: it stands for the log's of that number, and is the last that
-        does."""
+        """Give the app a record of these messages. ``is_logs``: it replaces the log's record of that number, as the
+        last part of it."""
         content, sources = [encode_record_time(time_ns)], []
         at = 0
         while at < len(slots):
@@ -267,17 +267,17 @@ class Player(LocalRun):
         return turn
 
     def time_message(self, time_ns: int) -> bytes:
-        """The message by which the log tells the time."""
+        """Return the message by which the log gives the time."""
         decided = self.tasks.clock.decide(time_ns)
         return encode_call(_write_time, (time_ns, decided) if decided else (time_ns,))
 
     def waiting_effects(self) -> dict[int, Effect]:
-        """Effects that handlers have asked for, by number, without a result so far."""
+        """Return the effects without a result that handlers have asked for, by number."""
         effects = self.tasks.effects
         return {number: effect for number, effect in effects.waiting.items() if isinstance(effect, Effect)}
 
     def effect_message(self, effect: Effect, run: Callable[[Any], Any]) -> tuple[bytes, str]:
-        """Return the message with the result of ``run(request)``, and that in words."""
+        """Return the message with the result of ``run(request)``, and its description."""
         found: list[bytes] = []
         request = self.tasks.effects.make_request(
             effect, lambda raised, value: found.append(encode_result(effect, raised, value))
@@ -291,11 +291,11 @@ class Player(LocalRun):
             return found[0], f"raised {type(error).__name__}: {error}"
 
     def is_told(self, verdict: Verdict) -> bool:
-        """Tell whether the run was told the verdict, and so did not handle that message."""
+        """Return True if the run got the verdict, and so skipped the message."""
         return _not_of_code(verdict)
 
     def finish(self, last_sequence_id: int) -> bytes:
-        """End the run, and return the state. Raises ReplayError for one that can't be saved."""
+        """End the run, and return the state. Raises ReplayError if it can't be saved."""
         if self.ended is None:
             self.dispatcher.expect(last_sequence_id + 1)
             turn = self._turn_of(self.session.end_here)
@@ -307,7 +307,7 @@ class Player(LocalRun):
         self.app.close()
 
     def pass_on(self) -> None:
-        global _running  # what an audit hook sees is the whole process
+        global _running  # an audit hook sees the whole process
         _running = True
         if _limit_s:
             signal.setitimer(signal.ITIMER_REAL, _limit_s)
@@ -340,7 +340,7 @@ class Player(LocalRun):
 
 
 def _not_of_code(verdict: Verdict) -> bool:
-    """Tell whether other code changes nothing about it, or is not to be tried in this process."""
+    """Return True if other code can't change the verdict, or must not run the message in this process."""
     return verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
 
 
@@ -351,11 +351,11 @@ def _outputs(event: Outputs) -> Iterator[Output]:
         yield Output(event.destination, event.first_position + at, place, message)
 
 
-# What the log's own code did, message by message: what another run is compared with.
+# The run of the log's own code, message by message: the base of comparisons.
 
 
 class EffectDone(Struct):
-    """An effect that the log has the result of."""
+    """Effect whose result is in the log."""
 
     name: str
     encoded: bytes
@@ -368,8 +368,8 @@ class EffectDone(Struct):
 
 
 class Recorded:
-    """The run of the log's own code over ``log``, whole. Raises ReplayError where that makes other calls than the log
-    has."""
+    """Complete run of the log's own code over ``log``. Raises ReplayError if its calls differ from the
+    log's."""
 
     def __init__(self, log: Log, route: Route, definition: Definition, outsiders: frozenset[str]) -> None:
         source = log.source
@@ -377,13 +377,13 @@ class Recorded:
         self.log = log
         self.starts = {destination: mark.position for destination, mark in route.checkpoint.outputs.items()}
         self.made: dict[Place, dict[str, list[Output]]] = {}
-        self.order: dict[str, list[int]] = defaultdict(list)  # by destination: positions that the app made
-        self.places: dict[str, list[Place]] = defaultdict(list)  # ... and the messages that made them
+        self.order: dict[str, list[int]] = defaultdict(list)  # by destination: positions of the app's outputs
+        self.places: dict[str, list[Place]] = defaultdict(list)  # ... and the messages that caused them
         self.due: dict[int, int | None] = {route.checkpoint.sequence_id: None}
-        # By the message that starts an execution: the numbers that this drew; None: one that waited at the checkpoint.
+        # Numbers drawn by an execution, by the message that started it; None: executions that waited at the checkpoint.
         self.draws: dict[Place | None, list[RandomDraw]] = defaultdict(list)
         self.started: dict[int, Place] = {}
-        self.tasks: dict[int, int] = {}  # by the number of a call: the execution that made it
+        self.tasks: dict[int, int] = {}  # by a call's number: the execution that made it
         self.effects: dict[int, EffectDone] = {}
         self.verdicts: dict[MessageKey, Verdict] = {}
         proving = ProvingSink(source, route)
@@ -428,12 +428,12 @@ class Recorded:
                 self.effects[number] = EffectDone(effect.function.name, effect.encoded, key, number, time_ns)
 
     def place_up_to(self, destination: str, position: int) -> Place | None:
-        """Return what made the last message of a stream up to that position; None: there is none."""
+        """Return the place that caused a stream's last message up to ``position``; None if there is none."""
         at = bisect_right(self.order.get(destination, []), position) - 1
         return self.places[destination][at] if at >= 0 else None
 
     def place_that_made(self, destination: str, position: int) -> Place | None:
-        """Return what made that message of a stream; None for an impulse, and before the run."""
+        """Return the place that caused that message of a stream; None for an impulse, and before the run."""
         order = self.order.get(destination, [])
         at = bisect_right(order, position) - 1
         return self.places[destination][at] if at >= 0 and order[at] == position else None

@@ -1,8 +1,7 @@
-"""The services of the cone beside each other, in the order and at the times of their logs, with changed calls between
-them.
+"""Simulation of the services of the cone side by side, in the order and at the times of their logs.
 
-Each runs the records of its own log (:mod:`immortal.replay.fleet.player`), with what the others of the cone now send in
-the places of what they once sent. docs/decisions/0092 has the model of order and time.
+Each service runs the records of its own log (:mod:`immortal.replay.fleet.player`). Messages that other services of the
+cone send now replace their old messages at the same places. docs/decisions/0092 has the model of order and time.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ from immortal.replay.fleet.player import (
 from immortal.replay.plan import ReplayError
 from immortal.replay.result import Sink
 
-OTHER_MESSAGES_MAX = 100_000  # that no log has: services that call each other for ever are stopped there
+OTHER_MESSAGES_MAX = 100_000  # without a place in a log: stops services that call each other for ever
 FIRST_OTHER_SEQUENCE_ID = 1 << 40  # of records that no log has
 
 
 class JoinedLateError(Exception):
-    """Others have had a message of ``name`` that now is another one: it was to be in the cone from the beginning.
+    """Raised if a service handled a logged message of ``name`` that differs now: ``name`` must join at the beginning.
 
-    That is so where clocks of machines differ, or much happens at one moment.
+    This happens if clocks of machines differ, or many messages have one time.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,7 +62,7 @@ class JoinedLateError(Exception):
 
 
 def simulate(logs: Logs, rules: Rules, seed: int, recorded: dict[str, Recorded]) -> Simulation:
-    """Run a simulation to its end. ``recorded``: what the code of the logs did, as far as it is known; it is added to.
+    """Run a simulation to its end. ``recorded``: known runs of the logs' code; this adds to them.
 
     Raises ReplayError.
     """
@@ -83,7 +82,7 @@ def simulate(logs: Logs, rules: Rules, seed: int, recorded: dict[str, Recorded])
 
 
 class Simulation:
-    """One run. ``early``: services that are in the cone from the beginning.
+    """Run of a fleet's services. ``early``: services that are in the cone from the beginning.
 
     ``seed`` 0: a new message takes as long as the last one of its stream then; other seeds draw one of its delays.
     """
@@ -114,7 +113,7 @@ class Simulation:
     # --- the order --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run to the end of the logs, and of what follows from them. Raises ReplayError."""
+        """Run to the end of the logs and of all consequences. Raises ReplayError."""
         everything = self._rules.check is not None
         for name in self._logs.sources if everything else [*self._logs.changes, *self._early]:
             self._join(name, None)
@@ -135,7 +134,7 @@ class Simulation:
                 self._calls.miss(service, place, cause)
 
     def code(self, name: str) -> Definition:
-        """Return the class that made that log."""
+        """Return the class that made the log of the service ``name``."""
         return self._logs.code(name)
 
     def has_log(self, name: str) -> bool:
@@ -170,7 +169,7 @@ class Simulation:
         return False
 
     def _is_ready(self, service: Service, record: LoggedRecord) -> bool:
-        """Whoever made the messages of ``record`` has come as far."""
+        """Return True if all senders of messages in ``record`` have reached them."""
         for batch in record.trailer.batches:
             sender = self.services.get(batch.name)
             if batch.kind != BatchKind.STREAM or sender is None or sender.stopped:
@@ -203,7 +202,7 @@ class Simulation:
         self.services[name] = service
         if why is not None and recorded.log.begin_ns > self._now_ns and recorded.log.checkpoint.sequence_id >= 0:
             service.refuse_early()
-        for other in self.services.values():  # what it has had of this one was recorded
+        for other in self.services.values():  # it handled messages of this service as recorded
             position = 0
             for record in other.log.records[: other.cursor]:
                 for batch in record.trailer.batches:
@@ -224,7 +223,7 @@ class Simulation:
     # --- the records of a log -----------------------------------------------------------------------------------------
 
     def _handle(self, service: Service, record: LoggedRecord) -> None:
-        """Handle the next record of its log, with what is now in the places of its messages."""
+        """Handle the next record of its log, with the present messages at the places of the old ones."""
         slots, was_there = record.slots(), service.is_there
         causes: dict[int, int | None] = {}
         absent: set[int] = set()
@@ -279,7 +278,7 @@ class Simulation:
         *,
         is_last: bool,
     ) -> None:
-        """The messages of ``part``; all others keep their index."""
+        """Give the service the messages of ``part``; all others keep their index."""
         service.tell(record.sequence_id, [index for index in part if index not in absent])
         given = [
             slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
@@ -290,7 +289,7 @@ class Simulation:
         self._take(service, turn, record.time_ns, places, causes)
 
     def _sender(self, service: Service, slot: Slot) -> Service | None:
-        """The service of the cone that sends what is in this place; None: the record says what it is."""
+        """Return the service of the cone that sends the message at this place; None: the record's message stands."""
         if slot.source is None:
             return None
         sender = self.services.get(slot.source or service.name)
@@ -298,12 +297,12 @@ class Simulation:
             return None
         destination = ONESELF if sender is service else service.name
         if sender.recorded.place_that_made(destination, slot.position) is None:
-            return None  # an impulse, or made before the run
+            return None  # an impulse, or a message from before the run
         order, stream = sender.recorded.order[destination], self._streams[sender.name, service.name]
         return sender if bisect_right(order, slot.position) > stream.settled else None
 
     def _taken(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
-        """Take the message for a place, and the messages that go before it in the same stream."""
+        """Take the message for a place, and the messages before it in the same stream."""
         queue = self._streams[sender.name, service.name].queue
         if not any(one.slot == place for one in queue):
             return None, []
@@ -322,7 +321,7 @@ class Simulation:
     # --- messages without a place -------------------------------------------------------------------------------------
 
     def _deliver(self, sender: str, service: Service, sent: Sent, time_ns: int) -> None:
-        """Now, whatever place it had."""
+        """Deliver a message now, whatever its place was."""
         self._other_count += 1
         if service.stopped:
             return
@@ -331,7 +330,7 @@ class Simulation:
         place = sent.slot
         if place is None or place in service.done:
             place = (next(self._others), 0)
-        else:  # it is the same message, only at another time: it draws what it drew
+        else:  # it is the same message at another time: it draws the same numbers
             if place[0] > service.reached:
                 service.done.add(place)
             service.open.pop(place, None)
@@ -346,7 +345,7 @@ class Simulation:
         self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
 
     def _give_own(self, service: Service, message: bytes, time_ns: int) -> None:
-        """Give it an impulse to itself that its log does not have."""
+        """Give the service an impulse to itself that its log does not have."""
         if not service.stopped:
             self._other_count += 1
             batch = BatchSource(BatchKind.IMPULSES, ONESELF, 0, 1, 0)
@@ -354,7 +353,7 @@ class Simulation:
             self._give_other(service, (next(self._others), 0), slots, time_ns, service.state_cause)
 
     def _deliver_due(self, sender: str, service: Service, time_ns: int) -> None:
-        """Deliver the messages at the front of a stream whose time has come."""
+        """Deliver the messages at the front of a stream that are due."""
         stream = self._streams[sender, service.name]
         if not service.is_there:
             return
@@ -362,14 +361,14 @@ class Simulation:
             self._deliver(sender, service, stream.queue.popleft(), time_ns)
 
     def _is_past_settled(self, sender: str, service: Service, stream: Stream) -> bool:
-        """True if all messages that were sent before the receiver joined have come, as they once did."""
+        """Return True if all messages that were sent before the receiver joined have arrived, as recorded."""
         if not stream.settled:
             return True
         order = self.services[sender].recorded.order[service.name]
         place = service.log.place_of(sender, order[stream.settled - 1])
         return place is None or place[0] <= service.reached
 
-    # --- what a record has made ---------------------------------------------------------------------------------------
+    # --- the outputs of a record --------------------------------------------------------------------------------------
 
     def _take(
         self,
@@ -417,7 +416,7 @@ class Simulation:
         self._check(service, places[-1] if places else (service.reached, 0), time_ns)
 
     def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
-        """Raise JoinedLateError if the receiver has had that message of ``service``, as it was recorded."""
+        """Raise JoinedLateError if the receiver has handled that message of ``service`` as recorded."""
         receiver = self.services.get(service.receiver(destination))
         if receiver is not None and position <= receiver.taken.get(service.name, 0):
             raise JoinedLateError(service.name)
@@ -449,7 +448,7 @@ class Simulation:
         if position is not None and position <= receiver.taken.get(service.name, 0):
             if number is not None or not in_time:
                 raise JoinedLateError(service.name)
-            return  # it had this one as it was recorded
+            return  # it handled this one as recorded
         slot = None
         if position is not None:
             from_name = ONESELF if receiver is service else service.name
@@ -462,7 +461,7 @@ class Simulation:
         stream.queue.append(sent)
         if slot is None or slot[0] <= receiver.reached:
             if slot is None and number is None:
-                return  # it was on its way at the end of the log, and still is
+                return  # it was in flight at the end of the log, and still is
             sent.time_ns = max(stream.last_ns, time_ns + stream.delay_ns(service, receiver, self._seed, time_ns))
             stream.last_ns = sent.time_ns
             self._at(sent.time_ns, lambda now_ns: self._is_due(service.name, receiver, sent, now_ns))
@@ -470,17 +469,17 @@ class Simulation:
     def _is_due(self, sender: str, receiver: Service, sent: Sent, now_ns: int) -> None:
         sent.is_due = True
         stream = self._streams[sender, receiver.name]
-        for one in stream.queue:  # what goes before it and has no place of its own any more
+        for one in stream.queue:  # messages before it that no longer have a place of their own
             if one is sent:
                 break
             if one.slot is None or one.slot[0] <= receiver.reached:
                 one.is_due = True
         self._deliver_due(sender, receiver, now_ns)
 
-    # --- who has no log -----------------------------------------------------------------------------------------------
+    # --- services without a log ---------------------------------------------------------------------------------------
 
     def _answer(self, service: Service, destination: str, message: bytes, time_ns: int) -> None:
-        """Answer a call to a service without a log, where its caller waits."""
+        """Answer a call to a service without a log, if its caller waits."""
         if destination in self._logs.outsiders:
             return
         answered = self._rules.answered(service, destination, message, time_ns)
@@ -501,7 +500,7 @@ class Simulation:
     # --- time and effects ---------------------------------------------------------------------------------------------
 
     def _look_at_timers(self, service: Service) -> None:
-        """A timer that the log's code did not set goes off at its time; others when the log says what time it is."""
+        """Schedule a timer that the log's code did not set; the log's own messages of the clock trigger the others."""
         due_ns = service.player.next_due_ns
         was_ns = service.recorded.due.get(service.reached)
         if due_ns is None or service.stopped or (was_ns is not None and due_ns >= was_ns):
@@ -520,7 +519,7 @@ class Simulation:
         self._at(max(due_ns, service.time_ns), go_off)
 
     def _look_at_effects(self, service: Service) -> None:
-        """An effect that the log has the result of gets that; of others the rules say what comes."""
+        """Schedule the results of new effects: the log's result if it has one, else one by the rules."""
         if service.stopped:
             return
         for number, effect in service.player.waiting_effects().items():

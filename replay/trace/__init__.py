@@ -1,1 +1,1 @@
-"""Logs as traces: messages by time (:mod:`.messages`), spans of them (:mod:`.spans`), and what viewers read."""
+"""Traces of logs: messages by time (:mod:`.messages`), their spans (:mod:`.spans`), and export to viewers."""

@@ -1,6 +1,6 @@
-"""Causes of calls: no log says which message made a call, but a replay does, call by call.
+"""Causes of calls: no log says which message caused a call, but a replay does, call by call.
 
-What it says is kept in files, one for each stream, in the order of positions: a log may have any length.
+The causes are kept in files, one for each stream, in the order of positions: a log can have any length.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from immortal.replay.result import Sink
 from immortal.replay.trace.messages import Executed, Source, executed
 from immortal.replay.trace.spans import DrawCollector, RecordDraws, Waits
 
-_ROW = struct.Struct("<qqi")  # from this position on: record, message; record -1: nobody knows
+_ROW = struct.Struct("<qqi")  # from this position on: record, message; record -1: unknown
 _UNKNOWN = -1
 _SIZE = struct.Struct("<I")
 
 
 class ReplayedCauses:
-    """``folder``: for its files. For one thread."""
+    """Causes of calls that replays found, in files below ``folder``. For one thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,9 +47,9 @@ class ReplayedCauses:
         self._waits: dict[str, Waits] = {}
 
     def learn(self, source: Source, settings: InstanceSettings) -> list[str]:
-        """Replay a log, and keep what its messages made; gives what should be known of it, in words.
+        """Replay a log, and keep the causes of its calls; return notes for people.
 
-        Raises LogViewError, ReplayError and what else a replay raises.
+        Raises LogViewError, ReplayError, and the other errors of a replay.
         """
         reader, instance = source.reader, source.instance
         summary = reader.summary()
@@ -94,7 +94,7 @@ class ReplayedCauses:
 
 
 def _checkpoint_before(source: Source, summary: LogSummary) -> int | None:
-    """The newest checkpoint before the first record that is asked for, or the oldest of all; None: there is none."""
+    """Return the newest checkpoint before the first requested record, or else the oldest; None if there is none."""
     usable = usable_checkpoints(summary)
     before = [one for one in usable if source.first is not None and one.sequence_id < source.first]
     chosen = before[-1:] or usable[:1]
@@ -136,7 +136,7 @@ class _CausesSink(Sink):
         self._add(destination, first_position, _UNKNOWN, 0)
 
     def _add(self, destination: str, position: int, record: int, message: int) -> None:
-        """A row of the same position as the one before counts instead of it, since the last such one is found."""
+        """Write a row. It replaces an earlier row of the same position, since a search finds the last one."""
         receiver = destination or self._instance
         file = self._files.get(receiver)
         if file is None:
@@ -150,23 +150,23 @@ class _CausesSink(Sink):
 
 
 def _drawn_in(path: Path) -> Iterator[RecordDraws]:
-    """Yield what a replay told, read as it is needed: the log may be of any length."""
+    """Yield the draws that a replay reported, reading the file on demand: a log can have any length."""
     with path.open("rb") as file:
         while front := file.read(_SIZE.size):
             yield decoding.decode(file.read(*_SIZE.unpack(front)), type=RecordDraws)
 
 
-# Logs that are replayed as they grow: their messages, and which message made which call.
+# Replay of logs as they grow: their messages, and the causes of their calls.
 #
-# A copy of each app shadows the running one: its replay is given each record once it is logged, and says what it makes.
-# So a message comes together with its cause, if the caller's log is followed too; a little later than without.
+# A copy of each app shadows the running one: its replay gets each record once it is logged, and reports its calls. So
+# a message is known together with its cause if the caller's log is followed too, a little later than without a replay.
 
 
-ROWS_MAX = 200_000  # of a stream: of older calls nobody knows the cause
+ROWS_MAX = 200_000  # of a stream: causes of older calls are dropped
 
 
 class _Made(Struct):
-    """Origins in one stream: from each position on, the (record, message) that made it; and up to where."""
+    """Causes in one stream: from each position on, the (record, message); ``known``: the last position known."""
 
     positions: list[int] = field(default_factory=list)
     origins: list[tuple[int, int]] = field(default_factory=list)
@@ -180,15 +180,15 @@ class _Made(Struct):
 
 
 class ShadowReplay(Sink):
-    """One log, in a thread of its own from :meth:`start` on; its reader is that thread's alone."""
+    """Replay of one growing log, in its own thread after :meth:`start`; only that thread uses the reader."""
 
     def __init__(self, source: Source, settings: InstanceSettings) -> None:
-        """``source.first``: the first record whose messages are wanted. Raises ReplayError for a log that has no
-        checkpoint from which to begin."""
+        """Plan the replay. ``source.first``: the first record whose messages are wanted. Raises ReplayError if the log
+        has no checkpoint to begin at."""
         self.source = source
         self.committer_id = source.reader.identity.committer_id
         self.begins = source.first or 0
-        """The record whose messages come first."""
+        """First record whose messages are wanted."""
         self.taken = self._seen = self.begins - 1
         summary = source.reader.summary()
         plan = ReplayPlan(_checkpoint_before(source, summary), follow=True)
@@ -201,7 +201,7 @@ class ShadowReplay(Sink):
         self._telling = DrawCollector()
         self._drawn: deque[RecordDraws] = deque(maxlen=ROWS_MAX)
         self.waits = Waits(self._take_drawn)
-        self._told = self.begins - 1  # up to this record it is known what began
+        self._told = self.begins - 1  # waits that began up to this record are known
         self._over = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"replay of {source.instance}", daemon=True)
@@ -218,7 +218,7 @@ class ShadowReplay(Sink):
         self._thread.join()
 
     def take(self) -> list[Executed]:
-        """Return messages since the last call, up to record ``taken``. Raises what ended the replay."""
+        """Return messages since the last call, up to record ``taken``. Raises the error that ended the replay."""
         with self._lock:
             found = list(self._messages)
             self._messages.clear()
@@ -228,7 +228,7 @@ class ShadowReplay(Sink):
         return found
 
     def cause(self, receiver: str, position: int) -> tuple[bool, tuple[int, int] | None]:
-        """(whether it is known by now, the record and message that made that call; None: none did)."""
+        """Return (True if it is known by now, the record and message that caused the call or None if none did)."""
         with self._lock:
             made = self._made.get(receiver)
             if made is None or made.known < position:
@@ -237,7 +237,7 @@ class ShadowReplay(Sink):
             return True, None if row < 0 or made.origins[row][0] == _UNKNOWN else made.origins[row]
 
     def knows_waits(self, sequence_id: int) -> bool:
-        """Tell whether everything that began before that record is known."""
+        """Return True if every wait that began before that record is known."""
         return self._told >= sequence_id - 1
 
     def _take_drawn(self) -> RecordDraws | None:
@@ -249,13 +249,13 @@ class ShadowReplay(Sink):
             if result.failure is not None:
                 failure = result.failure
                 raise LogViewError(f"{self.instance}: the replay ends at record {failure.sequence_id}: {failure.text}")
-        except Exception as error:  # the one who takes is told
+        except Exception as error:  # take() raises it
             self._error = error
 
-    # --- what the replay says, in its thread --------------------------------------------------------------------------
+    # --- the replay's reports, in its thread --------------------------------------------------------------------------
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
-        if sequence_id is None:  # an app that tells none
+        if sequence_id is None:  # an app that reports none
             self._told = sys.maxsize
             return
         drawn = self._telling.numbers(sequence_id, data, complete=complete)

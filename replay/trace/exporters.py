@@ -1,7 +1,7 @@
-"""Writes spans as OTLP JSON, to a file (one request per line) or an endpoint (one per POST), or as Perfetto's events.
+"""Export of spans as OTLP JSON, to a file (one request per line) or an endpoint (one per POST), or for Perfetto.
 
 https://opentelemetry.io/docs/specs/otlp/ and https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ describe
-OTLP JSON. We do not use OpenTelemetry's SDK: it is for programs that time themselves, and it draws the IDs of spans at
+OTLP JSON. OpenTelemetry's SDK is not used: it is for programs that time themselves, and it draws span IDs at
 random.
 """
 
@@ -21,7 +21,7 @@ from immortal.replay.plan import LogViewError
 from immortal.replay.trace.messages import Executed
 from immortal.replay.trace.spans import Span, Spans
 
-SPANS_MAX = 512  # in a request
+SPANS_MAX = 512  # per request
 TIMEOUT_S = 30.0
 _INTERNAL, _CLIENT, _PRODUCER, _CONSUMER = 1, 3, 4, 5
 _KINDS = {
@@ -38,7 +38,7 @@ Send = Callable[[bytes], None]
 
 
 def send_all(spans: Iterable[Span], send: Send) -> int:
-    """Send all spans, SPANS_MAX at a time, and return their number."""
+    """Send all spans, SPANS_MAX per request, and return their number."""
     count = 0
     waiting: list[Span] = []
     for span in spans:
@@ -74,7 +74,7 @@ def _span(span: Span) -> dict[str, Any]:
         **parent,
         "name": span.name,
         "kind": _KINDS[span.kind],
-        "startTimeUnixNano": str(span.start_ns),  # 64-bit numbers are strings there
+        "startTimeUnixNano": str(span.start_ns),  # OTLP JSON has 64-bit numbers as strings
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _attributes(span.attributes),
     }
@@ -95,7 +95,7 @@ def into_file(file: IO[bytes]) -> Send:
 
 
 def to_endpoint(url: str) -> Send:
-    """Return a sender to the endpoint ``url`` (OTLP's path by default). It raises LogViewError if it can't send."""
+    """Return a sender to the endpoint ``url`` (OTLP's path by default). It raises LogViewError on failure."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise LogViewError(f"{url!r} is no endpoint: a URL such as http://127.0.0.1:4318 was expected")
@@ -120,18 +120,18 @@ def to_endpoint(url: str) -> Send:
 # Messages and their spans as trace events, which Perfetto's viewer reads (https://ui.perfetto.dev).
 #
 # Each instance is a process with a lane "handled", a slice for each message, and a lane "to NAME" for each receiver, a
-# slice for each batch that it sent there; arrows lead from that to each of its messages. Spans that have a length are
-# bars of their own: the way of each call, handlers that somebody waited for, and what was noted of queues and commits.
+# slice for each batch sent there; arrows lead from a batch to each of its messages. Spans with a length are bars of
+# their own: calls on their way, handlers whose answer a caller waited for, and noted queues and commits.
 #
 # A log does not say how long a handler ran: a slice of "handled" takes its share of the time until the next record, at
-# most WIDTH_NS_MAX. Where it was noted when the handler ran, the slice shows that.
+# most WIDTH_NS_MAX. If the handler's times were noted, the slice shows these.
 #
-# It is the JSON form, since that is written as it comes; Perfetto sorts it.
+# The format is Perfetto's JSON, which can be written event by event; Perfetto sorts it.
 
 
 WIDTH_NS_MAX = 10_000
 BATCH_WIDTH_NS = 1_000
-_HANDLED = 1  # the thread with what an instance handled
+_HANDLED = 1  # the thread ID of the lane "handled"
 _CATEGORIES = {
     "call": "on its way",
     "handler": "waited for",
@@ -174,25 +174,25 @@ def write(messages: Iterable[Executed], spans: Spans, to: IO[bytes]) -> int:
 class _TraceEvents:
     def __init__(self) -> None:
         self._zero_ns: int | None = None
-        self._lanes: dict[str | tuple[str, str], int] = {}  # an instance's process, a stream's thread
+        self._lanes: dict[str | tuple[str, str], int] = {}  # IDs: of an instance's process, a stream's thread
         self._names: list[Event] = []
         self._batch_at: dict[tuple[str, str], int] = {}
         self._committed: dict[str, int] = {}  # the last record of each instance whose commit is shown
-        self._record_end: dict[str, tuple[int, int]] = {}  # (record, where its next message is shown)
+        self._record_end: dict[str, tuple[int, int]] = {}  # (record, place of its next message's slice)
 
     @property
     def time_zero(self) -> str | None:
         return None if self._zero_ns is None else datetime.fromtimestamp(self._zero_ns // 10**9, UTC).isoformat()
 
     def take_names(self) -> list[Event]:
-        """Return and forget the names of lanes that are new."""
+        """Return and clear the names of new lanes."""
         names, self._names = self._names, []
         return names
 
     def of(self, message: Executed) -> Iterator[Event]:
         """Yield a message's slice, the arrow to it, and the slice of its batch."""
         if self._zero_ns is None:
-            # Doubles hold no ns since 1970. What was sent more than a day before is shown as sent then.
+            # Doubles hold no ns since 1970. Messages sent more than a day before are shown at the earliest time.
             self._zero_ns = message.time_ns // _DAY_NS * _DAY_NS - _DAY_NS
         timing = message.timing
         width_ns = max(min(WIDTH_NS_MAX if message.width_ns is None else message.width_ns, WIDTH_NS_MAX), 1)
@@ -224,7 +224,7 @@ class _TraceEvents:
     def bar(self, span: Span) -> Iterator[Event]:
         if span.end_ns <= span.start_ns or (span.kind == "handler" and not span.is_answered):
             return
-        if span.kind == "commit":  # one for all messages of a record
+        if span.kind == "commit":  # one bar for all messages of a record
             record = int(span.attributes["immortal.record"])
             if self._committed.get(span.instance) == record:
                 return

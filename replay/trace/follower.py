@@ -1,7 +1,7 @@
-"""Spans of logs as these grow: what is in no file yet is sent, again and again.
+"""Followers of growing logs: they send the spans of new records, round by round.
 
-What was sent is noted in a file, so that a next run goes on there. It is noted once the endpoint has it, so after a
-crash a span may be sent twice: it has the same ID then.
+A file records the position of what was sent, so that the next run continues there. It is written after the endpoint
+has the spans, so after a crash a span can be sent twice, with the same ID.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from immortal.replay.trace.spans import Span, Spans, Waits, handler_id
 
 POLL_S = 0.2
 GRACE_S = 5.0
-RETRY_S_MAX = 30.0  # between two tries to reach an endpoint that takes nothing
-ROUND_RECORDS_MAX = 1_000  # of each log: then it is noted how far it has come
+RETRY_S_MAX = 30.0  # between two attempts to reach an endpoint that takes nothing
+ROUND_RECORDS_MAX = 1_000  # of each log; after them the positions are recorded
 
 
 class Positions:
-    """Next record of each log, kept in a file. ``path`` None: nothing is kept."""
+    """Next record of each log, kept in a file. ``path`` None: no file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises LogViewError for a file that is something else."""
+        """Read the file. Raises LogViewError if it is another kind of file."""
         self._path = path
         self._next: dict[str, list[int]] = {}
         if path is None or not path.exists():
@@ -47,12 +47,12 @@ class Positions:
             ) from None
 
     def next_of(self, source: Source) -> int | None:
-        """Return the next record of a source; None where nothing is known of that log."""
+        """Return the next record of a source; None if the file does not know its log."""
         known = self._next.get(source.instance)
         return known[1] if known is not None and known[0] == source.reader.identity.committer_id else None
 
     def note(self, sources: Sequence[Source]) -> None:
-        """``first`` of each is its next one. Raises OSError."""
+        """Record ``first`` of each source as its next record. Raises OSError."""
         for source in sources:
             self._next[source.instance] = [source.reader.identity.committer_id, source.first or 0]
         if self._path is None:
@@ -66,9 +66,9 @@ class Positions:
 
 
 class _SpanSender:
-    """Sends spans of logs, round by round, to an endpoint that may be away for a while.
+    """Sender of spans of logs, round by round, to an endpoint that can be unreachable for a while.
 
-    ``wait(seconds)``: True once it is to end. ``say``: of problems.
+    ``wait(seconds)``: returns True if the sender must end. ``say``: receives problems.
     """
 
     def __init__(
@@ -86,19 +86,19 @@ class _SpanSender:
         self._spans = Spans()
 
     def run(self) -> None:
-        """Send spans until the end is asked for. Raises LogError, OSError, the errors of a replay."""
+        """Send spans until ``wait`` returns True. Raises LogError, OSError, the errors of a replay."""
         while not self._round():
             if self._wait(POLL_S):
                 break
-        with contextlib.suppress(LogViewError):  # of handlers that have not answered: once, without retry
+        with contextlib.suppress(LogViewError):  # handlers without an answer: sent once, without retry
             self.sent += send_all(self._spans.rest(), self._to)
 
     def _round(self) -> bool:
-        """Send what the logs have by now; return True if the end was asked for meanwhile."""
+        """Send the spans that the logs have by now; return True if the sender must end."""
         raise NotImplementedError
 
     def _send(self, spans: Sequence[Span]) -> bool:
-        """True if it was ended meanwhile, and what was left was not taken."""
+        """Send spans until the endpoint takes them; return True if the sender must end first."""
         delay_s = POLL_S
         while True:
             try:
@@ -112,7 +112,7 @@ class _SpanSender:
 
 
 class Follower(_SpanSender):
-    """``sources``: each with its ``first`` record."""
+    """Follower of logs, without replays. ``sources``: each with its ``first`` record."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Follower(_SpanSender):
         return False
 
     def _choose(self) -> bool:
-        """Up to which record the next spans go; False if there is nothing new."""
+        """Set the last record of each source for the next round; return False if no source has a new one."""
         any_new = False
         for source in self._sources:
             begin, (first_kept, end) = source.first or 0, source.reader.ends()
@@ -152,7 +152,7 @@ class Follower(_SpanSender):
 
 
 class ShadowFollower(_SpanSender):
-    """Follows logs as :class:`Follower`, with replays: a message waits until its cause is known, GRACE_S at most."""
+    """Follower of logs with replays: a message waits until its cause is known, GRACE_S at most."""
 
     def __init__(
         self,
@@ -167,10 +167,10 @@ class ShadowFollower(_SpanSender):
         self._logs = {log.instance: log for log in logs}
         self._clock_s = clock_s
         self._spans = Spans(self)
-        self._waiting: list[tuple[float, Executed]] = []  # since when
+        self._waiting: list[tuple[float, Executed]] = []  # (waiting since, message)
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
-        """Return the cause of a call, as :class:`immortal.replay.trace.spans.Causes`."""
+        """Return the cause of a call, like :class:`immortal.replay.trace.spans.Causes`."""
         log = self._logs.get(caller)
         cause = None if log is None else log.cause(receiver, position)[1]
         return None if log is None or cause is None else (log.committer_id, *cause)
@@ -195,7 +195,7 @@ class ShadowFollower(_SpanSender):
         self._waiting.sort(key=lambda one: one[1].time_ns)
         spans: list[Span] = []
         moved = True
-        while moved:  # what one has waited for may have been another one
+        while moved:  # a message can wait for another one that has just become ready
             waiting, self._waiting = self._waiting, []
             for since_s, message in waiting:
                 if now_s - since_s >= GRACE_S or self._is_ready(message):

@@ -1,7 +1,7 @@
-"""The messages of several logs, by time, one record of each log in memory; and what was noted of their times.
+"""Messages of several logs in the order of time, with one record of each log in memory; and the noted times of them.
 
-An instance may note when messages came, were durable and were executed (protocol/timings.py). Notes stand beside the
-log, and count for less: what is damaged, lost, or of another log is passed over.
+An instance can note when messages arrived, were durable and were executed (protocol/timings.py). Notes are beside the
+log and are less trusted: damaged or lost notes, and those of another log, are skipped.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from immortal.protocol.timings import (
 )
 from immortal.protocol.trailer import BatchKind
 
-BLOCK_ROWS = 64  # that are read at once
-DAMAGED_RUN_MAX = 1_000  # rows in a row: of a segment with more nothing is used
+BLOCK_ROWS = 64  # read at once
+DAMAGED_RUN_MAX = 1_000  # damaged rows in sequence: a segment with more is not used
 SPAN_NS_MAX = 7 * 86_400 * 10**9  # two notes of one message that are further apart do not belong together
 
 CLIENTS = "clients"
 OUTSIDE = "outside"
-"""As a caller: who sent impulses, or the initial message."""
+"""Caller of impulses and of the initial message."""
 
 _RAW = decoding.Decoder(list[msgspec.Raw])
 
 
 class MessageTiming(Struct, frozen=True):
-    """Times of one message in ns since 1970 by the instance's clock, in order; None: not noted.
+    """Times of one message in ns since 1970 by the instance's clock, in order; None if not noted.
 
-    ``given_ns``: to the app's connection. ``ended_ns``: the handler returned, or began to wait.
+    ``given_ns``: passed to the app's connection. ``ended_ns``: the handler returned, or began to wait.
     """
 
     arrived_ns: int | None
@@ -71,8 +71,8 @@ class RecordTiming(Struct):
     handled: dict[int, tuple[int, int]] = field(default_factory=dict)  # by message
 
     def of(self, message: int, first_of_batch: int, time_ns: int, taken_ns: int | None) -> MessageTiming:
-        """``time_ns``: of the record, which is when it was submitted. ``taken_ns``: when the coordinator took the
-        message, where the log itself says that."""
+        """Return the times of one message. ``time_ns``: of the record, the time of its submission. ``taken_ns``: when
+        the coordinator took the message, if the log says so."""
         submitted = self.commit.first_ns
         last_ns = time_ns
 
@@ -96,22 +96,22 @@ class RecordTiming(Struct):
 
 
 class Timings:
-    """Timings in ``folder`` for the log of ``committer_id``. For one thread."""
+    """Reader of the timings in ``folder`` for the log of ``committer_id``. For one thread."""
 
     def __init__(self, folder: Path, committer_id: int) -> None:
         self.problems: list[str] = []
-        """What was passed over, in words."""
+        """Descriptions of skipped notes."""
         self._segments = {whose: list(self._open(folder, whose, committer_id)) for whose in (COORDINATOR, APP)}
         self._known: tuple[int, RecordTiming | None] = (-1, None)
 
     def of(self, sequence_id: int) -> RecordTiming | None:
-        """Return the timing of a record; None where nothing is known of it."""
+        """Return the timing of a record; None if nothing is known about it."""
         if self._known[0] != sequence_id:
             self._known = sequence_id, self._read(sequence_id)
         return self._known[1]
 
     def _open(self, folder: Path, whose: str, committer_id: int) -> Iterator[_Segment]:
-        """The newest first."""
+        """Yield the segments of the log, the newest first."""
         for path in reversed(segments(folder, whose)):
             try:
                 segment = _Segment(path)
@@ -138,7 +138,7 @@ class Timings:
         return found
 
     def _rows(self, whose: str, sequence_id: int) -> list[TimingRow]:
-        """Return rows from the newest segment that has the record, and from the one before if it may begin there."""
+        """Return rows from the newest segment with the record, and from the one before if it can begin there."""
         found: list[TimingRow] = []
         for segment in list(self._segments[whose]):
             try:
@@ -157,22 +157,22 @@ class Timings:
 
 
 class _Segment:
-    """One file of timings. Rows are found by bisection, so that only few are read."""
+    """Reader of one file of timings. A bisection finds rows, so that only few are read."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, ValueError."""
+        """Open the file. Raises OSError, ValueError."""
         self.path = path
-        self.is_news = False  # a damaged row was met, for the first time
+        self.is_news = False  # True after the first damaged row, until it is reported
         self._met_damage = False
-        self._block, self._rows = -1, b""  # those of a block, which were read last
+        self._block, self._rows = -1, b""  # the block that was read last, and its rows
         header = self._read(0, HEADER_SIZE_BYTES)
         self.committer_id, self.size_bytes = decode_segment_header(header), path.stat().st_size
         self._header_crc = zlib.crc32(header)
         self._count = max(self.size_bytes - HEADER_SIZE_BYTES, 0) // ROW_SIZE_BYTES
-        self._at = 0  # behind the rows that were found last: the next ones are close to it
+        self._at = 0  # after the rows found last: the next ones are close to it
 
     def rows(self, sequence_id: int) -> list[TimingRow]:
-        """Return the rows of a record. Raises OSError, and ValueError for a segment that is damaged throughout."""
+        """Return the rows of a record. Raises OSError, and ValueError if too many rows are damaged."""
         found: list[TimingRow] = []
         if not self._count or not self._bounds[0] <= sequence_id <= self._bounds[1]:
             return found
@@ -194,7 +194,7 @@ class _Segment:
 
     @cached_property
     def _bounds(self) -> tuple[int, int]:
-        """The first record and the last one; beyond all where the last row is damaged."""
+        """The first and the last record; the last is sys.maxsize if the last row is damaged."""
         last = self._row(self._count - 1)
         return self._sequence_id(0), sys.maxsize if last is None else last.sequence_id
 
@@ -202,7 +202,7 @@ class _Segment:
         return self._row(0) == row
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
-        """No file is held open, since there may be many, or mapped, since a disk that fails is to be an error."""
+        """Read bytes of the file. It is not kept open (there can be many) nor mapped, so that disk failures raise."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -212,7 +212,7 @@ class _Segment:
             os.close(descriptor)
 
     def _first_from(self, sequence_id: int) -> int:
-        """The first row of that record or of a later one."""
+        """Return the index of the first row of that record or of a later one."""
         at, step = self._at, 1
         if at and self._sequence_id(at - 1) >= sequence_id:
             at = 0
@@ -224,7 +224,7 @@ class _Segment:
         return self._at
 
     def _sequence_id(self, at: int) -> int:
-        """Return the sequence ID of the first whole row from ``at`` on."""
+        """Return the sequence ID of the first undamaged row from ``at`` on."""
         for damaged in range(self._count - at):
             if (row := self._row(at + damaged)) is not None:
                 return row.sequence_id
@@ -251,16 +251,16 @@ class _Segment:
 
 
 class Source(Struct):
-    """One log. ``first``, ``last``: sequence IDs, both included; None: the log's own ends."""
+    """Log to read. ``first``, ``last``: sequence IDs, both included; None: the log's own ends."""
 
     reader: LogReader
     methods: Methods
     first: int | None = None
     last: int | None = None
     problems: list[str] = field(default_factory=list)
-    """Records that were left out, in words."""
+    """Descriptions of records that were left out."""
     timings: Timings | None = None
-    """What was noted beside the log."""
+    """Times noted beside the log."""
 
     @property
     def instance(self) -> str:
@@ -268,15 +268,15 @@ class Source(Struct):
 
 
 class Executed(Struct, frozen=True):
-    """A logged message: sent by ``caller`` at ``sent_ns``, durable and next in turn for ``instance`` at ``time_ns``.
+    """Logged message: sent by ``caller`` at ``sent_ns``, durable and next in turn for ``instance`` at ``time_ns``.
 
-    Two machines have two clocks: what was sent after it came, by these, counts as sent when it came.
+    Two machines have two clocks: if a message was sent after it arrived by these, ``sent_ns`` is the arrival.
 
-    ``waiter``: (who waits for its answer, the number of the call there). ``answers``: (who answered, to whom, the
-    number). ``effect``: the number of the effect whose result it is. ``told_ns``: what a message of the clock says.
-    ``effect_words``: which effect that was, for people.
-    ``trace_context``: that a client gave, or "". ``width_ns``: its share of the time until the next record;
-    None where nothing says it. ``timing``: what was noted of it, if anything.
+    ``waiter``: (caller that waits for the answer, the number of its call). ``answers``: (who answered, to whom, the
+    number). ``effect``: the number of the effect whose result it is. ``told_ns``: the time in a message of the clock.
+    ``effect_words``: the effect, for people.
+    ``trace_context``: from a client, or "". ``width_ns``: its share of the time until the next record;
+    None if unknown. ``timing``: its noted times, if any.
     """
 
     instance: str
@@ -305,12 +305,12 @@ class Executed(Struct, frozen=True):
 
 
 def by_time(sources: Sequence[Source]) -> Iterator[Executed]:
-    """All messages, by the time of their records. Raises LogError."""
+    """Yield all messages, by the time of their records. Raises LogError."""
     yield from heapq.merge(*(messages_of(source) for source in sources), key=lambda message: message.time_ns)
 
 
 def messages_of(source: Source) -> Iterator[Executed]:
-    """In the log's order. Damaged records are left out, and told in the source's ``problems``."""
+    """Yield a log's messages in order. Damaged records are left out and described in ``source.problems``."""
     before: DecodedRecord | None = None
     committer_id = source.reader.identity.committer_id
     for logged in source.reader.records(source.first, source.last):
@@ -326,7 +326,7 @@ def messages_of(source: Source) -> Iterator[Executed]:
 
 
 def executed(source: Source, record: DecodedRecord, next_ns: int | None) -> Iterator[Executed]:
-    """The messages of one record. ``next_ns``: the time of the next one."""
+    """Yield the messages of one record. ``next_ns``: the time of the next record."""
     instance, time_ns = source.instance, record.trailer.time_ns
     share = None if next_ns is None else max(next_ns - time_ns, 0) // max(len(record.messages), 1)
     timing = None if source.timings is None else source.timings.of(record.header.sequence_id)
@@ -377,7 +377,7 @@ def _name(kind: int, rpc: IncomingRpc | None, methods: Methods) -> str:
 
 
 def _own_number(rpc: IncomingRpc | None, method_id: int) -> int | None:
-    """The first argument of a message of the instance to itself; None for another message."""
+    """Return the first argument of a message of the instance to itself; None for another message."""
     return _number(rpc) if rpc is not None and (rpc.kind, rpc.method_id) == (RpcKind.CALL, method_id) else None
 
 

@@ -1,19 +1,19 @@
-"""Messages as spans: a call on its way, and what its receiver made of it.
+"""Spans of messages: a call on its way, and its execution at the receiver.
 
-    call     from when its sender sent it to when it was durable at its receiver
-    handler  from there to when its answer was sent, where somebody waited for one and the answer is in a log that is
+    call     from its sending to its durability at the receiver
+    handler  from there to the sending of its answer, if a caller waited for one and the answer is in a log that is
              read; otherwise it has no length, since a log does not say how long a handler ran
-    effect   from the record at which its handler began it, which a replay says, to when its result was sent
-    timer    from there to when a message of the clock in the log said that it was due
+    effect   from the record at which its handler began it, which a replay reports, to the sending of its result
+    timer    from there to the message of the clock in the log that said that it was due
 
-Where the instance notes times (:class:`immortal.replay.trace.messages.Timings`) a handler goes from when it began to
-when it returned, or was answered, and there are two more:
+If the instance notes times (:class:`immortal.replay.trace.messages.Timings`), a handler's span is from its begin to its
+return or its answer, and there are two more spans:
 
-    queue    from when a message came in to when its handler began, or it was given to the app if that notes nothing
-    commit   from when its record was handed to the log to when it was durable
+    queue    from a message's arrival to its handler's begin, or to its delivery to the app if the app notes nothing
+    commit   from the submission of its record to the log to its durability
 
-IDs follow from (instance, its log, record, message) alone. So whoever makes spans of the same message twice makes the
-same span, and a span leads back to its message.
+IDs depend only on (instance, its log, record, message). So repeated runs give a message the same span, and a span leads
+back to its message.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from immortal.protocol.extensions import RandomDraw, decode_numbers
 from immortal.protocol.timings import split_context
 from immortal.replay.trace.messages import Executed, MessageTiming
 
-OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end without
-TRACES_KNOWN_MAX = 1_000_000  # handlers whose trace is known to what they call
+OPEN_CALLS_MAX = 100_000  # waiting for answers; beyond it the oldest end without an answer
+TRACES_KNOWN_MAX = 1_000_000  # handlers whose traces are kept for their calls
 
 
 class Span(Struct, frozen=True):
-    """``kind``: see above. Times are ns since 1970, UTC."""
+    """Span of a trace. ``kind``: see the module. Times are ns since 1970, UTC."""
 
     instance: str
     name: str
@@ -49,17 +49,17 @@ class Span(Struct, frozen=True):
     start_ns: int
     end_ns: int
     attributes: Mapping[str, str | int] = field(default_factory=dict)
-    is_answered: bool = False  # a handler's end is when its answer was sent
+    is_answered: bool = False  # True: a handler's span ends with the sending of its answer
 
 
 class Causes(Protocol):
-    """Finds the message that made a call; see :mod:`immortal.replay.trace.causes`."""
+    """Source of the causes of calls; see :mod:`immortal.replay.trace.causes`."""
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
-        """(the caller's committer ID, record, message); None where it isn't known."""
+        """Return the message that caused a call: (the caller's committer ID, record, message); None if unknown."""
 
     def waits(self, instance: str) -> Waits | None:
-        """Return what the instance's handlers wait for; None if that is not known."""
+        """Return the waits of the instance's handlers; None if unknown."""
 
 
 def handler_id(instance: str, committer_id: int, sequence_id: int, index: int) -> str:
@@ -67,7 +67,7 @@ def handler_id(instance: str, committer_id: int, sequence_id: int, index: int) -
 
 
 def moment_path(instance: str, sequence_id: int, index: int) -> str:
-    """Return the path of a moment in `immortal web`."""
+    """Return the URL path of a moment in `immortal web`."""
     return f"/i/{quote(instance, safe='')}/travel?at={sequence_id}:{index}"
 
 
@@ -77,13 +77,13 @@ def _digest(*parts: object, size_bytes: int) -> str:
 
 
 class Spans:
-    """Makes spans of messages that come by time. ``causes`` None: each message begins a trace of its own."""
+    """Builder of spans from messages in the order of time. ``causes`` None: each message begins its own trace."""
 
     def __init__(self, causes: Causes | None = None) -> None:
         self._causes = causes
         self._open: OrderedDict[tuple[str, str, int], Span] = OrderedDict()  # by receiver, caller, number
-        self._traces: OrderedDict[str, str] = OrderedDict()  # of a handler's span
-        self._seen_since_ns: dict[str, int] = {}  # of each instance, the time of the first message
+        self._traces: OrderedDict[str, str] = OrderedDict()  # trace ID by a handler's span ID
+        self._seen_since_ns: dict[str, int] = {}  # time of each instance's first message
 
     def all_of(self, messages: Iterable[Executed]) -> Iterator[Span]:
         for message in messages:
@@ -91,12 +91,12 @@ class Spans:
         yield from self.rest()
 
     def rest(self) -> Iterator[Span]:
-        """Yield the spans of handlers whose answer has not come."""
+        """Yield the spans of handlers whose answer has not arrived."""
         while self._open:
             yield self._open.popitem(last=False)[1]
 
     def of(self, message: Executed) -> Iterator[Span]:
-        """Yield the spans that this message completes; a handler that somebody waits for is not complete yet."""
+        """Yield the spans that this message completes; a handler with a waiting caller is not complete yet."""
         if message.answers is not None and (waited := self._open.pop(message.answers, None)) is not None:
             yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns), is_answered=True)
         self._seen_since_ns.setdefault(message.instance, message.time_ns)
@@ -160,7 +160,7 @@ class Spans:
         call_id: str,
         attributes: Mapping[str, str | int],
     ) -> Iterator[Span]:
-        """The queue, below the call; the commit, below the queue."""
+        """Yield the spans of noted times: the queue, child of the call, and the commit, child of the queue."""
         own = message.instance, message.committer_id, message.sequence_id, message.index
         parent_id, name = call_id, message.instance
         until_ns = timing.began_ns or timing.given_ns
@@ -174,7 +174,7 @@ class Spans:
             yield Span(name, "commit", "commit", trace_id, span_id, parent_id, *times_ns, attributes)
 
     def knows(self, span_id: str) -> bool:
-        """Tell whether the calls of that handler can be in its trace."""
+        """Return True if that handler's trace is known, so that its calls can be in it."""
         return span_id in self._traces
 
     def _effect(self, message: Executed, number: int) -> Span | None:
@@ -213,7 +213,7 @@ class Spans:
         )
 
     def _cause(self, message: Executed) -> tuple[str | None, str | None]:
-        """(the span that the call was made in, of a handler or of a client, its trace)."""
+        """Return (the span that made the call, of a handler or of a client; its trace ID)."""
         if message.trace_context:
             of_caller, parent_id = split_context(message.trace_context)
             return parent_id, of_caller
@@ -231,14 +231,14 @@ def _effect_attribute(message: Executed) -> dict[str, str]:
     return {"immortal.effect": message.effect_words} if message.effect_words else {}
 
 
-# What ``async def`` handlers wait for: when an effect or a timer began, which no log says, but a replay does.
+# Waits of ``async def`` handlers: when an effect or a timer began, which no log says, but a replay does.
 #
-# A replay tells the number of each wait as it begins (:mod:`protocol.numbers`); the result of an effect has that number
-# in the log, and a timer is over with the first message of the clock that says that it is due.
+# A replay reports the number of each wait when it begins (:mod:`protocol.extensions`); in the log an effect's result
+# has that number, and a timer ends with the first message of the clock that says that it is due.
 
 
-KNOWN_MAX = 1_000_000  # of handlers, and of effects without a result: the oldest beyond are forgotten
-_EFFECT, _TIMER = "effect ", "timer"  # what a journal calls them
+KNOWN_MAX = 1_000_000  # of handlers, and of effects without a result: the oldest beyond it are dropped
+_EFFECT, _TIMER = "effect ", "timer"  # their names in a journal
 
 T = TypeVar("T")
 
@@ -252,7 +252,7 @@ class RecordDraws(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StartedWait(Struct, frozen=True):
-    """A wait. ``handler``: the record and message that started whose it is; None: before the replay."""
+    """Wait that began. ``handler``: the record and message that started its handler; None: before the replay."""
 
     number: int
     name: str
@@ -262,16 +262,16 @@ class StartedWait(Struct, frozen=True):
 
 
 class DrawCollector:
-    """Makes :class:`Drawn` of what a sink of a replay is told."""
+    """Collector of a replay's draws: it turns a sink's calls into :class:`RecordDraws`."""
 
     def __init__(self) -> None:
-        self._times_ns: deque[tuple[int, int]] = deque()  # of the records whose numbers are not known yet
+        self._times_ns: deque[tuple[int, int]] = deque()  # (record, time) of records whose numbers are not known yet
 
     def record(self, sequence_id: int, time_ns: int) -> None:
         self._times_ns.append((sequence_id, time_ns))
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> RecordDraws | None:
-        if sequence_id is None:  # an app that tells none
+        if sequence_id is None:  # an app that reports none
             return None
         while self._times_ns and self._times_ns[0][0] < sequence_id + complete:
             self._times_ns.popleft()
@@ -281,22 +281,22 @@ class DrawCollector:
 
 
 class Waits:
-    """Open waits of one instance. ``told`` gives what the replay found next, by records; None: nothing so far."""
+    """Open waits of one instance. ``told`` returns the replay's next draws, by records; None: none so far."""
 
     def __init__(self, told: Callable[[], RecordDraws | None]) -> None:
         self._told = told
         self._next: RecordDraws | None = None
         self._handlers: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._effects: OrderedDict[int, StartedWait] = OrderedDict()
-        self._timers: list[tuple[int, int, StartedWait]] = []  # a heap: when due, number
+        self._timers: list[tuple[int, int, StartedWait]] = []  # a heap: (due time, number, wait)
 
     def effect(self, number: int, before: int) -> StartedWait | None:
-        """The effect whose result is in the record ``before``: once."""
+        """Return the effect whose result is in the record ``before``, and drop it."""
         self._advance(before)
         return self._effects.pop(number, None)
 
     def timers(self, since_ns: int, told_ns: int, before: int) -> list[StartedWait]:
-        """Return timers due from ``since_ns`` to ``told_ns``, as a message of the record ``before`` says: each once."""
+        """Return timers due from ``since_ns`` to ``told_ns``, the clock's time in the record ``before``; each once."""
         self._advance(before)
         found = []
         while self._timers and self._timers[0][0] <= told_ns:

@@ -1,4 +1,4 @@
-"""The processes that travel: a few at a time, each of one log, ended when nobody asks them for a while."""
+"""Processes for time travel: a few at a time, each for one log, ended after IDLE_S without a question."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from immortal.replay.travel.traveller import MomentExplorer
 
 SESSIONS_MAX = 4
 IDLE_S = 300.0
-ANSWER_S = 30.0  # a question takes 10 s at most, unless the user's code does not come back
+ANSWER_S = 30.0  # a question takes 10 s at most, unless the user's code hangs
 WAIT_S = 30.0  # for another question to the same process
 MEMORY_MB = 2048
-SAID_CHARACTERS_MAX = 2000  # of the last words of a process
+SAID_CHARACTERS_MAX = 2000  # of the end of a process's stderr
 
 
 class Sessions:
-    """For all threads. ``home``: the registry's folder. ``locked``: keeps a log from others of this process while it is
-    read, as a process can't open one twice.
+    """Pool of time-travel processes, for all threads. ``home``: the registry's folder. ``locked``: keeps a log from
+    other threads while it is read, as a process can't open one twice.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Sessions:
         self._sessions: dict[_Key, _Session] = {}
 
     def ask(self, name: str, what: str, **given: Any) -> Any:
-        """The answer of a process that has the code of the record in question, and is started for it.
+        """Return the answer of a process with the code of the record in question; start the process if needed.
 
         Raises ReplayError.
         """
@@ -62,7 +62,7 @@ class Sessions:
             raise ReplayError(str(error)) from None
 
     def code_of(self, name: str, record: int | None) -> OwnCode:
-        """Return what handled a record; None: the last one. Raises ReplayError, LogError."""
+        """Return the code that handled a record; None: the last record. Raises ReplayError, LogError."""
         settings = Registry(self._home).load(name)
         with self._locked(settings), own_logs.open_reader(settings, check=False) as reader:
             summary = reader.summary()
@@ -71,7 +71,7 @@ class Sessions:
         return own_code(settings, summary, versions[-1] if versions else 1, record)
 
     def end(self, name: str) -> None:
-        """End an instance's processes: those that are started later have today's code."""
+        """End an instance's processes, so that later ones have today's code."""
         self._end(lambda key: key[0] == name)
 
     def _end(self, is_meant: Callable[[_Key], bool]) -> None:
@@ -107,11 +107,11 @@ class Sessions:
         return session
 
 
-_Key = tuple[str, OwnCode]  # an instance, and what replays its records
+_Key = tuple[str, OwnCode]  # an instance, and the code that replays its records
 
 
 class _EndedError(Exception):
-    """The process is of no more use."""
+    """Raised if the process has ended, or was too slow and must be ended."""
 
 
 class _Session:
@@ -136,7 +136,7 @@ class _Session:
         return self._lock.locked()
 
     def ask(self, what: str, given: dict[str, Any]) -> Any:
-        """Raises ReplayError for what can't be answered, _EndedError."""
+        """Ask the process a question. Raises ReplayError with its error, _EndedError."""
         if not self._lock.acquire(timeout=WAIT_S):
             raise ReplayError("this replay is at work for somebody else: try again")
         try:
@@ -170,7 +170,7 @@ class _Session:
         return decoded
 
     def _with_said(self, text: str) -> str:
-        """With what it has said on stderr, the last of it."""
+        """Return ``text`` with the end of the process's stderr."""
         size = os.fstat(self._said.fileno()).st_size
         said = os.pread(self._said.fileno(), SAID_CHARACTERS_MAX, max(0, size - SAID_CHARACTERS_MAX))
         os.ftruncate(self._said.fileno(), 0)
@@ -184,17 +184,17 @@ class _Session:
             assert pipe is not None
             try:
                 pipe.close()
-            except OSError:  # what it was not to read any more
+            except OSError:  # data that the process did not read
                 continue
         self._said.close()
 
 
-# ``python -m immortal.replay.travel.sessions HOME NAME APP``: one log, and the class that replays it; on each line a
-# question.
+# ``python -m immortal.replay.travel.sessions HOME NAME APP``: one log, and the class that replays it. Each line of
+# stdin is a question in JSON.
 #
 #     {"ask": "moment", "with": {"record": 3, "index": 0}}      answer: {"answer": {...}} or {"error": TEXT}
 #
-# Lines are JSON. It ends with its stdin. What the user's code prints goes to stderr. It never sends anything, and only
+# The process ends with its stdin. Output of the user's code goes to stderr. The process never sends anything, and only
 # reads the log; but expressions and handlers run with all rights of this process.
 
 
@@ -211,7 +211,7 @@ def main(home: str, name: str, app: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     memory_bytes = int(os.environ.get(MEMORY_VARIABLE, "2048")) << 20
-    # Not the address space, of which a log takes as much as it may grow to.
+    # Not the address space: the mapped log takes as much of that as it can grow to.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S_MAX, CPU_S_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -227,13 +227,13 @@ def main(home: str, name: str, app: str) -> None:
             except MemoryError:
                 _answer(answers, {"error": f"it needs more than {memory_bytes >> 20} MiB of memory"})
                 return
-            except (Exception, SystemExit) as error:  # of the user's class, as it is loaded or restored
+            except (Exception, SystemExit) as error:  # raised by the user's class when it is loaded or restored
                 _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
 def _traveller(settings: InstanceSettings, app: str, stack: ExitStack) -> MomentExplorer:
-    """``app``: of an older version it may be gone, and today's class has it in its chain. Raises LogError, ReplayError,
-    AppError.
+    """Open the log with ``app``. A class of an older version can be gone; today's class then has it in its chain.
+    Raises LogError, ReplayError, AppError.
     """
     reader = own_logs.open_reader(settings)
     try:

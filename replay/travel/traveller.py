@@ -1,6 +1,6 @@
-"""One replay that stops where it is told to, and goes on from there.
+"""Time travel within one log: a replay that stops at any record and continues, and questions about moments.
 
-Questions about one log's moments. A moment is behind a message: (record, its index in it).
+A moment is after a message: (record, the message's index in it).
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from immortal.replay.verify import ProvingSink
 
 Behind = Callable[[int, int, "IncomingRpc | None", Any], None]
 
-"""Is told (record, index, call, instance) once a message was handled; of one that failed nothing is said.
+"""Function that is called with (record, index, call, instance) after each message, except messages that failed.
 
-After a failure those of its record come again.
+After a failure the earlier messages of its record are reported again.
 """
 
 
 class Walk(LocalRun):
-    """From a checkpoint on, record by record."""
+    """Replay from a checkpoint on, record by record."""
 
     sink: ProvingSink
 
     def __init__(self, source: RecordSource, definition: Definition, checkpoint: CheckpointHeader) -> None:
-        """The state is that of the checkpoint behind this. Raises ReplayError, AppError, LogError."""
+        """Begin with the state of ``checkpoint``. Raises ReplayError, AppError, LogError."""
         route = plan_route(ReplayPlan(checkpoint.checkpoint_id, follow=True), source, source.summary())
         later = [start for start in route.versions if start.version > definition.version]
-        self._upgrade = later[0] if later else None  # it takes other code, which shows what comes then
+        self._upgrade = later[0] if later else None  # later records need other code
         if later:
             route = replace(route, versions=route.versions[: route.versions.index(later[0])])
         self.behind: Behind | None = None
@@ -80,7 +80,7 @@ class Walk(LocalRun):
 
     @property
     def reached(self) -> int:
-        """The last record that was handled."""
+        """Last record that was handled."""
         return self.session.fed_sequence_id
 
     @property
@@ -94,11 +94,11 @@ class Walk(LocalRun):
         return describe_state(dispatcher.definition, shown, dispatcher.tasks.save())
 
     def advance(self, last: int, behind: Behind | None = None, *, collects: bool = False) -> None:
-        """Handle all records up to ``last``. ``behind``: is told each message. ``collects``: what they make goes to
+        """Handle all records up to ``last``. ``behind``: called after each message. ``collects``: outputs are added to
         ``made``.
 
-        Raises ReplayError for a record that is not there and where the app makes other calls than the log has, and what
-        the app stops with.
+        Raises ReplayError if a record is missing or the app's calls differ from the log's; raises the errors of
+        the app.
         """
         self.behind, self._collects = behind, collects
         try:
@@ -109,7 +109,7 @@ class Walk(LocalRun):
         self._refuse_other_calls()
 
     def look_ahead(self) -> None:
-        """Compare also with what the log's next record says of the calls made so far. Raises ReplayError."""
+        """Compare the calls made so far with the log's next record too. Raises ReplayError."""
         self.sink.see_next(self.reached)
         self._refuse_other_calls()
 
@@ -148,7 +148,7 @@ class Walk(LocalRun):
 
 
 class _WatchedDelivery(Delivery):
-    """Hands over messages one by one while somebody looks at each, which takes some µs."""
+    """Delivery that hands over messages one by one while a callback observes them, which takes some µs each."""
 
     def __init__(self, definition: Definition, context: Context, walk: Walk) -> None:
         super().__init__(definition, context)
@@ -183,24 +183,24 @@ At = tuple[int, int]
 
 Values = dict[str, Any]
 
-STATES_MAX = 64  # that are kept, to step to and fro between
+STATES_MAX = 64  # states kept, to step back and forth between them
 
-STATES_S = 0.2  # for those of a record that were not asked for
+STATES_S = 0.2  # for states of a record that were not asked for
 
 DIFFERENCES_MAX = 100
 
-QUESTION_S = 10.0  # then it says how far it came
+QUESTION_S = 10.0  # then the answer is cut, and says how far the search got
 
 POINTS_MAX = 400
 
-MADE_MAX = 200  # messages that one message made, that are shown
+MADE_MAX = 200  # outputs of one message that are shown
 
 
 class MomentExplorer:
-    """``app``: the class that replays, "module:Class". For one thread."""
+    """Answers to questions about one log's moments. ``app``: the class that replays, "module:Class". For one thread."""
 
     def __init__(self, source: RecordSource, app: str) -> None:
-        """Raises ReplayError for a class that can't be used, AppError."""
+        """Load the class. Raises ReplayError if it can't be used, AppError."""
         cls = load_or_report(app)
         if cls is None:
             raise ReplayError(f"{app} can't be used")
@@ -213,11 +213,11 @@ class MomentExplorer:
         self._end_s = 0.0
 
     def begin(self) -> None:
-        """A question: its time runs from here."""
+        """Begin a question: its time limit starts now."""
         self._end_s = time.monotonic() + QUESTION_S
 
     def overview(self, record: int = 0) -> Values:
-        """The records that can be gone to, and the checkpoints on the way, by the code of ``record``."""
+        """Return the records that can be visited, the checkpoints and the handlers, by the code of ``record``."""
         summary = self._source.summary()
         usable = usable_checkpoints(summary)
         return {
@@ -230,7 +230,7 @@ class MomentExplorer:
     # --- one moment --------------------------------------------------------------------------------------------------
 
     def moment(self, record: int, index: int | None, path: str = "") -> Values:
-        """State, what the message changed, what it made. ``index`` None: the record's last message."""
+        """Return the state, the message's changes and its outputs. ``index`` None: the record's last message."""
         count = self._count(record)
         index = max(0, count - 1) if index is None else index
         if index >= max(1, count):
@@ -257,12 +257,12 @@ class MomentExplorer:
         }
 
     def between(self, since: At, record: int | None, index: int | None) -> Values:
-        """State before the message ``since`` and behind another one, and how they differ. ``record`` None: the last."""
+        """Return the states before ``since`` and after another message, and how they differ. ``record`` None: last."""
         record = self._source.summary().last_sequence_id if record is None else record
         index = max(0, self._count(record) - 1) if index is None else index
         since = since[0], since[1]
         self._visit(since)
-        if _before(since) not in self._states:  # that one has failed alone
+        if _before(since) not in self._states:  # the message before failed alone
             self._visit(_before(since))
         before = self._states[_before(since)]
         self._visit((record, index))
@@ -271,7 +271,7 @@ class MomentExplorer:
         return {"before": shown(before, ""), "after": shown(after, ""), "at": [record, index], **_told(changes)}
 
     def _visit(self, at: At) -> None:
-        """Keep the state at a moment, and the one before."""
+        """Store the state at a moment, and the state before."""
         if at in self._states and _before(at) in self._states and at[0] in self._made:
             self._states.move_to_end(at)
             return
@@ -291,7 +291,7 @@ class MomentExplorer:
         walk.made.clear()
         walk.advance(record, behind, collects=True)
         walk.look_ahead()
-        if at not in states:  # it failed alone, so nothing was said of it: it changed nothing
+        if at not in states:  # the message failed alone, without a callback: it changed nothing
             states[at] = states.get(_before(at)) or walk.state()
         self._keep(record, states, walk)
 
@@ -310,7 +310,7 @@ class MomentExplorer:
             self._made.popitem(last=False)
 
     def evaluate(self, record: int, index: int, expression: str) -> Values:
-        """Evaluate an expression after a message."""
+        """Evaluate a Python expression after a message."""
         code, walk = compiled(expression), self._before_record(record)
         answer: Values = {}
 
@@ -323,13 +323,13 @@ class MomentExplorer:
                     answer.update(raised=f"{type(error).__name__}: {error}"[:500])
 
         walk.advance(record, behind)
-        self._walk = None  # the expression may have changed the state
+        self._walk = None  # the expression can have changed the state
         return answer or {"raised": "that message has failed, so there is no moment behind it"}
 
     # --- searches ----------------------------------------------------------------------------------------------------
 
     def find(self, record: int, index: int, handler: str, expression: str, *, back: bool) -> Values:
-        """The next moment, or the one before, behind a message of ``handler`` ("": any) where ``expression`` holds."""
+        """Find the next (or previous) moment after a message of ``handler`` ("": any) at which ``expression`` holds."""
         code = compiled(expression) if expression else None
         raised: list[str] = []
 
@@ -388,10 +388,10 @@ class MomentExplorer:
         return {"at": hit, "looked": upper, "is_cut": False}
 
     def last_change(self, record: int, index: int, path: str) -> Values:
-        """The last message, up to that one, behind which the value was another than before.
+        """Find the last message, up to that one, that changed the value at ``path``.
 
-        Checkpoints are looked at first, in steps that double, then halved: only the stretch between two of them is
-        replayed, so a value that changed and changed back between two others is not seen.
+        Checkpoints are compared first, in steps that double and are then halved. Only the part between two of them is
+        replayed, so a value that changed and changed back between two other checkpoints is not found.
         """
         steps, at = steps_of(path), (record, index)
         self._visit(at)
@@ -420,10 +420,10 @@ class MomentExplorer:
         return {"at": hit, "old": text_of(old), "new": text_of(new), "is_cut": walk.reached < upper}
 
     def _checkpoint_before_change(self, last: int, steps: list[Step], now: Tree) -> tuple[CheckpointHeader, bool]:
-        """The newest checkpoint with another value, by steps that double and are then halved; whether it is the
-        oldest, with no other value either."""
+        """Return the newest checkpoint with another value, found by steps that double and are then halved, and True if
+        it is the oldest checkpoint instead, since none has another value."""
         kept = self._checkpoints(last)
-        high = len(kept)  # from here on all have the value, as far as was looked
+        high = len(kept)  # from here on all compared checkpoints have the value
         low, step = -1, 1
         while high > 0 and low < 0:
             place = max(0, high - step)
@@ -440,7 +440,7 @@ class MomentExplorer:
         return (kept[0], True) if low < 0 else (kept[low], False)
 
     def _upper(self, start: CheckpointHeader, record: int, steps: list[Step], now: Tree) -> int:
-        """The end of the stretch: the next checkpoint, unless the value came after that as well."""
+        """Return the end of the part to replay: the next checkpoint if it has the value, else ``record``."""
         later = [one for one in self._checkpoints(record - 1) if one.sequence_id > start.sequence_id]
         return later[0].sequence_id if later and same(self._value(later[0], steps), now) else record
 
@@ -455,7 +455,7 @@ class MomentExplorer:
         return value_at(instance, steps)
 
     def watch(self, path: str, first: int, last: int) -> Values:
-        """The value behind each record of a range, or behind each n-th: [[record, text, number or null]]."""
+        """Return the value after each record of a range, or after each n-th: [[record, text, number or null]]."""
         steps = steps_of(path)
         points: list[list[Any]] = []
         walk = self._before_record(first)
@@ -470,7 +470,7 @@ class MomentExplorer:
         return {"points": points, "stride": stride, "is_cut": walk.reached < last - stride}
 
     def origin(self, destination: str, position: int) -> Values:
-        """The message that made the one at ``position`` of the stream to ``destination``."""
+        """Find the message that caused the output at ``position`` of the stream to ``destination``."""
         kept = [one for one in self._checkpoints() if _position(one, destination) < position]
         if not kept:
             return {"at": None, "is_cut": False}
@@ -505,16 +505,16 @@ class MomentExplorer:
         return kept
 
     def _before_record(self, record: int) -> Walk:
-        """A walk that has handled the record before."""
+        """Return a walk that has handled the record before."""
         if record > self._source.summary().last_sequence_id:
             raise ReplayError(f"record {record} is not in the log yet")
         problems = []
         for checkpoint in reversed(self._checkpoints(record - 1)):
-            walk, self._walk = self._walk, None  # one that fails on its way is of no more use
+            walk, self._walk = self._walk, None  # a walk that fails on its way is not used again
             if walk is None or not checkpoint.sequence_id <= walk.reached < record:
                 try:
                     walk = Walk(self._source, self._definition, checkpoint)
-                except ReplayError as error:  # its blob is damaged, say: the one before may do
+                except ReplayError as error:  # if its blob is damaged, an earlier checkpoint can work
                     problems.append(str(error))
                     continue
             walk.advance(record - 1)
@@ -567,7 +567,7 @@ def _change(path: str, old: Any, new: Any) -> Values:
 
 
 def _messages_made(walk: Walk) -> Iterator[tuple[At, str, int, bytes]]:
-    """(which message made it, destination, position, the message)"""
+    """Yield (message that caused it, destination, position, output) for each output."""
     for made in walk.made:
         origins = iter([(one.sequence_id, one.message_index) for one in made.origins or () for _ in range(one.count)])
         for position, (message, _) in enumerate(rpcs(made.payload), made.first_position):

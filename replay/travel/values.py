@@ -1,4 +1,4 @@
-"""Paths to values within a state: ``balances[3]``, ``orders['a-1'].price``, as differences show them."""
+"""Paths to values within a state (``balances[3]``, ``orders['a-1'].price``), states for a page, and expressions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from immortal.replay.plan import ReplayError
 
 MISSING: Final = object()
 Step = tuple[str, Any]
-"""(".", a name), or ("[", a key or an index)."""
+"""Step of a path: (".", a name), or ("[", a key or an index)."""
 
-_PLAIN = (int, str, bool, bytes)  # the frequent ones, compared at every message
+_PLAIN = (int, str, bool, bytes)  # frequent types, compared at every message
 _NAME = re.compile(r"[^.\[\]{}]+")
 
 
@@ -43,7 +43,7 @@ def steps_of(path: str) -> list[Step]:
 
 
 def _key(path: str, start: int) -> tuple[Any, int]:
-    """Parse the literal that begins at ``start``; return it, and the offset behind its "]"."""
+    """Parse the literal that begins at ``start``; return it, and the offset after its "]"."""
     end = path.find("]", start)
     while end >= 0:
         try:
@@ -65,7 +65,7 @@ def step_text(holder: Tree, key: Any, path: str) -> str:
 
 
 def part_of(whole: Tree, steps: list[Step]) -> Tree:
-    """Return the part of a tree that ``steps`` lead to; MISSING if there is none."""
+    """Return the part of a tree at ``steps``; MISSING if there is none."""
     for kind, key in steps:
         if kind == "." and not isinstance(whole, Fields):
             return MISSING
@@ -79,7 +79,7 @@ def part_of(whole: Tree, steps: list[Step]) -> Tree:
 def value_at(instance: object, steps: list[Step]) -> Tree:
     """Return a part of a live instance as a tree, without building the rest; MISSING if there is none.
 
-    Paths within what has no attributes or items of its own (``$waiting`` and its like) need :func:`part_of`.
+    Paths within values without attributes or items of their own (such as ``$waiting``) need :func:`part_of`.
     """
     value: Any = instance
     for kind, key in steps:
@@ -105,9 +105,9 @@ def _has(holder: dict[Any, Any], key: Any) -> bool:
 
 
 def _by_look(holder: dict[Any, Any], wanted: Any) -> Any:
-    """Find an item by how its key looks in a tree: an Enum as its value, a date as text."""
+    """Find an item by its key's form in a tree: an Enum as its value, a date as text."""
     if isinstance(next(iter(holder), 0), str | int):
-        return MISSING  # as nearly always, and this is asked for each message
+        return MISSING  # the frequent case, which this function meets at each message
     for key, value in holder.items():
         if not isinstance(key, str | int) and tree({key: 0}).get(wanted, MISSING) == 0:
             return value
@@ -122,7 +122,7 @@ def same(one: Tree, other: Tree) -> bool:
     return type(one) is type(other) and canonical(one) == canonical(other)
 
 
-# A state for a page: only as much of it as anybody reads, with the path of each part.
+# A state for a page: only as much of it as a person reads, with the path of each part.
 
 
 NODES_MAX = 1500
@@ -131,7 +131,7 @@ DEPTH_MAX = 8
 TEXT_CHARACTERS_MAX = 300
 
 Node = dict[str, Any]
-"""{"label", "path", "kind"}; of a plain value "text"; of a container "count", "items", and how many "more"."""
+"""Node of a shown tree: {"label", "path", "kind"}, with "text", or for a container "count", "items" and "more"."""
 
 _KINDS: dict[type, str] = {Fields: "object", Members: "set", list: "list", dict: "dict"}
 
@@ -141,7 +141,7 @@ def text_of(value: Tree, characters: int = TEXT_CHARACTERS_MAX) -> str:
     if value is MISSING:
         return "absent"
     if isinstance(value, str) and len(value) > characters:
-        value = value[:characters] + "…"  # before it is quoted: it may have MiBs
+        value = value[:characters] + "…"  # before quoting: it can have MiBs
     text = json.dumps(to_json(value), ensure_ascii=False)
     return text if len(text) <= characters else f"{text[: characters - 1]}…"
 
@@ -150,13 +150,13 @@ WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 
 def call_text(task: Tree) -> str:
-    """Return a waiting handler as a call: ``ride(17)``."""
+    """Return a waiting handler in the form of a call: ``ride(17)``."""
     arguments = ", ".join(text_of(one, 60) for one in task["arguments"])
     return f"{task['handler']}({arguments})"
 
 
 def text_at(path: str, value: Tree) -> str:
-    """Return the value at a path of a state as :func:`text_of` does, but waiting handlers as calls."""
+    """Return the value at a path of a state like :func:`text_of`, but waiting handlers as calls."""
     if path in WAITING and isinstance(value, list):
         return f"[{', '.join(map(call_text, value))}]"[:TEXT_CHARACTERS_MAX]
     if path.partition("[")[0] in WAITING and isinstance(value, Fields) and "handler" in value:
@@ -187,7 +187,7 @@ def shown(whole: Tree, path: str = "") -> Node:
                 label = str(key) if isinstance(value, Fields) else text_of(key, 60) if kind == "dict" else f"{key}"
                 if inner in WAITING:
                     label = call_text(part)
-                # A set has no order that a path could name: its members are shown, and not gone to.
+                # A set has no order that a path could name: its members are shown without paths.
                 child: Node = {"label": label, "path": "" if kind == "set" else step_text(value, key, inner)}
                 node["items"].append(child)
                 below.append((child, part))
@@ -197,11 +197,11 @@ def shown(whole: Tree, path: str = "") -> Node:
 
 # Python expressions about a moment: ``self.balances[3] < 0 and method == "debit"``.
 #
-# They run with the rights of this process, in it; whoever may give one may run any code.
+# They run in this process with its rights: a person who may give one may run any code.
 
 
 def compiled(text: str) -> CodeType:
-    """Compile a Python expression. Raises ReplayError if the text is none."""
+    """Compile a Python expression. Raises ReplayError if the text is no expression."""
     try:
         return compile(text.strip(), "<expression>", "eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -209,7 +209,7 @@ def compiled(text: str) -> CodeType:
 
 
 def evaluate(code: CodeType, instance: Any, method: str, rpc: IncomingRpc | None, sequence_id: int, index: int) -> Any:
-    """Evaluate the expression where the message was handled; raises what the expression raises."""
+    """Evaluate the expression after the message was handled. Raises the expression's errors."""
     args = [] if rpc is None else shown_arguments(rpc) or []
     names = {"self": instance, "method": method, "args": args, "record": sequence_id, "message": index}
     return eval(code, names)  # noqa: S307 (that is what it is for)

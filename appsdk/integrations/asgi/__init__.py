@@ -1,4 +1,4 @@
-"""Instances behind a web server: Starlette, FastAPI, and whatever else gives its handlers Starlette's requests.
+"""Instances behind a web server: Starlette, FastAPI, or any other library that uses Starlette's requests.
 
     shop = Service(Shop, "shop")
 
@@ -9,8 +9,8 @@
     app = Starlette(routes=[Route("/orders", place, methods=["POST"])])
     app.add_middleware(ImmortalMiddleware, services=[shop])
 
-The web process is a caller from outside, and keeps nothing: it may be killed at any moment, and there may be any number
-of it. `docs/how-to/integrations.md`.
+The web process is a client and keeps nothing: it can be killed at any moment, and any number of such processes can
+run. `docs/how-to/integrations.md`.
 """
 
 from immortal.protocol import distribution

@@ -1,8 +1,8 @@
-"""HTTP in front of instances: POST calls a handler, GET asks a query, and failures are problem details (RFC 9457).
+"""HTTP gateway to instances: POST calls a handler, GET asks a query, and failures are problem details (RFC 9457).
 
 `POST /shop/order` takes the arguments as JSON, an object by name or an array by position. With the header
-Idempotency-Key the call is made once, however often the request is sent. `?wait=0` answers as soon as the instance has
-the call, with the address of its result. Nothing is kept here: a gateway may be killed at any moment.
+Idempotency-Key a repeated request makes the call once. `?wait=0` answers as soon as the instance has
+the call, with the address of its result. A gateway keeps nothing: it can be killed at any moment.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from immortal.appsdk.integrations.asgi.services import Service
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.protocol import decoding
 
-BODY_SIZE_BYTES_MAX = 16 << 20  # a call has no more arguments
+BODY_SIZE_BYTES_MAX = 16 << 20  # also the limit of a call's arguments
 PROBLEM_TYPES = "/problems/"
 WAIT_S_MAX = 300.0
 _CALLED = ("rpc", "query")
@@ -56,10 +56,10 @@ _PROBLEM = {
 
 
 def gateway(services: Iterable[Service[Any]], *, token: str | None = None, title: str = "Immortal services") -> ASGIApp:
-    """Return an ASGI app that takes requests for the instances ``services``, each made with its class.
+    """Return an ASGI app that serves the instances ``services``, each created with its class.
 
-    ``token``: what each request has to bring as ``Authorization: Bearer TOKEN``; None: nothing, for a server of this
-    machine alone or one that checks its callers itself. ``title``: of the description, `/openapi.json`. Raises
+    ``token``: required in each request as ``Authorization: Bearer TOKEN``; None: no token, for a server of this
+    machine alone or one that authenticates its callers itself. ``title``: of the description, `/openapi.json`. Raises
     UsageError.
     """
     instances = {}
@@ -98,7 +98,7 @@ def gateway(services: Iterable[Service[Any]], *, token: str | None = None, title
 
 
 class _Instance:
-    """Instance and the handlers that requests may name."""
+    """Instance with the handlers that requests can name."""
 
     def __init__(self, service: Service[Any], definition: Definition) -> None:
         self.service = service
@@ -111,10 +111,10 @@ class _Instance:
 
 
 class _Bearer:
-    """ASGI middleware: each request brings the token; without one, a POST has to be JSON.
+    """ASGI middleware: each request must have the token; if there is none, a POST must be JSON.
 
-    A page of another site makes a browser send forms and text, and JSON only after it has asked this server, which
-    does not answer such questions.
+    A page of another site can make a browser send forms and text. The browser sends JSON only after a preflight
+    request, which this server does not answer.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -188,7 +188,7 @@ async def _cancel(request: Request) -> Response:
 
 
 async def _made(handler: Handler[Any, Any], make: Any) -> Any:
-    """Raises RefusedRequest for arguments that do not fit and for what the handler declares to raise, ClientError."""
+    """Await a call. Raises RefusedRequest for wrong arguments and declared exceptions of the handler; ClientError."""
     try:
         made = make()
     except TypeError as error:
@@ -231,7 +231,7 @@ def _started(request: Request) -> tuple[_Instance, Any]:
 
 
 def _wait_s(request: Request, default_s: float | None) -> float:
-    """Return how long to wait for the result: `?wait=S`, or the header `Prefer: wait=S`."""
+    """Return the time to wait for the result: `?wait=S`, or the header `Prefer: wait=S`."""
     given = request.query_params.get("wait")
     if given is None:
         preferences = [one.strip() for one in request.headers.get("prefer", "").split(",")]
@@ -279,7 +279,7 @@ async def _body(request: Request) -> Any:
 
 
 def _arguments(handler: Handler[Any, Any], given: dict[str, Any] | list[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments, by position and by name, as the handler's annotations have them. Raises RefusedRequest."""
+    """Return the arguments, by position and by name, converted to the handler's annotations. Raises RefusedRequest."""
     hints, names = resolve_hints(handler.function), list(handler.signature.parameters)
     if isinstance(given, list):
         kinds = [hints.get(name, Any) for name in names] + [Any] * len(given)
@@ -292,12 +292,12 @@ def _converted(name: str, kind: Any, value: Any) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise RefusedRequest(problem_of_misfit(TypeError(f"{name}: {error}"))) from None
-    except TypeError:  # a type that JSON has no form for: the call says what it takes
+    except TypeError:  # JSON has no form for the type: the call reports a misfit
         return value
 
 
 def _of_text(kind: Any, text: str) -> Any:
-    """Return an argument of a query, which an address has as text: what is no JSON of its kind is taken as text."""
+    """Convert an argument of a query from its URL text: JSON of its type, or else the text itself."""
     if kind is str:
         return text
     try:
@@ -336,7 +336,7 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 def public_handlers(definition: Definition) -> dict[str, Handler[Any, Any]]:
-    """Return what requests may call: @rpc and @query methods whose names begin with no underscore."""
+    """Return the handlers open to requests: @rpc and @query methods whose names begin with no underscore."""
     found = definition.handlers.values()
     return {one.name: one for one in found if one.decorator in _CALLED and not one.name.startswith("_")}
 
@@ -393,7 +393,7 @@ def _path(instance: str, handler: Handler[Any, Any], schemas: dict[str, Any]) ->
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a type; {} (anything) for one that JSON schema has no form for."""
+    """Return the JSON schema of a type; {} (anything) for a type without one."""
     if kind is None or kind is type(None):
         return {"type": "null"}
     try:

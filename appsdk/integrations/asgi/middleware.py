@@ -31,14 +31,14 @@ from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.timings import read_traceparent
 
 RETRY_AFTER_S = 1  # an instance that has crashed is usually back by then
-DECLARED_STATUS = HTTPStatus.CONFLICT  # what a handler declares depends on its state: another time it may be done
+DECLARED_STATUS = HTTPStatus.CONFLICT  # a declared exception depends on the state: a later request can succeed
 
 
 class Problem(Struct, frozen=True):
-    """Problem details of one error (RFC 9457). ``name``: the last part of the type, by which programs know it.
+    """Problem details of one error (RFC 9457). ``name``: the last part of the type, by which programs recognize it.
     ``detail``: for people, about this occurrence.
 
-    ``extra``: further members. ``retry_after_s``: when to send the request again; None: that is of no use.
+    ``extra``: further members. ``retry_after_s``: when to send the request again; None: a repetition is useless.
     """
 
     name: str
@@ -58,7 +58,7 @@ class RefusedRequest(Exception):  # noqa: N818 (what happened, not what is wrong
 
 
 class ProblemResponse(Response):
-    """Response with problem details. ``types``: the prefix of the types' names."""
+    """Response with problem details. ``types``: the prefix of the problem types."""
 
     media_type = "application/problem+json"
 
@@ -71,7 +71,7 @@ class ProblemResponse(Response):
 
 
 def problem_of_call(error: ClientError) -> Problem:
-    """Return the problem of a failed call. It tells nothing of the instance's insides: those are for its log."""
+    """Return the problem of a failed call. It hides the instance's internals; its log has them."""
     if isinstance(error, CallRaised):
         return declared_problem(error.name, error.arguments, error.attributes, DECLARED_STATUS)
     if isinstance(error, CallConflict):
@@ -117,7 +117,7 @@ def _json(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=str)
 
 
-# ASGI middleware: keys of requests, errors as problems, connections that end with the server.
+# ASGI middleware: keys of requests, errors as problems, closing of connections when the server stops.
 
 
 KEY_HEADER = "Idempotency-Key"
@@ -131,11 +131,11 @@ class ImmortalMiddleware:
     """Middleware that each app with a :class:`Service` needs: ``app.add_middleware(ImmortalMiddleware,
     services=[shop])``. Raises UsageError.
 
-    ``services``: their connections are closed as the server stops. ``statuses``: of what handlers declare to raise, by
-    type; 409 for others. ``key_header``: of what tells that a request is the same one, sent again; ``requires_key``:
-    one of KEYED_METHODS without it is refused with 400. ``key_scope``: whose key it is, such as the user's name:
-    requests of two users with one key are two requests. ``problem_types``: what stands in front of the names of
-    problems, as their type.
+    ``services``: their connections are closed when the server stops. ``statuses``: of the exceptions that handlers
+    declare, by type; 409 for others. ``key_header``: the header by which a repeated request is recognized;
+    ``requires_key``: one of KEYED_METHODS without it is refused with 400. ``key_scope``: returns the key's owner, such
+    as the user's name: requests of two owners with one key are two requests. ``problem_types``: the prefix of the
+    problem types.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ImmortalMiddleware:
             await ProblemResponse(problem, self._problem_types)(scope, receive, send)
 
     def _problem(self, error: Exception, calls: RequestCalls) -> Problem | None:
-        """Return the problem of an error; None: it is no error of a call."""
+        """Return the problem of an error; None if it is no error of a call."""
         if isinstance(error, RefusedRequest):
             return error.problem
         if isinstance(error, ClientError):
@@ -210,7 +210,7 @@ class ImmortalMiddleware:
         return None
 
     def _key(self, request: Request) -> str | None:
-        """Return the idempotency key of the request: its header, and all by which two requests with one header differ.
+        """Return the idempotency key of the request: its header, and all that separates requests with the same header.
         Raises RefusedRequest.
         """
         if request.method not in KEYED_METHODS:
@@ -229,7 +229,7 @@ class ImmortalMiddleware:
 
 
 def _trace_context(request: HTTPConnection) -> str:
-    """Return the request's W3C trace context; "" where the header is missing, malformed, or there twice."""
+    """Return the request's W3C trace context; "" if the header is missing, malformed, or repeated."""
     given = request.headers.getlist("traceparent")
     try:
         return read_traceparent(given[0]) if len(given) == 1 else ""

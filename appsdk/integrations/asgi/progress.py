@@ -1,8 +1,8 @@
-"""A handler's progress as server-sent events.
+"""Progress of a handler as server-sent events.
 
-Progress is what the state says: a list that only grows, such as the steps of a job. An event is one entry, and its ID
-is the position of the entry, from 1. So whoever connects again names the last ID, and gets what is behind that: nothing
-is lost or doubled, whichever process of the web server answers, and whatever has crashed in between.
+Progress is a list in the state that only grows, such as the steps of a job. An event is one entry; its ID is the
+entry's position, from 1. A client that reconnects sends the last ID, and gets the later entries: none is lost or
+doubled, whichever process of the web server answers, and whatever has crashed in between.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from immortal.appsdk.integrations.asgi.middleware import Problem, RefusedRequest
 
 E = TypeVar("E")
 
-PAUSE_MIN_S = 0.1  # between two looks: each one is a record in the instance's log
-PAUSE_MAX_S = 2.0  # where nothing has come for a while
-HEARTBEAT_S = 15  # so that proxies take the connection for one in use
+PAUSE_MIN_S = 0.1  # between two calls of ``look``: each one is a record in the instance's log
+PAUSE_MAX_S = 2.0  # after a while without new entries
+HEARTBEAT_S = 15  # so that proxies do not close the connection as idle
 RECONNECT_MS = 1000
 
 
@@ -40,10 +40,10 @@ async def progress(
     """Send a handler's progress as server-sent events: ``return await progress(request, lambda after:
     jobs(request).steps(job, after), is_last=...)``.
 
-    ``look(after)`` returns the entries behind the first ``after`` ones: a query, or a handler that waits for the next
-    one. ``is_last`` says of an entry that no other follows: the stream ends there, and a client that connects again
-    gets 204, which ends its attempts. ``event``: the name of the events. ``pause_max``: between two looks that found
-    nothing, in seconds. An entry is sent as JSON. Raises what the first look raises, and UsageError.
+    ``look(after)`` returns the entries after the first ``after`` ones: a query, or a handler that waits for the next
+    one. ``is_last`` returns True for the last entry: the stream ends there, and a client that reconnects
+    gets 204, which ends its attempts. ``event``: the name of the events. ``pause_max``: between two calls that found
+    nothing, in seconds. An entry is sent as JSON. Raises the errors of the first ``look``, and UsageError.
     """
     if isinstance(pause_max, bool) or not isinstance(pause_max, int | float) or pause_max <= 0:
         raise UsageError(f"progress(pause_max={pause_max!r}): a number of seconds above 0 was expected")
@@ -52,7 +52,7 @@ async def progress(
         detail = "Last-Event-ID: the ID of an event of this stream was expected, a number"
         raise RefusedRequest(Problem("event-id", 400, "The ID of the last event is none", detail))
     after = int(given)
-    entries = list(await look(max(after - 1, 0)))  # with the one that the client has had: it may be the last
+    entries = list(await look(max(after - 1, 0)))  # includes the client's last entry: it can be the stream's last
     if after:
         if not entries:
             detail = f"there are fewer than {after} events: the stream is another one, or its log was cut"
@@ -86,5 +86,5 @@ async def _events(
         await asyncio.sleep(pause_s)
         try:
             entries = list(await look(after))
-        except ClientError:  # the client connects again, and names the last event that it has
+        except ClientError:  # the client reconnects, and sends the ID of its last event
             return

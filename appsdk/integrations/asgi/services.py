@@ -1,4 +1,4 @@
-"""Instances as web handlers see them: one connection per process, idempotency keys, limits on open calls."""
+"""Instances for web handlers: one connection per process, idempotency keys, limits on open calls."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from immortal.appsdk.client.methods import Method
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.definition import Definition, definition_of
 
-SCOPE_KEY = "immortal"  # where the calls of a request are in its ASGI scope
+SCOPE_KEY = "immortal"  # key of a request's calls in its ASGI scope
 _KEY_SIZE_BYTES = 20
 
 
 class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong)
-    """Raised for a call that was not sent: this process has as many open calls to the service as it allows."""
+    """Raised if a call was not sent because this process has the allowed number of open calls to the service."""
 
 
 class RequestCalls:
-    """Calls of one request. ``idempotency_key``: of the request, with all that tells it from others; None: it has none.
+    """Calls of one request. ``idempotency_key``: of the request, with all that separates it from others; or None.
 
-    ``trace_context``: that it came with, or "". ``declared``: what the calls raised that their handlers declare.
-    ``misfits``: arguments that no handler takes.
+    ``trace_context``: of the request, or "". ``declared``: exceptions of the calls that their handlers declare.
+    ``misfits``: errors for arguments that no handler takes.
     """
 
     def __init__(self, idempotency_key: str | None, trace_context: str = "") -> None:
@@ -41,9 +41,9 @@ class RequestCalls:
         self._counts: Counter[str] = Counter()
 
     def key(self, service: str) -> str | None:
-        """Return the key of the next call: equal when the same request is sent again, and of no other call.
+        """Return the key of the next call: the same if the request is repeated, and of no other call.
 
-        What is called is no part of it: another call in its place, as another body brings it about, is refused.
+        The key does not cover the method: a different call in its place, caused by another body, is refused.
         """
         if self._idempotency_key is None:
             return None
@@ -53,7 +53,7 @@ class RequestCalls:
 
 
 class CallSlots:
-    """Limit on the calls of this process that wait for one service: ``count_max`` of them."""
+    """Limit on this process's calls that wait for one service: ``count_max`` of them."""
 
     def __init__(self, service: str, count_max: int) -> None:
         self._service = service
@@ -89,7 +89,7 @@ class RequestClient:
         return await self._made(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
 
     async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
-        """Ask a query; in a request with an idempotency key it is a call like any other, so that a repeated request
+        """Ask a query. In a request with an idempotency key it is a logged call, so that a repeated request
         gets the same answer.
         """
         key = self._calls.key(self._service)
@@ -102,7 +102,7 @@ class RequestClient:
             try:
                 return await make()
             except Exception as error:
-                if not isinstance(error, ClientError):  # it is the handler's own
+                if not isinstance(error, ClientError):  # the handler raised it
                     self._calls.declared.append(error)
                 raise
 
@@ -111,7 +111,7 @@ class RequestClient:
 
 
 class _NotedMethod:
-    """Method that notes arguments that do not fit, so that they are told from mistakes of the web server's code."""
+    """Method that notes errors for misfitting arguments, to separate them from errors of the web server's code."""
 
     def __init__(self, method: Method, calls: RequestCalls) -> None:
         self._method = method
@@ -152,10 +152,10 @@ class RequestProxy(Proxy):
         return super()._immortal_query(_NotedMethod(method, self._immortal_calls))
 
 
-# An instance as web handlers name it: one connection for each process, opened when it is first used.
+# An instance for web handlers: one connection for each process, opened at the first use.
 
 
-# No ``from __future__ import annotations``: FastAPI reads those of Service.__call__, and would find mere text.
+# No ``from __future__ import annotations``: FastAPI reads those of Service.__call__, and would find only text.
 
 
 __all__ = ["Service", "TooManyCalls"]
@@ -163,17 +163,17 @@ __all__ = ["Service", "TooManyCalls"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-TIMEOUT_DEFAULT_S = 20.0  # of a call: below what browsers and proxies wait for an answer, so that they get ours
-CALLS_MAX = 1000  # of one process that wait at once: what more would wait in turn is better told so
+TIMEOUT_DEFAULT_S = 20.0  # of a call: below the timeouts of browsers and proxies, so that they get our answer
+CALLS_MAX = 1000  # of one process that wait at once: a refusal is better than a longer queue
 
 
 class Service(Generic[S]):
     """Instance to call from web handlers: ``shop = Service(Shop, "shop")``, or ``Service("shop")`` without its class;
-    made once, in a module.
+    created once, in a module.
 
-    ``shop(request)`` is what a handler calls: ``await shop(request).place(...)``. It is a dependency for FastAPI, too:
-    ``Depends(shop)``. ``timeout``: of each call, in seconds. ``calls_max``: how many calls of this process may wait at
-    once; one more raises TooManyCalls. The other options are those of :func:`appsdk.client.connect`. Raises TypeError,
+    ``shop(request)`` returns a proxy for a handler: ``await shop(request).place(...)``. It is also a dependency for
+    FastAPI: ``Depends(shop)``. ``timeout``: of each call, in seconds. ``calls_max``: limit of this process's waiting
+    calls; one more raises TooManyCalls. The other options: see :func:`immortal.client.connect`. Raises TypeError,
     DefinitionError, UsageError.
     """
 
@@ -250,12 +250,12 @@ class Service(Generic[S]):
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise UsageError(f"{self!r} is called in a 'def' handler: write 'async def', and await its calls") from None
-        if self._open is None or self._open[0] is not loop:  # another one: a test client's, whose own has ended
+        if self._open is None or self._open[0] is not loop:  # another loop, as of a test client whose own has ended
             self._open = (loop, AsyncClient(self._finder, None))
         return self._open[1]
 
     async def close(self) -> None:
-        """Close the connection. Calls that wait end with ClientClosed; the next request opens a new one."""
+        """Close the connection. Waiting calls end with ClientClosed; the next request opens a new connection."""
         opened, self._open = self._open, None
         if opened is not None and opened[0] is asyncio.get_running_loop():
             await opened[1].close()

@@ -1,6 +1,6 @@
-"""Table of keys and values, with live copies at any number of clients: `docs/patterns/clone.md`.
+"""Replicated table of keys and values, with live copies at any number of clients: `docs/patterns/clone.md`.
 
-The table is an instance, ``immortal run prices appsdk.patterns.clone:Table``; clients (``connect``) and forwarders
+The table is an instance, ``immortal run prices immortal.patterns.clone:Table``; clients (``connect``) and forwarders
 (``python -m immortal.appsdk.patterns.clone forward prices``) are plain processes.
 """
 

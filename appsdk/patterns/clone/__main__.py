@@ -25,11 +25,11 @@ from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.safe_output import printable_message
 
-_SHOWN_MAX = 10  # clients of a publisher where all are in step
+_SHOWN_MAX = 10  # clients shown of a publisher whose clients are all in step
 
 
 def _say(text: str) -> None:
-    """Print a line. Control characters in ``text``, which may have names from elsewhere, are escaped."""
+    """Print a line for people. Control characters in ``text`` (such as in names from elsewhere) are escaped."""
     print(printable_message(text), flush=True)  # noqa: T201 (for a person)
 
 
@@ -100,7 +100,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _look(table: str, place: Place, identity: str | None) -> Report | None:
-    """Ask a publisher for its report; None: no answer in time."""
+    """Ask a publisher for its report; return None if there is no answer in time."""
     found = Access(table, {"identity": identity}).finder(place).find()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = Dealer(context, {})

@@ -34,9 +34,9 @@ from immortal.appsdk.patterns.clone.subscriber import Access, Counts, Options, P
 from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.process import register
 
-TIMEOUT_DEFAULT_S = 30.0  # as immortal.appsdk.client's
-PART_S = 0.5  # for a publisher to say that it has heard of the end
-CHANGES_WAITING_MAX = 10_000  # that wait for who reads changes(); beyond it nothing more is taken in
+TIMEOUT_DEFAULT_S = 30.0  # as in immortal.appsdk.client
+PART_S = 0.5  # for the publisher's acknowledgement of the end
+CHANGES_WAITING_MAX = 10_000  # that wait for a reader of changes(); above it the copy stops receiving
 
 _FORKED = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
 
@@ -45,7 +45,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Changed(Generic[V]):
-    """Change of one key. ``value``: None where the key is gone. ``number``: of the update, the same for all clients."""
+    """Change of one key. ``value``: None if the key is gone. ``number``: of the update, the same for all clients."""
 
     key: str
     value: V | None
@@ -54,7 +54,7 @@ class Changed(Generic[V]):
 
 
 class Changes(Generic[V]):
-    """Iterator over the changes since it was made. A reader that does not take them holds up the whole copy."""
+    """Iterator over the changes since its creation. A reader that is too slow holds up the whole copy."""
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
         self._clone = clone
@@ -66,16 +66,16 @@ class Changes(Generic[V]):
         return self
 
     def __next__(self) -> Changed[V]:
-        """Wait for the next change. Raises StopIteration after ``timeout`` seconds without one, or once the clone is
+        """Wait for the next change. Raises StopIteration after ``timeout`` seconds without one, or when the clone is
         closed; Ended.
 
-        Raises msgspec.ValidationError for a value of another type, and goes on behind it.
+        Raises msgspec.ValidationError for a value of another type; the next call continues after it.
         """
         require_process(self._process_id, *_FORKED)
         return self._clone._next(self._waiting, self._timeout_s)
 
     def close(self) -> None:
-        """Keep no more changes for this iterator."""
+        """Stop keeping changes for this iterator."""
         self._clone._forget(self._waiting)
 
     def __enter__(self) -> Changes[V]:
@@ -86,17 +86,17 @@ class Changes(Generic[V]):
 
 
 class _Follower:
-    """Machine of a clone: the copy, its connection to a publisher, and who listens to its changes."""
+    """Machine of a clone: the copy, its connection to a publisher, and the listeners to its changes."""
 
     def __init__(self, options: Options, places: Places) -> None:
         self.replica = Replica(options)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         now_s = time.monotonic()
         self.subscriber = Subscriber(self._context, self.replica, places.find, places.access.finder, now_s)
-        self.was_whole = False  # there has been a copy
-        self.is_held = False  # writers are held up
+        self.was_whole = False  # True after the first copy
+        self.is_held = False  # True while clients hold up writers
         self.listeners: list[deque[Told]] = []
-        self.rousers: list[Callable[[], None]] = []  # called when something has come
+        self.rousers: list[Callable[[], None]] = []  # called when changes have arrived
         self._has_more = False
 
     @property
@@ -132,11 +132,11 @@ class _Follower:
         self._rouse()
 
 
-_NEWS_MAX = 100  # of one turn
+_NEWS_MAX = 100  # in one turn
 
 
 class _Copy(Mapping[str, V]):
-    """Copy of a table, as far as it is only read. ``timeout_s``: for the first copy to come."""
+    """Read-only part of a table's copy. ``timeout_s``: to wait for the first copy."""
 
     def __init__(self, shell: ThreadShell[_Follower], kind: Any, timeout_s: float) -> None:
         self._shell = shell
@@ -146,8 +146,8 @@ class _Copy(Mapping[str, V]):
 
     @property
     def _follower(self) -> _Follower:
-        """Follower of this process, once it has a copy; in a forked child from its first use on. Raises ClientClosed,
-        CloneError.
+        """Follower of this process, once it has a copy; a forked child creates its own at the first use. Raises
+        ClientClosed, CloneError.
         """
         follower = self._shell.machine
         if not follower.was_whole:
@@ -179,7 +179,7 @@ class _Copy(Mapping[str, V]):
         return self._shell.closing or bool(self._shell.machine.replica.ended)
 
     def _raise(self) -> None:
-        """Raise the error because of which nothing more comes."""
+        """Raise the error that ended the copy."""
         error, ended = self._shell.error, self._shell.machine.replica.ended
         if error is not None:
             raise CloneError(f"the copy can't be followed: {type(error).__name__}: {error}") from error
@@ -210,28 +210,28 @@ class _Copy(Mapping[str, V]):
 
     @property
     def subtrees(self) -> tuple[str, ...]:
-        """Subtrees of the copy, of those that it asked for; () while it has no stream."""
+        """Subtrees in the copy, a part of the requested ones; () while it has no stream."""
         return self._replica.subtrees or ()
 
     @property
     def counts(self) -> Counts:
-        """Counters of what did not go smoothly: holes, whole copies, resumed streams, dropped changes."""
+        """Counters of irregular events: holes, whole copies, resumed streams, dropped changes."""
         return self._replica.counts
 
     @property
     def problem(self) -> str:
-        """Reason why nothing comes; "" for none."""
+        """Reason for missing updates; "" if there is none."""
         if self._replica.subtrees is not None:
             return ""
         return self._replica.ended or self._subscriber.problem
 
     @property
     def endpoint(self) -> str:
-        """Endpoint of the publisher that the copy follows; "": none."""
+        """Endpoint of the publisher that the copy follows; "" if there is none."""
         return self._subscriber.endpoint
 
     def snapshot(self) -> tuple[int, dict[str, V]]:
-        """Return a number, and all that is in the copy at that number."""
+        """Return the number of the last update in the copy, and all values at that number."""
         replica = self._replica
         with self._shell.lock:
             number, values = replica.number, dict(replica.values)
@@ -239,14 +239,14 @@ class _Copy(Mapping[str, V]):
 
 
 class Clone(_Copy[V]):
-    """Copy of a table; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
+    """Copy of a table, from :func:`immortal.appsdk.patterns.clone.connect`. Any thread can use it.
 
-    Reading takes no message: it is what has come. ``number``: of the last update that is in it.
+    Reads need no message: they return what has arrived. ``number``: of the last update in the copy.
     """
 
     def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
         super().__init__(ThreadShell(lambda: _Follower(options, places), "the clone"), kind, timeout_s)
-        self._table = table  # connects to it, the first time
+        self._table = table  # connects to the table at the first call
         self._options = options
 
     def wait(self, number: int, timeout: float | None = None) -> None:
@@ -260,9 +260,9 @@ class Clone(_Copy[V]):
                 self._raise()
 
     def changes(self, timeout: float | None = None) -> Changes[V]:
-        """Return the changes from now on, one by one, in the order that all clients see.
+        """Return an iterator over the changes from now on, in the order that all clients see.
 
-        ``timeout``: it ends after so many seconds without a change; None: never.
+        ``timeout``: seconds without a change after which it ends; None: no limit.
         """
         changes = Changes(self, timeout)
         self._listen(changes._waiting)
@@ -274,22 +274,22 @@ class Clone(_Copy[V]):
         """Set ``key`` and return the update's number; it is durable when this returns. ``ttl``: seconds after which the
         key is deleted.
 
-        ``wait``: until the change is in this copy, if it has that key at all. Raises ValueError, TypeError, TableFull,
+        ``wait``: until the change is in this copy, if the copy has that key. Raises ValueError, TypeError, TableFull,
         ClientError.
         """
         return self._write([_change(key, value, ttl)], wait=wait)
 
     def delete(self, key: str, *, wait: bool = True) -> int:
-        """Delete ``key``, whether or not it is there, and return the update's number. As :meth:`put`."""
+        """Delete ``key``, even if it does not exist, and return the update's number. Options as in :meth:`put`."""
         return self._write([_change(key, None, 0.0, gone=True)], wait=wait)
 
     def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
-        """Set all keys of ``values`` or none, and return the number of the last. As :meth:`put`."""
+        """Set all keys of ``values`` or none, and return the last update's number. Options as in :meth:`put`."""
         return self._write([_change(key, value, ttl) for key, value in values.items()], wait=wait)
 
     def _write(self, changes: list[Change], *, wait: bool) -> int:
         table, follower = self._table(), self._follower
-        while follower.is_held:  # a client that may do so holds writers up
+        while follower.is_held:  # a client that may block holds up writers
             follower.is_held = not with_timeout(table, None).room()
         below = self._options.writes
         written = table.update_below(below, changes) if below else table.update(changes)
@@ -299,7 +299,7 @@ class Clone(_Copy[V]):
             self.wait(number)
         return number
 
-    # --- what comes --------------------------------------------------------------------------------------------------
+    # --- changes -----------------------------------------------------------------------------------------------------
 
     def _next(self, waiting: deque[Told], timeout_s: float | None) -> Changed[V]:
         turned = self._shell.turned
@@ -312,8 +312,8 @@ class Clone(_Copy[V]):
         return self._changed(told)
 
     def _take(self, waiting: deque[Told]) -> Told | None:
-        """Take the next change; None: there is none. Raises Ended, once nothing will come any more. Called with the
-        lock held.
+        """Take the next change; None if there is none. Raises Ended when no more can follow. The caller must hold the
+        lock.
         """
         if waiting:
             told = waiting.popleft()
@@ -329,7 +329,7 @@ class Clone(_Copy[V]):
         return Changed(key, None if value is None else self._decode(value), number, value is None)
 
     def _listen(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
-        """Append later changes to ``waiting``. ``rouse``: called in the clone's thread when some have come."""
+        """Append later changes to ``waiting``. ``rouse``: called in the clone's thread after each arrival."""
         follower = self._follower
         with self._shell.lock:
             follower.listeners.append(waiting)
@@ -341,13 +341,13 @@ class Clone(_Copy[V]):
             follower.listeners = [other for other in follower.listeners if other is not waiting]
             follower.rousers = [other for other in follower.rousers if other is not rouse]
 
-        if self._shell.is_open:  # a child that has not used it has none
+        if self._shell.is_open:  # a forked child that has not used it has no thread
             self._shell.post(forget)
 
-    # --- its life ----------------------------------------------------------------------------------------------------
+    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """End the stream, and wait some time for the publisher's acknowledgement."""
+        """End the stream, and wait at most PART_S for the publisher's acknowledgement."""
         shell = self._shell
         if shell.is_open:
             follower = shell.machine
@@ -360,21 +360,21 @@ class Clone(_Copy[V]):
 
 
 def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
-    """Make a change of a key. Raises ValueError, TypeError."""
+    """Return a change of a key, with its value encoded. Raises ValueError, TypeError."""
     try:
         encoded = None if gone else encode_value(value)
-    except Exception as error:  # what a user's type raises as it is encoded
+    except Exception as error:  # raised by a user's type in its encoding
         raise TypeError(f"key {key!r}: the value can't be encoded: {error}") from error
     change = Change(key, encoded, float(ttl))
     check_change(change)
     return change
 
 
-# As `threaded`, with asyncio. The same thread follows the table; nothing here waits but with ``await``.
+# The same for asyncio. The clone's thread follows the table; all waiting here is by ``await``.
 
 
 class AsyncChanges(Generic[V]):
-    """Changes for asyncio: ``async for change in prices.changes():``. See
+    """Changes for asyncio: ``async for change in prices.changes():``. Like
     :class:`~immortal.appsdk.patterns.clone.copies.Changes`.
     """
 
@@ -413,13 +413,13 @@ class AsyncChanges(Generic[V]):
                 raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """Keep no more changes for this iterator."""
+        """Stop keeping changes for this iterator."""
         self._clone._forget(self._waiting, self._rouse)
 
 
 class AsyncClone(_Copy[V]):
-    """Copy of a table for asyncio, as :class:`~immortal.appsdk.patterns.clone.copies.Clone`. Reads are local, so they
-    are not awaited.
+    """Copy of a table for asyncio, like :class:`~immortal.appsdk.patterns.clone.copies.Clone`. Reads are local and
+    not awaited.
     """
 
     def __init__(self, clone: Clone[V]) -> None:
@@ -427,7 +427,7 @@ class AsyncClone(_Copy[V]):
         self._clone = clone
 
     def changes(self, timeout: float | None = None) -> AsyncChanges[V]:
-        """Return the changes from now on; see Clone."""
+        """Return an iterator over the changes from now on; see Clone."""
         return AsyncChanges(self._clone, timeout)
 
     async def wait(self, number: int, timeout: float | None = None) -> None:
@@ -468,8 +468,8 @@ class CloneConnector(Generic[V]):
         self._connecting = threading.Lock()
 
     def _connected(self) -> Any:
-        """Connect to the table itself. A client that only reads from given publishers never needs it. Raises
-        ClientError.
+        """Connect to the table itself, unless connected. A client that only reads from given publishers never needs it.
+        Raises ClientError.
         """
         with self._connecting:
             if self._table is None:
@@ -477,7 +477,7 @@ class CloneConnector(Generic[V]):
             return self._table
 
     def __enter__(self) -> Clone[V]:
-        """Return the clone, once it has a copy. Raises CloneError, ClientError."""
+        """Return the clone after its first copy has arrived. Raises CloneError, ClientError."""
         try:
             places = Places(self._access, None if self._access.publishers else self._connected())
             self._clone = Clone(self._connected, self._kind, self._options, places, self._timeout_s)
@@ -496,7 +496,7 @@ class CloneConnector(Generic[V]):
             self._connector.__exit__(*error)
 
     async def __aenter__(self) -> AsyncClone[V]:
-        """Return the clone, as ``with`` does."""
+        """Return the clone, like ``with``."""
         return AsyncClone(await asyncio.to_thread(self.__enter__))
 
     async def __aexit__(self, *error: Any) -> None:
@@ -534,14 +534,14 @@ def connect(
     publishers: Sequence[str] = (),
     **reach: Unpack[ReachOptions],
 ) -> CloneConnector[Any]:
-    """Return a copy of the table called so, as a context manager, also for ``async with``.
+    """Return a connector to a copy of the named table, for ``with`` or ``async with``.
 
-    ``of``: the type of all values; they are checked as they are read. ``subtrees``: those of interest. ``policy``: when
-    more than ``mark_bytes`` wait for this client beyond the ``window_bytes`` that may be on their way: "drop": changes
-    are dropped, the oldest first, and the keys come again as they are then; "disconnect": it is ended; "block": writers
-    wait, as long as the table allows. ``writes``: the subtree that all its changes are in, for who may write to that
-    alone. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints to follow, in place of those
-    that the table names; ``endpoints=[]`` and the rest are of :func:`immortal.appsdk.client.connect`.
+    ``of``: the type of all values; reads check it. ``subtrees``: those to copy. ``policy``: what happens if more than
+    ``mark_bytes`` wait for this client beyond the ``window_bytes`` in flight: "drop": the oldest changes are dropped,
+    and their keys are sent later with their values of then; "disconnect": the stream ends; "block": writers
+    wait, as long as the table allows. ``writes``: the subtree of all its changes, for a client that may write only
+    there. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints to follow, instead of those
+    that the table names; ``endpoints=[]`` and the rest as in :func:`immortal.appsdk.client.connect`.
 
     Raises TypeError, ValueError.
     """

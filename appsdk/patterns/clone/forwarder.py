@@ -1,4 +1,4 @@
-"""Forwarder: a process between a table and its clients, with a copy that it publishes. Forwarders of forwarders make a
+"""Forwarder: a process between a table and its clients, which publishes its own copy. Forwarders of forwarders form a
 tree.
 """
 
@@ -44,9 +44,9 @@ class Forwarder:
     """Forwarder that publishes ``table`` at ``listen`` until :meth:`stop`. It follows ``upstream``, or the table
     itself.
 
-    ``identity``: whose keys it shows, to both sides, entitled with ``relay=True``; by default those of the table.
-    ``advertise``: where clients find it; by default where it listens. ``blocking_s``: a client that asked for it may
-    hold up writers for so long; 0: not at all. The others are those of :func:`immortal.appsdk.client.connect`.
+    ``identity``: the name whose keys it shows to both sides, entitled with ``relay=True``; by default the table.
+    ``advertise``: its endpoint for clients; by default the one where it listens. ``blocking_s``: limit for a client
+    that holds up writers by its policy; 0: forbidden. The others as in :func:`immortal.appsdk.client.connect`.
 
     Raises CloneError, ClientError.
     """
@@ -76,7 +76,7 @@ class Forwarder:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # of what the thread that tells the table takes
+        self._lock = threading.Lock()  # of the data for the thread that reports to the table
         self._joined: list[Presence] = []
         self._left: list[str] = []
         self._held: list[str] = []
@@ -144,7 +144,7 @@ class Forwarder:
                     os.eventfd_read(self._wake)
 
     def _take(self, news: News) -> None:
-        """Publish an update of the table to the clients."""
+        """Publish an update of the copy to the clients."""
         publisher, table = self._publisher, self._replica.table
         publishing = publisher.publishing
         if publishing is None or publishing.table != table or news.number < publishing.entries.number:
@@ -162,7 +162,7 @@ class Forwarder:
         rows = [Row(key, number, value) for key, number, value in news.changes]
         publishing.publish(rows, is_conflated=news.is_conflated, number=news.number)
 
-    # --- what the table is told --------------------------------------------------------------------------------------
+    # --- reports to the table ----------------------------------------------------------------------------------------
 
     def _report(self, publishing: Publication) -> None:
         with self._lock:
@@ -175,7 +175,7 @@ class Forwarder:
                 joined, left = drain_presences(publishing)
                 self._joined += joined
                 self._left += left
-                if len(self._joined) + len(self._left) > STREAMS_MAX:  # the table is away
+                if len(self._joined) + len(self._left) > STREAMS_MAX:  # the table is unreachable
                     self._wants_all = True
             held = publishing.held_by
             has_news = bool(self._joined or self._left or self._all is not None or held != self._held)
@@ -184,7 +184,7 @@ class Forwarder:
             self._news.set()
 
     def _tell(self, table: Any) -> None:
-        """Report the streams to the table, in a thread of its own, since the table may be away."""
+        """Report the streams to the table, in a separate thread, since the table can be unreachable."""
         self._wants_all = True
         told = False
         while not self._stopping:
@@ -216,9 +216,9 @@ class Forwarder:
                     return
                 self._wants_all = True
                 logger.warning("forwarder %s: the table was not told: %s", self.id, error)
-            if not self._stopping:  # one report in PRESENCE_S, however much happens
+            if not self._stopping:  # at most one report per PRESENCE_S
                 time.sleep(PRESENCE_S)
         try:
             with_timeout(table, _CALL_S).forwarder_ends(self.id)
         except ClientError:
-            return  # it finds out by itself
+            return  # the table detects the end by itself

@@ -1,8 +1,8 @@
-"""Messages between clients and publishers: from bytes and to bytes. docs/reference/pattern-frames.md.
+"""Messages between clients and publishers: encoding and decoding. docs/reference/pattern-frames.md.
 
 0   4  "ICL" and the version
     ?  MessagePack: an array that begins with the name of the message
-   -8  8  CRC-64/XZ of all before it, big-endian
+      -8  8  CRC-64/XZ of all bytes before, big-endian
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Policy = Literal["drop", "block", "disconnect"]
 POLICIES: tuple[Policy, ...] = ("drop", "block", "disconnect")
 
 
-# --- of a client ------------------------------------------------------------------------------------------------------
+# --- from clients -----------------------------------------------------------------------------------------------------
 
 
 class Activate(msgspec.Struct, tag="activate", array_like=True, frozen=True, gc=False):
-    """Begin a stream, in place of the one before. ``stream``: the client's number for it.
+    """Request for a stream, which replaces an earlier one. ``stream``: the client's number for it.
 
-    ``table``, ``number``, ``had``: what it has a copy of, as of when, and which subtrees; "" and 0: nothing.
-    ``window_bytes`` may be in flight, ``mark_bytes`` wait; then ``policy`` says what happens. ``relay``: a forwarder,
-    which gets everything.
+    ``table``, ``number``, ``had``: the client's copy: of which table, at which update, which subtrees; "" and 0: none.
+    ``window_bytes`` can be in flight and ``mark_bytes`` can wait; above that ``policy`` applies. ``relay``: the client
+    is a forwarder, which gets everything.
     """
 
     stream: int
@@ -47,20 +47,20 @@ class Activate(msgspec.Struct, tag="activate", array_like=True, frozen=True, gc=
 
 
 class Received(msgspec.Struct, tag="received", array_like=True, frozen=True, gc=False):
-    """Acknowledgement: the client has taken in ``total_bytes`` of the stream's parts."""
+    """Acknowledgement: the client has processed ``total_bytes`` of the stream's parts."""
 
     stream: int
     total_bytes: int
 
 
 class Deactivate(msgspec.Struct, tag="deactivate", array_like=True, frozen=True, gc=False):
-    """End the stream."""
+    """Request to end the stream."""
 
     stream: int
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
-    """Sign of life of a client, once a second, or sooner while it does not know whether anything was lost.
+    """Sign of life of a client, once a second, or sooner while parts may have been lost.
 
     ``total_bytes``: as in Received.
     """
@@ -70,16 +70,16 @@ class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
 
 
 class Look(msgspec.Struct, tag="look", array_like=True, frozen=True, gc=False):
-    """Request for a report, by operators."""
+    """Request of an operator for a report."""
 
 
-# --- of a publisher ---------------------------------------------------------------------------------------------------
+# --- from publishers --------------------------------------------------------------------------------------------------
 
 
 class Activated(msgspec.Struct, tag="activated", array_like=True, frozen=True, gc=False):
-    """The stream begins. ``subtrees``: what the client gets of what it asked for.
+    """Begin of a stream. ``subtrees``: the part of the requested ones that the client gets.
 
-    ``forgotten``: of keys that were deleted up to this update, not all are known. A forwarder is told of the others.
+    ``forgotten``: deletions up to this update are incomplete. A forwarder gets the others.
     """
 
     stream: int
@@ -89,7 +89,7 @@ class Activated(msgspec.Struct, tag="activated", array_like=True, frozen=True, g
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True, gc=False):
-    """The publisher gives no stream. ``again``: it may later. ``is_behind``: the client's copy is newer."""
+    """Refusal of a stream. ``again``: a later request can succeed. ``is_behind``: the client's copy is newer."""
 
     stream: int
     reason: str
@@ -98,11 +98,11 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True, gc=Fa
 
 
 class Part(msgspec.Struct, tag="part", array_like=True, frozen=True, gc=False):
-    """Part of the stream: all changes of the client's subtrees behind ``after``, up to ``number``.
+    """Part of the stream: all changes of the client's subtrees after ``after``, up to ``number``.
 
-    ``after`` -1: it is everything, in place of what the client has. ``more``: the next part goes on with it, and only
-    then it is whole. ``changes``: key, number and value, None for a key that is gone. ``is_conflated``: of a key only
-    the last change is there.
+    ``after`` -1: it has everything, and replaces the client's copy. ``more``: the next part continues it, and only
+    together they are whole. ``changes``: key, number and value, None for a key that is gone. ``is_conflated``: it has
+    only the last change of each key.
     """
 
     after: int
@@ -113,7 +113,7 @@ class Part(msgspec.Struct, tag="part", array_like=True, frozen=True, gc=False):
 
 
 class Dropped(msgspec.Struct, tag="dropped", array_like=True, frozen=True, gc=False):
-    """Notice that ``count`` changes in all are not told one by one, as the client was too slow: the next part is
+    """Notice that ``count`` changes in all are not sent singly, as the client was too slow: the next part is
     conflated.
     """
 
@@ -122,13 +122,13 @@ class Dropped(msgspec.Struct, tag="dropped", array_like=True, frozen=True, gc=Fa
 
 
 class Deactivated(msgspec.Struct, tag="deactivated", array_like=True, frozen=True, gc=False):
-    """The stream has ended, as the client asked."""
+    """Acknowledgement of the stream's end."""
 
     stream: int
 
 
 class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True, gc=False):
-    """The publisher has ended the stream. ``again``: the client may begin it anew."""
+    """End of the stream by the publisher. ``again``: the client can request a new one."""
 
     stream: int
     reason: str
@@ -136,8 +136,8 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True, gc=
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True, gc=False):
-    """Answer to a ping. ``stream`` 0: there is none. ``total_bytes``: of the stream's parts sent so far; -1: the
-    publisher, of an earlier build, does not say.
+    """Answer to a ping. ``stream`` 0: there is none. ``total_bytes``: of the stream's parts sent so far; -1: unknown,
+    from a publisher of an earlier build.
     """
 
     stream: int
@@ -145,7 +145,7 @@ class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True, gc=False):
 
 
 class StreamReport(msgspec.Struct, frozen=True):
-    """Report on one stream, for operators. Sizes in bytes: not yet acknowledged; waiting behind that."""
+    """Report on one stream, for operators. Sizes in bytes: in flight, and waiting beyond that."""
 
     stream: str
     name: str
@@ -160,7 +160,7 @@ class StreamReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, tag="report", array_like=True, frozen=True, gc=False):
-    """Report of a publisher. ``ended``: number of streams ended for being slow, and of silent ones, since the start."""
+    """Report of a publisher. ``ended_slow``, ``ended_silent``: numbers of slow and silent streams that it ended."""
 
     table: str
     number: int

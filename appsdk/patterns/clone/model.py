@@ -1,4 +1,4 @@
-"""Data model of a table: rows, keys and subtrees, entitlements, what handlers take and return, errors. No I/O."""
+"""Data model of a table: rows, keys and subtrees, entitlements, values of its handlers, errors. No I/O."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from immortal.protocol.errors import ImmortalError
 
 SECOND_NS = 1_000_000_000
 KEY_SIZE_BYTES_MAX = 256
-KEY_DEPTH_MAX = 16  # parts between "/": each is a subtree that somebody may have
+KEY_DEPTH_MAX = 16  # parts between "/": each is a subtree that a client can request
 VALUE_SIZE_BYTES_MAX = 1 << 20
-# Keys that were deleted, which a client that returns is told; one that was away longer gets all anew.
+# Number of deleted keys kept for returning clients; a client that was away longer gets everything again.
 GONE_MAX = 100_000
 TTL_S_MAX = 10 * 365 * 86_400.0
 SUBTREES_MAX = 100  # of one client
-SUBTREES_SIZE_BYTES_MAX = 4096  # of all of them: they are in the row that says who is there
-STREAMS_MAX = 10_000  # clients of one publisher; more is what forwarders are for
+SUBTREES_SIZE_BYTES_MAX = 4096  # of all its subtrees: they are in its row of presence
+STREAMS_MAX = 10_000  # clients of one publisher; more need forwarders
 REQUEST_SIZE_BYTES_MAX = 64 << 10  # of one frame of a client
-BEAT_S = 1.0  # each side says a word so often
-SILENCE_S = 5.0  # who says none for so long is gone
+BEAT_S = 1.0  # between two signs of life of each side
+SILENCE_S = 5.0  # a side without a sign of life for so long is gone
 WINDOW_BYTES_DEFAULT = 1 << 20  # in flight to one client
-MARK_BYTES_DEFAULT = 4 << 20  # the high-water mark: what waits for one client beyond its window
+MARK_BYTES_DEFAULT = 4 << 20  # the high-water mark: bytes that wait for one client beyond its window
 MARK_BYTES_MAX = 64 << 20
-PRESENCE_S = 0.2  # who came and who went is told to the table so often
-LEASE_S = 5.0  # a forwarder without a word for so long is gone, and its clients
+PRESENCE_S = 0.2  # between two reports to the table on clients that joined and left
+LEASE_S = 5.0  # a forwarder without a message for so long is gone, with its clients
 FORWARDERS_MAX = 1000
-CONNECT_S = 2.5  # for an answer to the first word; then the next place
+CONNECT_S = 2.5  # to wait for a first answer; then the next place is tried
 
 OWN = "@"
-"""Keys of the table itself begin with it."""
+"""First character of the table's own keys."""
 PRESENT = "@present"
-"""Subtree that says who is there: one row for each stream."""
+"""Subtree of presence: one row for each stream."""
 ENTITLED = "@entitled"
-"""Subtree that says who may see what. No client sees these rows."""
+"""Subtree of entitlements: which names can see what. No client sees these rows."""
 EVERYBODY = "*"
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Row of a table. ``value``: MessagePack; None: the key is deleted. ``number``: of the update that made it so.
+    """Row of a table. ``value``: MessagePack; None: the key is deleted. ``number``: of the update that set it.
     ``expires_ns``: the instance's time; 0: never.
     """
 
@@ -51,7 +51,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):
-    """Change that a writer asks for. ``value``: MessagePack; None: delete. ``ttl_s``: seconds; 0: without limit."""
+    """Change that a writer requests. ``value``: MessagePack; None: delete. ``ttl_s``: seconds; 0: no limit."""
 
     key: str
     value: bytes | None
@@ -59,8 +59,8 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """Answer to a writer. ``number``: of the last change. Unless ``has_room``, the writer waits before the next one,
-    see ``Table.room``.
+    """Answer to a writer. ``number``: of the last change. Without ``has_room`` the writer must wait before the next
+    change, see ``Table.room``.
     """
 
     number: int
@@ -68,9 +68,9 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Entitlement(msgspec.Struct, frozen=True):
-    """Entitlement of one name. ``relay``: it is a forwarder, which sees all, and asks for what its clients may see.
+    """Entitlement of one name. ``relay``: it is a forwarder, which sees all and applies its clients' entitlements.
 
-    ``may_block``: it may hold up writers.
+    ``may_block``: its policy can be "block", which holds up writers.
     """
 
     subtrees: tuple[str, ...] = ()
@@ -79,9 +79,9 @@ class Entitlement(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Endpoint at which a table is published. ``identity``: whose keys are shown there; "": the table's.
+    """Endpoint at which a table is published. ``identity``: the name whose keys it shows; "": the table's.
 
-    ``is_table``: by the table's app itself. ``may_block``: clients there may hold up writers.
+    ``is_table``: the table's own app publishes there. ``may_block``: clients there can hold up writers.
     """
 
     endpoint: str
@@ -92,8 +92,8 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """Stream of a client, as the value of its row. ``name``: of its key, "" without keys; ``label``: the client's name
-    for itself.
+    """Stream of a client, as the value of its row. ``name``: of its key, "" without keys; ``label``: the client's own
+    name for itself.
     """
 
     stream: str
@@ -104,7 +104,7 @@ class Presence(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """State of a table. ``held_by``: clients that may block, and do."""
+    """State of a table. ``held_by``: clients that hold up writers now."""
 
     number: int
     rows: int
@@ -144,13 +144,13 @@ def encode(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-# The rows of a table, by their numbers, and the keys that are gone. No I/O, no clock.
+# Rows of a table by their numbers, and its deleted keys. No I/O, no clock.
 #
-# A table has them in its state, each publisher and client has its own.
+# A table has them in its state; each publisher has its own copy.
 
 
 class Entries(msgspec.Struct):
-    """Rows and deleted keys of a table, in the order of their numbers. Deletions up to number ``forgotten`` may be
+    """Rows and deleted keys of a table, in the order of their numbers. Deletions up to number ``forgotten`` can be
     missing.
     """
 
@@ -161,7 +161,7 @@ class Entries(msgspec.Struct):
     size_bytes: int = 0
 
     def apply(self, row: Row) -> None:
-        """Apply ``row``, which is newer than all. A deleted key that was not there is noted as well."""
+        """Apply ``row``, which is newer than all others. A deletion is recorded even if the key did not exist."""
         key = row.key
         before = self.rows.pop(key, None)
         if before is not None:
@@ -179,8 +179,8 @@ class Entries(msgspec.Struct):
         self.number = row.number
 
     def since(self, number: int) -> list[Row] | None:
-        """Return the rows of all keys that have changed behind ``number``, as they are now; None: that is not known any
-        more.
+        """Return the present rows of all keys that have changed after ``number``; None: this is no longer
+        known.
         """
         if number < self.forgotten or number > self.number:
             return None
@@ -189,7 +189,7 @@ class Entries(msgspec.Struct):
         return found
 
     def everything(self) -> list[Row]:
-        """Return the rows of all keys, and of those that are known to be deleted."""
+        """Return the rows of all keys, including known deletions."""
         found = [*self.rows.values(), *(Row(key, at, None) for key, at in self.gone.items())]
         found.sort(key=lambda row: row.number)
         return found
@@ -207,7 +207,7 @@ class Entries(msgspec.Struct):
             yield Row(key, at, None)
 
     def copy(self) -> Entries:
-        """Return a copy that shares the rows: they never change."""
+        """Return a copy that shares the rows, which never change."""
         return Entries(dict(self.rows), dict(self.gone), self.number, self.forgotten, self.size_bytes)
 
 
@@ -215,14 +215,14 @@ def size_bytes(row: Row) -> int:
     return len(row.key) + (len(row.value) if row.value is not None else 0)
 
 
-# Which keys belong to which subtrees. ``a/b`` has the key ``a/b`` and all that begin with ``a/b/``. No I/O.
+# Subtrees of keys. ``a/b`` has the key ``a/b`` and all keys that begin with ``a/b/``. No I/O.
 #
-# "" has all keys but the table's own, ``@`` those alone.
+# "" has all keys except the table's own, ``@`` has only these.
 
 
 ALL = ("", OWN)
 ORDINARY = ("", PRESENT)
-"""Subtrees that everybody may see of a table without entitlements."""
+"""Subtrees of a table without entitlements that all clients can see."""
 
 
 def subtrees_of(key: str) -> Iterator[str]:
@@ -240,7 +240,7 @@ def subtrees_of(key: str) -> Iterator[str]:
 
 
 def covers(subtree: str, key: str) -> bool:
-    """Tell whether ``key``, or the subtree of that name, belongs to ``subtree``."""
+    """Return True if ``key``, or the subtree of that name, belongs to ``subtree``."""
     if not subtree:
         return not key.startswith(OWN)
     if subtree == OWN:
@@ -282,14 +282,14 @@ def common(wanted: Iterable[str], allowed: Iterable[str]) -> tuple[str, ...]:
 
 
 def may_be_seen(subtree: str) -> bool:
-    """Tell whether any client may see ``subtree``: of the table's own rows only those of presence."""
+    """Return True if clients can see ``subtree``: of the table's own rows only those of presence."""
     return not subtree.startswith(OWN) or covers(PRESENT, subtree)
 
 
 class Entitlements:
-    """Rules of who may see what. Without any, everybody sees everything but the entitlements themselves.
+    """Rules for what each name can see. Without entitlements, every client sees everything but the entitlements.
 
-    ``owner``: the table's own name, whose keys only its operators can read; it sees everything in any case.
+    ``owner``: the table's own name, whose keys only its operators can read; it always sees everything.
     """
 
     def __init__(self, owner: str) -> None:
@@ -306,8 +306,8 @@ class Entitlements:
         return len(self._by_name)
 
     def visible(self, name: str, wanted: Iterable[str], *, relay: bool) -> tuple[str, ...]:
-        """Return the part of ``wanted`` that the owner of the key ``name`` ("": no key) may see. ``relay``: all, to
-        forward it.
+        """Return the part of ``wanted`` that the owner of the key ``name`` ("": no key) can see. ``relay``: all, for
+        forwarding.
         """
         if relay:
             return ALL if self.may_relay(name) else ()
@@ -317,8 +317,8 @@ class Entitlements:
         return () if known is None else common(wanted, filter(may_be_seen, known.subtrees))
 
     def may_relay(self, name: str) -> bool:
-        """Tell whether ``name`` may forward. Without keys everybody on this machine may; with keys those entitled
-        to.
+        """Return True if ``name`` can forward: without keys every process on this machine; with keys the entitled
+        names.
         """
         if not name or name == self._owner:
             return True
@@ -326,14 +326,14 @@ class Entitlements:
         return known is not None and known.relay
 
     def may_block(self, name: str) -> bool:
-        """Tell whether ``name`` may hold up writers. A forwarder may, for those of its clients that may."""
+        """Return True if ``name`` can hold up writers; a forwarder can, for its clients with that right."""
         if not self._by_name or name == self._owner:
             return True
         known = self._by_name.get(name) or self._by_name.get(EVERYBODY)
         return known is not None and (known.may_block or known.relay)
 
 
-# What can go wrong with a shared table.
+# Errors of a table and its copies.
 
 
 class CloneError(ImmortalError):
@@ -341,12 +341,12 @@ class CloneError(ImmortalError):
 
 
 class TableFull(CloneError):  # noqa: N818 (what happened, not what is wrong)
-    """The table has no room for more rows, bytes, or names. Nothing was changed."""
+    """Raised if the table has no room for more rows, bytes, or names. Nothing was changed."""
 
 
 class NotEntitled(CloneError):  # noqa: N818
-    """The caller may see nothing of what it asked for."""
+    """Raised if the caller can see nothing of what it requested."""
 
 
 class Ended(CloneError):  # noqa: N818
-    """The publisher has ended the stream, as the client is slow or asks for what is not possible. Connect again."""
+    """Raised if the publisher ended the stream: the client is slow or asks for the impossible. Connect again."""

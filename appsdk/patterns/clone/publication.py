@@ -1,8 +1,8 @@
 """Rules of a publisher: which client gets which change, and when. No I/O, no clock.
 
-publish(rows)   what has changed                 outgoing   frames for clients
-take(...)       what a client says               joined     streams that have begun
-flush(now_ns)   brings all as far as it goes     left       streams that have ended
+publish(rows)   takes changed rows               outgoing   frames for clients
+take(...)       takes a client's request         joined     streams that have begun
+flush(now_ns)   sends as much as there is room   left       streams that have ended
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from immortal.appsdk.patterns.clone.model import (
 from immortal.appsdk.patterns.clone.streams import EVERYTHING, Stream, Views
 from immortal.protocol import decoding
 
-REPORT_S = 0.1  # between two reports for operators, each of which names all clients
+REPORT_S = 0.1  # between two reports for operators, each of which lists all clients
 WINDOW_BYTES_MIN = 4 << 10
 WINDOW_BYTES_MAX = 64 << 20
 MARK_BYTES_MIN = 4 << 10
-WALKS_MAX = 64  # clients that are brought up to date at a time: each has a list of rows
-LABEL_SIZE_BYTES_MAX = 128  # what a client calls itself
+WALKS_MAX = 64  # clients that catch up at once: each has a list of rows
+LABEL_SIZE_BYTES_MAX = 128  # of a client's name for itself
 
 _ENTITLED = ENTITLED + "/"
 
 
 class Publication:
-    """State of a publisher. ``name``: unique among publishers. ``blocking_s``: how long a slow client may hold up
-    writers; 0: none may.
+    """State of a publisher. ``name``: unique among publishers. ``blocking_s``: limit for a slow client that holds up
+    writers; 0: none can.
 
     ``owner``: the name of the table.
     """
@@ -64,7 +64,7 @@ class Publication:
         self.entries = entries
         self.outgoing: list[tuple[bytes, bytes]] = []
         self.joined: dict[str, Presence] = {}  # by the stream's ID
-        self.left: list[str] = []  # streams that were told to have joined
+        self.left: list[str] = []  # ended streams that were reported as joined
         self.ended_slow = 0
         self.ended_silent = 0
         self._blocking_s = blocking_s
@@ -72,9 +72,9 @@ class Publication:
         self._streams: dict[bytes, Stream] = {}
         self._views = Views()
         self._entitlements = _entitlements(self._owner, entries)
-        self._count = 0  # of streams, in all
-        self._walking: set[str] = set()  # streams with a list of rows of their own
-        self.is_dirty = True  # flush() has something to do
+        self._count = 0  # of all streams so far
+        self._walking: set[str] = set()  # streams with their own list of rows
+        self.is_dirty = True  # flush() has work to do
         self._beat_ns = 0
         self._reported_ns = -SECOND_NS
         self._recheck = False
@@ -84,7 +84,7 @@ class Publication:
 
     @property
     def held_by(self) -> list[str]:
-        """Return the clients for whose sake writers are to wait."""
+        """Clients that hold up writers."""
         return [
             f"{stream.asked.label or stream.name or 'a client'} ({stream.id})"
             for stream in self._streams.values()
@@ -94,8 +94,8 @@ class Publication:
     # --- the table ---------------------------------------------------------------------------------------------------
 
     def publish(self, rows: Sequence[Row], *, is_conflated: bool = False, number: int = 0) -> None:
-        """Publish rows, newer than all before and in order. ``number``: up to which the table is known with them; 0:
-        that of the last.
+        """Publish rows, in order and newer than all before. ``number``: the update up to which the table is then known;
+        0: that of the last row.
         """
         apply = self.entries.apply
         for row in rows:
@@ -108,7 +108,7 @@ class Publication:
         self.is_dirty = True
 
     def replace(self, table: str, entries: Entries) -> None:
-        """Publish another table: all streams begin anew."""
+        """Publish another table: all streams end, and can begin again."""
         for stream in list(self._streams.values()):
             self._end(stream, "the table is another one now", again=True)
         self.table, self.entries = table, entries
@@ -140,7 +140,7 @@ class Publication:
                 self._forget(stream)
             return
         if now_ns < self._reported_ns + REPORT_S * SECOND_NS:
-            return  # it is asked again
+            return  # the operator's tool asks again
         if not name or self._entitlements.may_relay(name) or not len(self._entitlements):
             self._reported_ns = now_ns
             self._say(route, self.report())
@@ -194,7 +194,7 @@ class Publication:
         return Report(self.table, number, rows, "", self.ended_slow, self.ended_silent, streams)
 
     def present(self) -> list[Presence]:
-        """Return all clients that are present, for a table that has forgotten them."""
+        """Return all present clients, for a table that has lost them."""
         return [
             Presence(one.id, one.name, one.asked.label, self.name, one.view.visible) for one in self._streams.values()
         ]
@@ -234,7 +234,7 @@ class Publication:
         stream.pump(send)
         if stream.walk is None and stream.id in self._walking:
             self._walking.remove(stream.id)
-            self.is_dirty = True  # the next one may walk
+            self.is_dirty = True  # the next stream can walk
         if stream.is_waiting:
             self.is_dirty |= stream.has_room and len(self._walking) < WALKS_MAX
         if stream.waiting_bytes > stream.asked.mark_bytes:
@@ -243,7 +243,7 @@ class Publication:
             stream.over_since_ns = None
 
     def _too_slow(self, stream: Stream, now_ns: int) -> None:
-        """Apply the policy of a stream that waits with more than its high-water mark."""
+        """Apply the policy of a stream whose waiting bytes exceed its high-water mark."""
         policy = stream.asked.policy
         if policy == "drop":
             stream.drop()
@@ -267,7 +267,7 @@ class Publication:
             self._end(stream, f"nothing was heard for {SILENCE_S:g} s", again=True)
 
     def _check_rights(self) -> None:
-        """Check all streams against new entitlements. A client that now sees another part gets all of it anew."""
+        """Check all streams against new entitlements. A client that now sees another part gets all of it again."""
         for stream in list(self._streams.values()):
             asked = stream.asked
             subtrees = check_subtrees(asked.subtrees)
@@ -307,7 +307,7 @@ class Publication:
         del self._streams[stream.route]
         self._stop_walking(stream)
         self._views.leave(stream.view)
-        if self.joined.pop(stream.id, None) is None:  # else nobody has heard of it
+        if self.joined.pop(stream.id, None) is None:  # else it was never reported
             self.left.append(stream.id)
 
     def _stop_walking(self, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""Publisher's socket, the feed from the table's handlers, and the thread that runs both in the table's process."""
+"""Publisher's socket, the feed from the table's handlers, and the publisher thread in the table's process."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from immortal.appsdk.patterns.clone.model import (
 from immortal.appsdk.patterns.clone.publication import Publication
 from immortal.appsdk.patterns.listener import Listener
 
-# Changes of some time go in one frame: under load, a frame for each would be what costs. The pause is so many times
-# what the last frames took to send, so a publisher is busy with it for a fifth of its time.
+# One frame has the changes of some time: under load, a frame for each would cost most. The pause is FLUSH_PAUSES times
+# the time of the last sending, so a publisher spends a fifth of its time with sending.
 FLUSH_PAUSES = 4
 FLUSH_S_MIN = 0.0002
 FLUSH_S_MAX = 0.02
-CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ may end the process where it is cut off in a message
+CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ can end the process if it is cut off in a message
 
 logger = logging.getLogger("immortal.clone")
 
-_TURN_FRAMES_MAX = 1000  # that are taken in before others have their turn
+_TURN_FRAMES_MAX = 1000  # received before other work has its turn
 _OPTIONS = {
     zmq.MAXMSGSIZE: REQUEST_SIZE_BYTES_MAX,
-    zmq.SNDHWM: 65_536,  # frames to one client: its window is what bounds them
-    zmq.BACKLOG: 4096,  # connections that the kernel holds: behind a crash all clients come back at once
+    zmq.SNDHWM: 65_536,  # frames to one client: its window is the real limit
+    zmq.BACKLOG: 4096,  # connections that the kernel holds: after a crash all clients return at once
     zmq.ROUTER_MANDATORY: 1,
-    zmq.HANDSHAKE_IVL: 10_000,  # ms: all clients may come at the same time
+    zmq.HANDSHAKE_IVL: 10_000,  # ms: all clients can connect at the same time
 }
 
 
 class Publisher:
-    """Publisher that listens until :meth:`close`. ``publishing``: what it publishes; None: nothing yet.
+    """Publisher that listens until :meth:`close`. ``publishing``: the present publication; None: nothing yet.
 
-    ``identity``: whose keys in the registry folder ``home`` are shown; then only callers with keys of that folder get
-    in. "": everybody does that reaches ``endpoint``, which is on this machine then, unless ``insecure`` is True.
-    Raises CloneError.
+    ``identity``: the name whose keys in the registry folder ``home`` it shows; then it admits only callers with keys of
+    that folder. "": it admits everybody who reaches ``endpoint``, which must be on this machine unless ``insecure`` is
+    True. Raises CloneError.
     """
 
     def __init__(self, endpoint: str, *, home: Path, identity: str = "", insecure: bool = False) -> None:
@@ -67,13 +67,13 @@ class Publisher:
         self.endpoint = self._listener.endpoint
 
     def fileno(self) -> int:
-        """File descriptor to wait for. It signals once: :meth:`receive` takes all that has come."""
+        """Return the descriptor to wait for. It signals once: :meth:`receive` takes all that has arrived."""
         descriptor = self._listener.socket.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
         return descriptor
 
     def receive(self, now_ns: int) -> bool:
-        """Process clients' messages. False: there may be more."""
+        """Process clients' messages; return False if there may be more."""
 
         def take(route: bytes, name: str, request: Request) -> None:
             if self.publishing is not None:
@@ -85,7 +85,7 @@ class Publisher:
         return self._listener.receive(_TURN_FRAMES_MAX, take)
 
     def turn(self) -> float:
-        """Do all that is due now, and return after how many seconds to come again, unless something comes."""
+        """Do all that is due now, and return the seconds until the next call, unless the descriptor signals."""
         now_s = time.monotonic()
         is_read = self.receive(int(now_s * 1e9))
         if self.publishing is None:
@@ -95,16 +95,16 @@ class Publisher:
             self._flushed_s = time.monotonic()
             busy_s = FLUSH_PAUSES * (self._flushed_s - now_s)
             self._pause_s = max(FLUSH_S_MIN, min(busy_s, FLUSH_S_MAX))
-            is_read = self.receive(int(now_s * 1e9))  # sending may have taken in the news that something has come
+            is_read = self.receive(int(now_s * 1e9))  # sending can have consumed the signal of an arrival
         return max(0.0, self._due_s() - time.monotonic()) if is_read else 0.0
 
     def _due_s(self) -> float:
-        """Time of the next flush."""
+        """Return the time of the next flush."""
         is_dirty = self.publishing is not None and self.publishing.is_dirty
         return self._flushed_s + (self._pause_s if is_dirty else BEAT_S)
 
     def _flush(self, now_ns: int) -> None:
-        """Send all that may be sent."""
+        """Send all that clients have room for."""
         publishing = self.publishing
         if publishing is None:
             return
@@ -118,14 +118,14 @@ class Publisher:
         self._listener.close(CLOSE_LINGER_MS)
 
 
-# From a table's handlers to the publisher in the same process. A replay has no publisher: then this does nothing.
+# Feed from a table's handlers to the publisher in the same process. A replay has no publisher: then it does nothing.
 #
-# Handlers of a table that is being undone or recovered feed once more what they fed before; its numbers are known.
+# Handlers that are undone or recovered put the same rows again; the publisher knows their numbers.
 
 
 class Feed:
-    """Rows on their way from the table's handlers to its publisher. ``begun``: the table as it was when the publisher
-    began, once its handler has said so.
+    """Rows in transit from the table's handlers to its publisher. ``begun``: the table at the publisher's begin, set
+    by a handler.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Feed:
         os.eventfd_write(self._wake, 1)
 
     def take(self) -> list[Row]:
-        """Take all rows that have come. Some may be known."""
+        """Take all rows that have arrived. The publisher can know some of them."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         rows: list[Row] = []
@@ -157,11 +157,11 @@ class Feed:
         return rows
 
 
-_feeds: dict[int, Feed] = {}  # by the log of an instance: an undo makes another object of the class
+_feeds: dict[int, Feed] = {}  # by the instance's committer ID: an undo creates another object of the class
 
 
 def open_feed(table: Any) -> Feed:
-    """Open the feed of the instance ``table``, which has one publisher in its life."""
+    """Open the feed of the instance ``table``, which has one publisher in the life of its process."""
     feed = _feeds[table._immortal_context.committer_id] = Feed()
     return feed
 
@@ -170,7 +170,7 @@ def feed_of(table: Any) -> Feed | None:
     return _feeds.get(table._immortal_context.committer_id)
 
 
-# The publisher in the process of a table's app: a thread beside its handlers, which feed it.
+# Publisher in the process of a table's app: a thread beside its handlers.
 
 
 _SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
@@ -188,7 +188,7 @@ def run_publisher(table: Any, says: Any, listen: str, blocking_s: float) -> None
 
 
 def _home() -> Path:
-    """Return the registry folder: the app's secret is in it, in the folder of the instance."""
+    """Return the registry folder: the app's secret is in the instance's folder there."""
     secret_file = os.environ.get(_SECRET_FILE_VARIABLE)
     return home_of(Path(secret_file).absolute().parent.parent if secret_file else None)
 
@@ -197,7 +197,7 @@ def has_keys(home: Path, name: str) -> bool:
     try:
         return pair_of(home / name, name) is not None
     except (NotConnectable, PermissionError):
-        return True  # there are some, and what is wrong with them is said where they are used
+        return True  # there are keys; the code that uses them reports the problem
 
 
 class _TablePublisher:
@@ -236,7 +236,7 @@ class _TablePublisher:
         publishing.publish([row for row in rows if row.number > number])
 
     def _report(self, publishing: Publication, now_s: float) -> None:
-        """Report to the table which clients came and went, and which hold up writers."""
+        """Report to the table the clients that joined and left, and those that hold up writers."""
         held = publishing.held_by
         has_news = publishing.joined or publishing.left or held != self._said_held
         pause_s = PRESENCE_S if has_news else BEAT_S
@@ -254,7 +254,7 @@ def _place(publisher: Publisher, streams: int, blocking_s: float) -> Place:
 
 
 def drain_presences(publishing: Publication) -> tuple[list[Presence], list[str]]:
-    """Take the clients that came and those that went, as many as one message holds. Those that came leave first."""
+    """Take the clients that joined and left, as many as fit into one message; joined ones first."""
     joined = [publishing.joined.pop(stream) for stream in list(publishing.joined)[:_PRESENCES_MAX]]
     if publishing.joined:
         return joined, []

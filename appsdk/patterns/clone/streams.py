@@ -1,4 +1,4 @@
-"""Streams of a publisher and the views they share: parts are encoded once for all streams of one view. No I/O, no
+"""Streams of a publisher and their shared views: a part is encoded once for all streams of one view. No I/O, no
 clock.
 """
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 from immortal.appsdk.patterns.clone.frames import Activate, Dropped, Part, StreamReport, encode
 from immortal.appsdk.patterns.clone.model import ALL, Entries, Row, covers, size_bytes, subtrees_of
 
-PART_SIZE_BYTES_MAX = 64 << 10  # of one frame to a client, but for a single larger value
+PART_SIZE_BYTES_MAX = 64 << 10  # of one frame to a client, except for a single larger value
 PART_CHANGES_MAX = 1000
-HISTORY_BYTES = 1 << 20  # of each view, so that who joins in step need not be brought up to date
+HISTORY_BYTES = 1 << 20  # kept of each view, so that a nearly up-to-date stream needs no walk
 
 EVERYTHING = -1
-"""In place of the number behind which changes are wanted."""
+"""Value of ``after`` for a stream that needs everything."""
 
 
 class Chunk(NamedTuple):
-    """One part of a view. ``end_bytes``, ``end_changes``: of all parts of the view up to and with this one."""
+    """Encoded part of a view. ``end_bytes``, ``end_changes``: totals of the view up to the end of this part."""
 
     data: bytes
     number: int
@@ -29,9 +29,9 @@ class Chunk(NamedTuple):
 
 
 class Walk:
-    """Catch-up of a stream from ``after`` to ``number``, each key once. Parts are encoded when they are asked for.
+    """Catch-up of a stream from ``after`` to ``number``, each key once. Parts are encoded on demand.
 
-    ``then``: the index of the view's part that follows; ``then_changes``: all changes of the view in front of that.
+    ``then``: the index of the view's next part; ``then_changes``: number of the view's changes before that part.
     """
 
     def __init__(self, rows: Sequence[Row], after: int, view: View, *, shared: bool) -> None:
@@ -49,7 +49,7 @@ class Walk:
         return len(self._groups)
 
     def part(self, index: int) -> bytes:
-        """Return a part; in order, since a walk that is not shared keeps none."""
+        """Return a part. Request parts in order, since a walk that is not shared keeps none."""
         if index < len(self._encoded):
             return self._encoded[index]
         rows = self._groups[index]
@@ -63,7 +63,7 @@ class Walk:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Yield the rows in groups, each as large as one frame should be."""
+    """Yield the rows in groups, each for one frame."""
     begin, bytes_in = 0, 0
     for index, row in enumerate(rows):
         bytes_of = size_bytes(row)
@@ -76,22 +76,22 @@ def _groups(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 class View:
-    """Part of the table that streams share. ``number``: up to which its last part goes. ``users``: number of its
-    streams.
+    """Part of the table that streams share. ``number``: the update that its last part ends with. ``users``: number of
+    its streams.
     """
 
     def __init__(self, visible: tuple[str, ...], number: int) -> None:
         self.visible = visible
         self.number = number
         self.users = 0
-        self.first = 0  # index of the oldest part that is kept
+        self.first = 0  # index of the oldest kept part
         self.end_bytes = 0
         self.end_changes = 0
-        self._begin_bytes = 0  # of the oldest part
+        self._begin_bytes = 0  # total before the oldest part
         self._chunks: deque[Chunk] = deque()
         self.pending: list[Row] = []
         self._is_conflated = False
-        self.snapshot: Walk | None = None  # from the beginning, shared while streams walk
+        self.snapshot: Walk | None = None  # walk over everything, shared while streams walk
 
     @property
     def end(self) -> int:
@@ -102,7 +102,7 @@ class View:
         return self._chunks[index - self.first]
 
     def begin_bytes(self, index: int) -> int:
-        """Return the bytes of all parts in front of ``index``."""
+        """Return the bytes of all parts before ``index``."""
         return self._begin_bytes if index <= self.first else self[index - 1].end_bytes
 
     def add(self, row: Row, *, is_conflated: bool) -> None:
@@ -113,7 +113,7 @@ class View:
         return any(covers(one, key) for one in self.visible)
 
     def cut(self, number: int) -> None:
-        """Make parts of all that is pending, up to ``number``; an empty one if nothing is."""
+        """Encode all pending rows as parts, up to ``number``; an empty part if none is pending."""
         if number <= self.number and not self.pending:
             return
         groups = list(_groups(self.pending)) or [()]
@@ -129,7 +129,7 @@ class View:
         self._is_conflated = False
 
     def trim(self, needed: int) -> None:
-        """Drop the parts in front of index ``needed``."""
+        """Drop parts before index ``needed``, except the last HISTORY_BYTES."""
         while self.first < needed and self._chunks and self.end_bytes - self._begin_bytes > HISTORY_BYTES:
             self._begin_bytes = self._chunks.popleft().end_bytes
             self.first += 1
@@ -137,7 +137,7 @@ class View:
             self.snapshot = None
 
     def walk(self, entries: Entries, after: int) -> Walk:
-        """Return the walk from ``after`` to now; nothing may be pending. Where ``after`` is too far back, it holds
+        """Return the walk from ``after`` to now; nothing may be pending. If ``after`` is too old, it has
         everything.
         """
         rows = None if after == EVERYTHING else entries.since(after)
@@ -163,8 +163,8 @@ class Views:
         return iter(self._views.values())
 
     def use(self, visible: tuple[str, ...], number: int) -> View:
-        """Return the view for one more stream. ``number``: where the table is, with nothing pending that a new view
-        would lack.
+        """Return the view for one more stream. ``number``: the table's present update; a new view must lack no pending
+        row.
         """
         view = self._views.get(visible)
         if view is None:
@@ -193,14 +193,14 @@ class Views:
                     view.add(row, is_conflated=is_conflated)
 
 
-# One stream: how far its client has got, what may be on its way, what happens when it is slow. No I/O, no clock.
+# One stream: its client's progress, its window, its policy if it is slow. No I/O, no clock.
 
 
 Send = Callable[[bytes], None]
 
 
 class Stream:
-    """Stream of one client: in step with its view; or it walks; or it waits for a walk from ``after`` on.
+    """Stream of one client: it is in step with its view, or walks, or waits for a walk from ``after`` on.
 
     ``id``: its name in the whole tree of publishers. ``route``: of its client's connection.
     """
@@ -213,19 +213,19 @@ class Stream:
         self.view = view
         self.after = after
         self.heard_ns = now_ns
-        self.over_since_ns: int | None = None  # its high-water mark
+        self.over_since_ns: int | None = None  # time at which it exceeded its high-water mark
         self._dropped = 0
-        self._told_changes: int | None = None  # of all that its view had; None: it has had nothing of this view
+        self._told_changes: int | None = None  # count of its view's changes up to its place; None: nothing of this view
         self.walk: Walk | None = None
-        self._next: int | None = None  # index of the view's part that it gets next
-        self._part = 0  # of the walk
+        self._next: int | None = None  # index of the view's part to send next
+        self._part = 0  # index in the walk
         self.sent_bytes = 0
         self._received_bytes = 0
         self._told_dropped = 0
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether the stream waits for a walk."""
+        """True if the stream waits for a walk."""
         return self.walk is None and self._next is None
 
     @property
@@ -234,21 +234,21 @@ class Stream:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of the view that are not sent to this stream yet."""
+        """Bytes of the view that this stream has not been sent yet."""
         return 0 if self._next is None else self.view.end_bytes - self.view.begin_bytes(self._next)
 
     @property
     def needed(self) -> int:
-        """Index of the view's first part that the stream still needs. A stream that walks holds on to none."""
+        """Index of the view's first part that the stream still needs. A walking stream needs none."""
         return self.view.end if self._next is None else self._next
 
     def received(self, total_bytes: int) -> None:
-        """Note an acknowledgement. More than was sent counts as all."""
+        """Process an acknowledgement. A total above the sent bytes counts as all sent bytes."""
         self._received_bytes = max(self._received_bytes, min(total_bytes, self.sent_bytes))
 
     @property
     def dropped(self) -> int:
-        """Number of changes that the stream is not told one by one."""
+        """Number of changes that the stream does not get singly."""
         told, waits = self._told_changes, self.is_waiting
         return self._dropped + (self.view.end_changes - told if waits and told is not None else 0)
 
@@ -266,12 +266,12 @@ class Stream:
         self.over_since_ns = None
 
     def drop(self) -> None:
-        """Drop all that waits. The keys concerned come again, with their values of then."""
+        """Drop all waiting parts. Their keys are sent later, with their values of then."""
         self._next = None
         self.over_since_ns = None
 
     def pump(self, send: Send) -> None:
-        """Send parts, as many as there is room for."""
+        """Send as many parts as there is room for."""
         if self._dropped > self._told_dropped and self.has_room:
             self._told_dropped = self._dropped
             send(encode(Dropped(self.asked.stream, self._dropped)))
@@ -289,7 +289,7 @@ class Stream:
                 data = chunk.data
             else:
                 if self._next is not None and self._next < view.first:
-                    self._next = None  # it has walked for so long that what follows is not kept any more
+                    self._next = None  # its walk took so long that the next part is no longer kept
                 return
             self.sent_bytes += len(data)
             send(data)

@@ -46,25 +46,25 @@ from immortal.appsdk.patterns.clone.model import (
 from immortal.appsdk.patterns.clone.streams import EVERYTHING
 from immortal.protocol.errors import RemoteProtocolError
 
-ASK_S = 0.05  # and a client sooner, then later and later, from its request until it knows that nothing was lost
+ASK_S = 0.05  # first interval of a client's pings after its request, until it is sure that nothing was lost
 ASK_GROWTH = 1.5
 RETRY_S = 0.2  # between two attempts to find a publisher
 RETRY_S_MAX = 2.0
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _OPTIONS = {
-    zmq.IMMEDIATE: 1,  # what is sent to nobody would come to whoever listens there later
+    zmq.IMMEDIATE: 1,  # else a process that listens there later would get messages sent before
     zmq.MAXMSGSIZE: VALUE_SIZE_BYTES_MAX + REQUEST_SIZE_BYTES_MAX + (1 << 20),
     zmq.RECONNECT_IVL: 10,
     zmq.RECONNECT_IVL_MAX: 500,
     zmq.CONNECT_TIMEOUT: 1_000,
 }
-_BEHIND_S = 5.0  # for so long no publisher is as far as the copy: what it has is of no use any more
+_BEHIND_S = 5.0  # if all publishers are behind the copy for so long, the copy is discarded
 Context = zmq.Context[zmq.Socket[bytes]]
 FindPlaces = Callable[[bool], Sequence[Place]]
 
 
-# A copy of a part of a table, always equal to the table at one number. No I/O, no clock.
+# Copy of a part of a table, always equal to the table at one number. No I/O, no clock.
 
 
 Told = tuple[str, int, bytes | None]  # key, number, value; None: the key is gone
@@ -85,8 +85,8 @@ class Options:
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of a copy. ``holes``: parts that did not follow the copy. ``whole``: copies from the beginning.
-    ``resumed``: streams that continued from the copy. ``dropped``: changes that were not told one by one.
+    """Counters of a copy. ``holes``: parts that did not fit the copy. ``whole``: copies from the beginning.
+    ``resumed``: streams that continued the copy. ``dropped``: changes that were not sent singly.
     """
 
     holes: int = 0
@@ -97,7 +97,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Changes of a whole part. ``whole``: the part replaced the copy."""
+    """Changes of a completed part. ``whole``: set if the part replaced the copy."""
 
     changes: Sequence[Told]
     number: int
@@ -109,7 +109,7 @@ class Replica:
     """Copy of a table. ``values``: by key, MessagePack. ``number``: of the last update in it; ``table``: "" while there
     is no copy.
 
-    ``subtrees``: what it is given; None while it has no stream. ``ended``: why it will get no more.
+    ``subtrees``: those that it receives; None while it has no stream. ``ended``: why it gets no more updates.
     """
 
     def __init__(self, options: Options) -> None:
@@ -122,8 +122,8 @@ class Replica:
         self.counts = Counts()
         self.ended = ""
         self.problem = ""
-        self.is_whole = False  # since the stream has begun
-        self.is_ahead = False  # of the publisher, which refused it for that
+        self.is_whole = False  # True when the present stream has completed the copy
+        self.is_ahead = False  # True if the publisher refused it because the copy is newer
         self._stream = 0
         self._had: tuple[str, ...] = ()  # the subtrees of the copy
         self._told_table = ""
@@ -138,7 +138,7 @@ class Replica:
         return self._stream
 
     def activate(self, *, anew: bool = False) -> Activate:
-        """Make the request for a stream. ``anew``: from the beginning, as if there were no copy."""
+        """Return the request for a new stream. ``anew``: from the beginning, as if there were no copy."""
         self._stream += 1
         self.subtrees = None
         self.is_whole = False
@@ -160,7 +160,7 @@ class Replica:
         )
 
     def take(self, answer: Answer, size_bytes: int) -> News | bool:
-        """Process a publisher's answer of ``size_bytes``. Returns its changes, or whether to ask for a stream again."""
+        """Process a publisher's answer of ``size_bytes``. Returns its changes, or True to request a stream again."""
         if isinstance(answer, Part):
             return self.subtrees is not None and self._part(answer, size_bytes)
         if isinstance(answer, Activated):
@@ -188,7 +188,7 @@ class Replica:
             follows = part.after == EVERYTHING or (part.after == self.number and self.table == self._told_table)
         if not follows:
             self.counts.holes += 1
-            self.subtrees = None  # what is on its way follows this one, which is not taken
+            self.subtrees = None  # parts in flight follow this one, which is not used
             return True
         if part.more:
             self._staged += part.changes
@@ -227,21 +227,21 @@ class Replica:
         return [change for change in changes if before.get(change[0]) != change[2]] + gone
 
     def acknowledgement(self) -> int | None:
-        """Return how many bytes of the stream have come, where that is to be acknowledged now."""
+        """Return the number of the stream's received bytes if an acknowledgement is due, else None."""
         if self.received_bytes - self._acknowledged_bytes < self.options.window_bytes // 4:
             return None
         self._acknowledged_bytes = self.received_bytes
         return self.received_bytes
 
 
-# Its connection to a publisher.
+# Connection of a replica to a publisher.
 
 
 class Subscriber:
-    """Connection of a replica to a publisher. ``find``: returns where the table is published (True: ask anew); may
-    raise NotConnectable.
+    """Connection of a replica to a publisher. ``find``: returns the table's places (True: refresh them), or
+    raises NotConnectable.
 
-    ``finder_of``: endpoint and keys of one of these places.
+    ``finder_of``: returns endpoint and keys of one of these places.
     """
 
     def __init__(
@@ -252,15 +252,15 @@ class Subscriber:
         self.problem = "it was not tried yet"
         self._find = find
         self._finder_of = finder_of
-        self._random = random.Random()  # noqa: S311 (so that not all clients ask again at once)
+        self._random = random.Random()  # noqa: S311 (so that not all clients retry at once)
         self._dealer = Dealer(context, _OPTIONS)
         self._watch = self._dealer.watch
-        self._connections = 0  # that the publisher was asked through
+        self._connections = 0  # count at the last request for a stream
         self._is_asked = False
         self._heard_s = now_s
         self._pinged_s = now_s
-        self._unanswered = 0  # pings
-        self._is_sure = False  # that all has come which was sent before the last ping
+        self._unanswered = 0  # number of pings
+        self._is_sure = False  # True if all parts sent before the last ping have arrived
         self._tries = 0
         self._next_try_s = now_s
         self._failed_until_s: dict[str, float] = {}  # by endpoint
@@ -273,7 +273,7 @@ class Subscriber:
         return self._endpoint if self._dealer.is_open else ""
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has come, and may open
+        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has arrived, and can open
         others.
         """
         return [self._dealer.socket, self._watch.socket] if self._dealer.is_open else []
@@ -292,7 +292,7 @@ class Subscriber:
         return float(min(BEAT_S, ASK_S * ASK_GROWTH ** min(self._unanswered, 10)))
 
     def process(self, now_s: float, news_max: int = 1000) -> list[News]:
-        """Process what has come and return the copy's changes; at most ``news_max``, the rest with the next call."""
+        """Process what has arrived and return at most ``news_max`` changes; the rest with the next call."""
         found: list[News] = []
         if self.replica.ended:
             self._disconnect()
@@ -304,7 +304,7 @@ class Subscriber:
         self._look(now_s)
         self._read(found, now_s, news_max)
         self._keep_alive(now_s, reads=news_max > 0)
-        self._read(found, now_s, news_max)  # sending may have taken in the news that something has come
+        self._read(found, now_s, news_max)  # sending can have consumed the signal of an arrival
         return found
 
     def _read(self, found: list[News], now_s: float, news_max: int) -> None:
@@ -330,8 +330,8 @@ class Subscriber:
         self._is_asked = False
 
     def _choose(self, places: Sequence[Place], now_s: float) -> Place:
-        """Choose a place that has not failed lately, if there is one; at random among the first two, so that clients
-        spread.
+        """Choose a place that has not failed recently, if there is one; at random among the first two, to spread
+        clients.
         """
         fresh = [place for place in places if now_s >= self._failed_until_s.get(place.endpoint, 0.0)]
         return self._random.choice(fresh[:2] or list(places))
@@ -340,7 +340,7 @@ class Subscriber:
         """Connect to a place. Raises NotConnectable."""
         found = self._finder_of(place).find()
         self._dealer.open(found.endpoints[0], found, self._tries)
-        self._watch.problem = ""  # it would be that of the place before
+        self._watch.problem = ""  # else it would be that of the earlier place
         self._connections = self._watch.connections
         self._endpoint = found.endpoints[0]
 
@@ -365,7 +365,7 @@ class Subscriber:
         watch = self._watch
         watch.look()
         if self._is_asked and (not watch.is_up or watch.connections > self._connections):
-            self._is_asked = False  # a connection that broke may be made anew
+            self._is_asked = False  # a broken connection can have been restored
             self.replica.subtrees = None
             self._heard_s = now_s
         if not self._is_asked and watch.is_up:
@@ -376,7 +376,7 @@ class Subscriber:
             self._retry(now_s)
 
     def _ask(self, now_s: float) -> None:
-        """Ask for a stream from where the copy is."""
+        """Request a stream that continues the copy."""
         behind_since_s = self._behind_since_s
         request = self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
         self._is_asked = self._say(request)
@@ -400,10 +400,10 @@ class Subscriber:
             self._say(Ping(self.replica.stream, self.replica.received_bytes))
 
     def _say(self, request: Request) -> bool:
-        """Send a request. False: there is no connection, or ZeroMQ has not made it yet."""
+        """Send a request; return False if there is no connection, or ZeroMQ has not completed it yet."""
         return self._dealer.send(encode(request))
 
-    # --- what comes --------------------------------------------------------------------------------------------------
+    # --- messages from the publisher ---------------------------------------------------------------------------------
 
     def _received(self, data: bytes, now_s: float) -> News | None:
         try:
@@ -435,11 +435,11 @@ class Subscriber:
         return None
 
     def _pong(self, answer: Pong, now_s: float) -> None:
-        """Ask again if the stream, or what was sent of it before this answer, is not there."""
+        """Request a stream again if it is lost, or if parts sent before this answer are lost."""
         replica = self.replica
         if answer.stream != replica.stream:
             if replica.subtrees is not None or (self._is_asked and answer.stream == 0):
-                self._ask(now_s)  # it has forgotten the stream, or has not heard of it
+                self._ask(now_s)  # the publisher has lost the stream, or never got the request
         elif replica.subtrees is None or answer.total_bytes > replica.received_bytes:
             replica.counts.holes += 1
             self._ask(now_s)
@@ -452,7 +452,7 @@ class Subscriber:
             self._say(Received(self.replica.stream, total_bytes))
 
     def _again(self, now_s: float) -> None:
-        """Ask anew after a hole, or after a publisher ended the stream."""
+        """Request a stream again after a hole, or after the publisher ended the stream."""
         if not self.replica.problem:
             self._ask(now_s)
             return
@@ -466,7 +466,7 @@ class Subscriber:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def deactivate(self) -> None:
-        """Ask for the end of the stream; ``has_ended`` says when it was acknowledged."""
+        """Request the end of the stream; ``has_ended`` turns True when it is acknowledged."""
         if self._dealer.is_open and self.replica.subtrees is not None:
             self._say(Deactivate(self.replica.stream))
         else:
@@ -476,15 +476,15 @@ class Subscriber:
         self._disconnect()
 
 
-# Where a table is published: as the table says, or as given by hand.
+# Places where a table is published: from the table, or given by hand.
 
 
 @dataclass
 class Access:
     """Options by which a client reaches a table and its publishers. ``reach``: of :func:`immortal.client.connect`.
 
-    ``publishers``: endpoints, in place of those that the table names; ``NAME@tcp://...`` where NAME's keys are shown.
-    ``blocks``: of those that the table names, only where clients may hold up writers.
+    ``publishers``: endpoints, instead of those that the table names; ``NAME@tcp://...`` if they show NAME's keys.
+    ``blocks``: of the places that the table names, prefer those where clients can hold up writers.
     """
 
     table: str
@@ -501,8 +501,8 @@ class Access:
 
 @dataclass
 class Places:
-    """Publishers of a table. ``table``: a proxy of it; None: only those given by hand are known. ``only_tables``: of
-    those that the table names, not its forwarders.
+    """Publishers of a table. ``table``: a proxy of it; None: only publishers given by hand. ``only_tables``: leave out
+    forwarders that the table names.
     """
 
     access: Access
@@ -521,7 +521,7 @@ class Places:
             found = [place for place in found if place.is_table or not self.only_tables]
             self._known = [place for place in found if place.may_block or not self.access.blocks] or found
         except (CallTimeout, NotConnectable) as error:
-            if not self._known:  # the table is away; its forwarders may be there
+            if not self._known:  # the table is unreachable; its known forwarders can still work
                 raise NotConnectable(str(error)) from None
         except ClientError as error:
             raise NotConnectable(f"{self.access.table!r} is no table of this version: {error}") from None

@@ -1,4 +1,4 @@
-"""Table as an instance: ``immortal run prices appsdk.patterns.clone:Table``. It numbers every change."""
+"""Table as an instance: ``immortal run prices immortal.patterns.clone:Table``. It numbers every change."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from immortal.appsdk.patterns.clone.publisher import feed_of, run_publisher
 from immortal.protocol import decoding
 
 ROWS_MAX = 1_000_000
-SIZE_BYTES_MAX = 512 << 20  # of keys and values: each publisher and the checkpoint have them in memory
+SIZE_BYTES_MAX = 512 << 20  # of keys and values: each publisher and the checkpoint hold them in memory
 CHANGES_MAX = 10_000  # of one update
 ENTITLED_MAX = 10_000  # names
-EXPIRED_MAX = 1000  # rows whose time is over, of one look: others are handled in between
-ALARMS_MAX = 10_000  # looks of one run of the alarm; then it begins anew, which keeps its history short
-ROOM_S = 5.0  # for which a writer that is held up waits, before it asks again
-BLOCKING_S = 10.0  # a client that may block holds up writers for so long, then it is ended
+EXPIRED_MAX = 1000  # expired rows deleted in one step: other messages are handled in between
+ALARMS_MAX = 10_000  # steps of one run of the alarm; a new run keeps its history short
+ROOM_S = 5.0  # for which a held-up writer waits before it asks again
+BLOCKING_S = 10.0  # limit for a client that holds up writers; then its stream is ended
 
 _ALARM = "alarm"
-_LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
-_OWN = "own"  # in place of a forwarder's ID: the publisher of the table's app
+_LOOKS = -1  # instead of the alarm's time: the alarm handler is about to check the deadlines
+_OWN = "own"  # instead of a forwarder's ID: the publisher of the table's app
 
 
 class Forwarding(msgspec.Struct):
-    """Forwarder, or the table's own publisher. ``heard_ns``: by the time for which the table has listened."""
+    """Forwarder, or the table's own publisher. ``heard_ns``: in the table's listening time, ``listened_ns``."""
 
     place: Place
     heard_ns: int
@@ -68,7 +68,7 @@ class Forwarding(msgspec.Struct):
 
 
 ROLES = {
-    ANYBODY: ["places"],  # who sees what there is for publishers to judge
+    ANYBODY: ["places"],  # publishers check what each client can see
     "reader": ["status"],
     "writer": ["update", "update_below", "room"],
     "forwarder": ["forwarder_says", "forwarder_known", "forwarder_ends"],
@@ -77,8 +77,8 @@ ROLES = {
 
 
 class Table(Immortal, roles=ROLES):
-    """Table of keys and values. ``listen``: where it is published; for clients elsewhere give it an address of the
-    machine, which needs keys. ``blocking_s``: how long a client that asked for it may hold up writers; 0: not at all.
+    """Table of keys and values. ``listen``: where it is published; clients elsewhere need an address of the
+    machine there, and keys. ``blocking_s``: limit for a client that holds up writers by its policy; 0: forbidden.
     """
 
     listen: ClassVar[str] = "tcp://127.0.0.1:*"
@@ -88,10 +88,10 @@ class Table(Immortal, roles=ROLES):
     entries: Entries
     deadlines: Deadlines  # by the instance's time
     forwarders: dict[str, Forwarding]
-    listened_ns: int  # for so long it has listened to forwarders: what it is down counts for nobody's silence
+    listened_ns: int  # time that it has listened to forwarders: its down time makes nobody silent
     looked_ns: int
-    alarm_ns: int  # when the alarm goes off; 0: it is not set
-    waiting: list[int]  # writers that are held up, by the number of their wait
+    alarm_ns: int  # time of the alarm; 0: it is not set
+    waiting: list[int]  # held-up writers, by the number of their wait
     waits: int
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError, TableFull])
     def update(self, changes: list[Change]) -> Written:
-        """Apply all changes or none, one behind the other."""
+        """Apply all changes or none, one after the other."""
         if not 1 <= len(changes) <= CHANGES_MAX:
             raise ValueError(f"{len(changes)} changes: 1 to {CHANGES_MAX} were expected")
         for change in changes:
@@ -122,7 +122,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError, TableFull])
     def update_below(self, subtree: str, changes: list[Change]) -> Written:
-        """Apply changes as ``update`` does, for a writer who may write to ``subtree`` only."""
+        """Apply changes like ``update``, for a writer that may write only in ``subtree``."""
         for change in changes:
             if not covers(subtree, change.key):
                 raise ValueError(f"key {change.key!r} is not in {subtree!r}, which this client says that it writes to")
@@ -130,14 +130,14 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     async def room(self) -> bool:
-        """Wait until no client holds up writers, some seconds at most. Returns whether that is so."""
+        """Wait until no client holds up writers, some seconds at most. Returns True if none does."""
         wait = await immortal.step(self.wait_for_room)
         if not wait:
             return True
         came = await immortal.race(immortal.event(_room(wait)), immortal.sleep(timedelta(seconds=ROOM_S)))
         if came.index == 0 or await immortal.step(self.stop_waiting, wait):
             return came.index == 0
-        await immortal.event(_room(wait))  # it came at the same moment, and would be kept
+        await immortal.event(_room(wait))  # the signal came at the same moment, and would be kept
         return True
 
     @rpc
@@ -151,7 +151,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def stop_waiting(self, wait: int) -> bool:
-        """End a wait and return whether it still waited. A step of :meth:`room`."""
+        """End a wait and return True if it was still open. A step of :meth:`room`."""
         if wait not in self.waiting:
             return False
         self.waiting.remove(wait)
@@ -159,10 +159,10 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError, TableFull])
     def entitle(self, name: str, subtrees: list[str], relay: bool = False, may_block: bool = False) -> None:
-        """Let the owner of the key ``name`` see these subtrees, and nothing else; "*": each one without an entitlement
-        of its own.
+        """Let the owner of the key ``name`` see these subtrees, and nothing else; "*": all names without their own
+        entitlement.
 
-        ``relay``: it is a forwarder. ``may_block``: it may hold up writers. Once somebody is entitled, others see
+        ``relay``: it is a forwarder. ``may_block``: it can hold up writers. As soon as one name is entitled, others see
         nothing.
         """
         if name != EVERYBODY:
@@ -181,7 +181,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def disentitle(self, name: str) -> bool:
-        """Remove the entitlement of ``name`` and return whether it had one."""
+        """Remove the entitlement of ``name`` and return True if it had one."""
         key = f"{ENTITLED}/{name}"
         if key not in self.entries.rows:
             return False
@@ -193,7 +193,7 @@ class Table(Immortal, roles=ROLES):
 
     @query
     def places(self) -> list[Place]:
-        """Return where the table is published, places with the fewest clients first."""
+        """Return the places where the table is published, those with the fewest clients first."""
         return sorted(
             (one.place for one in self.forwarders.values() if one.place.endpoint), key=lambda one: one.streams
         )
@@ -224,9 +224,9 @@ class Table(Immortal, roles=ROLES):
 
     @impulse
     def publisher_begins(self, place: Place) -> None:
-        """Start anew with the app's own publisher, which knows none of the streams that were there before."""
+        """Begin with the app's own publisher, which knows no earlier streams."""
         now_ns = immortal.now_ns()
-        self.looked_ns = now_ns  # how long the table was away counts for nobody's silence
+        self.looked_ns = now_ns  # the table's down time makes nobody silent
         with self._publishing() as rows:
             self._lose(rows, _OWN)
         self.forwarders[_OWN] = Forwarding(place, self.listened_ns)
@@ -242,7 +242,7 @@ class Table(Immortal, roles=ROLES):
     def forwarder_says(
         self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str], begins: bool
     ) -> None:
-        """Process a forwarder's report, sent once a second. ``begins``: it reports all its streams anew."""
+        """Process a forwarder's report, sent once a second. ``begins``: it reports all its streams again."""
         if forwarder not in self.forwarders and len(self.forwarders) >= FORWARDERS_MAX:
             raise TableFull(f"there are {FORWARDERS_MAX} forwarders, which is as many as may be")
         self._check_identity(place.identity)
@@ -252,7 +252,7 @@ class Table(Immortal, roles=ROLES):
         self._hear(forwarder, place, joined, left, held_by)
 
     def _check_identity(self, name: str) -> None:
-        """Check that clients may be told to trust the keys of ``name``. Raises ValueError."""
+        """Check that clients can trust the keys of ``name`` as a forwarder's. Raises ValueError."""
         if name and name != self._immortal_context.instance_name and not self._may_relay(name):
             raise ValueError(f"{name!r} is no forwarder here: entitle it with relay=True")
 
@@ -269,7 +269,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc
     def forwarder_known(self, forwarder: str) -> bool:
-        """Tell whether the forwarder is known, and so need not begin anew."""
+        """Return True if the forwarder is known, and so need not report all its streams."""
         return forwarder in self.forwarders
 
     def _hear(self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str]) -> None:
@@ -342,7 +342,7 @@ class Table(Immortal, roles=ROLES):
 
     @contextmanager
     def _publishing(self) -> Iterator[list[Row]]:
-        """Publish, at the end of the block, the rows that were changed within it."""
+        """Collect changed rows in a block, and publish them at its end."""
         rows: list[Row] = []
         yield rows
         if rows:
@@ -366,7 +366,7 @@ class Table(Immortal, roles=ROLES):
 
     @rpc(limit=1)
     async def alarm(self) -> None:
-        """Sleep until a row expires, and delete it, without end."""
+        """Sleep until a row expires, then delete it, in an endless loop."""
         for _ in range(ALARMS_MAX):
             try:
                 sleep_ns = await immortal.step(self.expire)
@@ -376,12 +376,12 @@ class Table(Immortal, roles=ROLES):
                 else:
                     await immortal.event(_ALARM)
             except Cancelled:
-                continue  # without it nothing would ever expire
+                continue  # without this handler no row would ever expire
         immortal.continue_as()
 
     @rpc
     def expire(self) -> int:
-        """Delete expired rows, and return the time until the next one expires, in nanoseconds; 0: there is none."""
+        """Delete expired rows, and return the nanoseconds until the next one expires; 0: there is none."""
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         with self._publishing() as rows:
@@ -401,17 +401,17 @@ def _room(wait: int) -> str:
     return f"room {wait}"
 
 
-# When the time of which key is over. No I/O, no clock.
+# Expiry times of keys. No I/O, no clock.
 
 
 class Deadlines(msgspec.Struct):
-    """Deadlines of keys. ``at_ns``: by key. The heap may have old entries, which count for nothing."""
+    """Deadlines of keys. ``at_ns``: by key. The heap can have outdated entries, which are ignored."""
 
     at_ns: dict[str, int] = {}
     heap: list[tuple[int, str]] = []
 
     def set(self, key: str, at_ns: int) -> None:
-        """Set the deadline of a key; 0: none."""
+        """Set the deadline of a key; 0 removes it."""
         if not at_ns:
             self.at_ns.pop(key, None)
             return
@@ -422,14 +422,14 @@ class Deadlines(msgspec.Struct):
             heapify(self.heap)
 
     def next_ns(self) -> int:
-        """Return the next deadline; 0: there is none."""
+        """Return the next deadline; 0 if there is none."""
         heap = self.heap
         while heap and self.at_ns.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][0] if heap else 0
 
     def take_due(self, now_ns: int, count_max: int) -> list[str]:
-        """Take the keys whose deadline is over, earliest first."""
+        """Remove and return the keys whose deadline is over, earliest first."""
         due: list[str] = []
         while len(due) < count_max and 0 < self.next_ns() <= now_ns:
             _, key = heappop(self.heap)

@@ -1,4 +1,4 @@
-"""Groups: how classes declare and call them, and the handlers by which members agree on views and messages."""
+"""Groups: their declaration and calls in classes, and the handlers by which members agree on views and messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPEL_AFTER_MIN = timedelta(seconds=1)
 
 
 class Group(property):
-    """Attribute that :func:`immortal.appsdk.patterns.groups.group` makes in a class."""
+    """Attribute that :func:`immortal.appsdk.patterns.groups.group` creates in a class."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Group(property):
 
     @property
     def definition(self) -> Definition:
-        """Definition of the members' class. Raises DefinitionError, and whatever importing its module raises."""
+        """Definition of the members' class. Raises DefinitionError, and the errors of importing its module."""
         return self._peers[self.first.members[0]].resolve()
 
     def handler(self, name: str, reserved: Iterable[str]) -> Handler[Any, Any]:
-        """Return the members' handler called ``name``, which is none of ``reserved``. Raises AttributeError,
+        """Return the members' handler called ``name``, which must not be in ``reserved``. Raises AttributeError,
         UsageError.
         """
         definition = self.definition
@@ -94,7 +94,7 @@ class Group(property):
 
 
 def check_groups(cls: type) -> None:
-    """Check that each name belongs to one group. Raises DefinitionError."""
+    """Check that each name belongs to only one group. Raises DefinitionError."""
     known: dict[str, Group] = {}
     for ancestor in cls.__mro__:
         for one in vars(ancestor).values():
@@ -123,11 +123,11 @@ def group_of(cls: type, name: str) -> Group:
     return found
 
 
-# What members of groups, and who sends to them, tell each other: handlers, at their places in the log.
+# Messages between members of groups and their senders: handlers, at their places in the log.
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Answer of a member. ``view``: the view that the member has now."""
+    """Answer of a member. ``view``: the member's present view."""
 
     is_executed: bool
     view: View
@@ -135,8 +135,8 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Handled(msgspec.Struct, array_like=True, frozen=True):
-    """Last message of one sender that was executed here, and the view that it was sent to; and the member that tells
-    the sender so.
+    """Last message of one sender that was executed here, with the view that it was sent to. ``teller``: the member that
+    reports to the sender.
     """
 
     executed: int
@@ -147,8 +147,9 @@ class Handled(msgspec.Struct, array_like=True, frozen=True):
 class Known(msgspec.Struct, array_like=True):
     """State of a group at one instance.
 
-    ``newest``: a view that it was told of, which may be ahead of its place in the order. ``asking``: (sender, member,
-    number of a view): who waits for the view without that member. ``expelling``: whom this instance expels.
+    ``newest``: the newest view it has learned, which can be ahead of its place in the order. ``asking``: (sender,
+    member, number of a view) for senders that wait for the view without that member. ``expelling``: members that this
+    instance expels.
     """
 
     membership: Membership
@@ -164,12 +165,12 @@ class Known(msgspec.Struct, array_like=True):
 
     @property
     def view(self) -> View:
-        """Newest view that is known."""
+        """Newest known view."""
         return max(self.membership.view, self.newest, key=number_of)
 
 
 class Grouped(Immortal):
-    """Base class of members of groups and of their senders. Its handlers are the members' protocol."""
+    """Base class of members of groups and of senders to them. Its handlers are the members' protocol."""
 
     groups_known: dict[str, Known] | None = None
 
@@ -177,7 +178,7 @@ class Grouped(Immortal):
         super().__init_subclass__(**options)
         check_groups(cls)
 
-    if TYPE_CHECKING:  # of self.<group>, which is to a type checker the class of its members
+    if TYPE_CHECKING:  # for self.<group>, which a type checker takes for the class of its members
 
         @classmethod
         def join(cls) -> Awaitable[None]: ...
@@ -196,7 +197,7 @@ class Grouped(Immortal):
 
     @rpc
     def group_learn(self, name: str, view: View) -> View:
-        """Learn the view of a member's answer. What is sent next goes there, or to a newer view."""
+        """Learn the view of a member's answer. Later messages go to that view, or to a newer one."""
         known = self._group(name)[1]
         known.membership.learn(view)
         return max(view, known.view, key=number_of)
@@ -218,8 +219,8 @@ class Grouped(Immortal):
 
     @rpc
     def group_deliver(self, name: str, view_number: int, message: Message, sender: str, teller: str) -> Answer:
-        """Execute a message to the group, at its place in the order. ``teller``: the member that tells the sender; "":
-        none.
+        """Execute a message to the group, at its place in the order. ``teller``: the member that reports to the sender;
+        "": none.
         """
         source, known = self._group(name)
         membership = known.membership
@@ -256,7 +257,7 @@ class Grouped(Immortal):
         return Multicast(self._immortal_context, destinations, Scope(source.name, view))
 
     def _group_tell(self, to: str, method: str, *arguments: Any) -> None:
-        """Fork a handler of ``to``: another instance, or this one, behind all that it has sent to itself before."""
+        """Fork a handler of ``to``: another instance, or this one, after all that it has sent to itself before."""
         to = "" if to == self._immortal_context.instance_name else to
         make_fork(self._immortal_context, to, definition_of(Grouped).handlers[method])(*arguments)
 
@@ -282,12 +283,12 @@ class Grouped(Immortal):
 
     @rpc
     def group_ready(self, name: str, view_number: int, leaving: list[str]) -> None:
-        """Note that no other member sends anything more to ``leaving``. Called by this instance itself."""
+        """Note that no other member sends anything more to ``leaving``. This instance calls it itself."""
         source, known = self._group(name)
         view = known.membership.view
         others = [one for one in view.members if one not in leaving]
         is_cut = self._immortal_context.multicasts.is_cut(Scope(name, view.number), others)
-        if view.number != view_number or is_cut:  # another change was first, or another one is expelled as well
+        if view.number != view_number or is_cut:  # another change was first, or another member is being expelled too
             self._group_expel_again(name, known)
         else:
             members = self._group_members(source, known.own, view.number, others)
@@ -295,8 +296,8 @@ class Grouped(Immortal):
 
     @rpc
     def group_asked(self, name: str, member: str, view_number: int, sender: str) -> None:
-        """Have ``sender`` cancel what it has sent to the views up to that one, and wait for another. Called by this
-        instance itself.
+        """Make ``sender`` cancel its messages to the views up to that one, and wait for another view. This instance
+        calls it itself.
         """
         known = self._group(name)[1]
         if member not in known.membership.view.members:
@@ -304,14 +305,14 @@ class Grouped(Immortal):
         elif sender != known.own:
             known.asking.append((sender, member, view_number))
         else:
-            self._group_expel_again(name, known)  # its own change may be among what was cancelled
+            self._group_expel_again(name, known)  # its own change can be among the cancelled messages
 
     @rpc
     def group_renew(
         self, name: str, member: str, view_number: int, view: View, source: str, executed: tuple[int, int]
     ) -> None:
-        """Learn from ``source`` that ``member`` was expelled from that view. ``executed``: (this sender's last message
-        that it has executed, the view that this was sent to).
+        """Learn from ``source`` that ``member`` was expelled from that view. ``executed``: (number of the sender's last
+        message that ``source`` has executed, number of the view that it was sent to).
         """
         declared, known = self._group(name)
         known.newest = max(known.newest, view, key=number_of)
@@ -330,8 +331,8 @@ class Grouped(Immortal):
         self._immortal_context.tasks.incoming.expelled(Scope(name, view_number), member, source, answer)
 
     def _group_renew_all(self, name: str, known: Known, base: View, expelled: list[str]) -> None:
-        """Tell all that wait for the view, or for an expelled member; the first member tells the expelled ones as
-        well.
+        """Notify all that wait for the view, or for an expelled member; the first member notifies the expelled ones
+        too.
         """
         view, own = known.membership.view, known.own
         for member in expelled:
@@ -350,19 +351,19 @@ class Grouped(Immortal):
 
     @classmethod
     def _immortal_of_order(cls) -> frozenset[int]:
-        """Return the methods by which groups keep their order: nothing of a user's follows from them."""
+        """Return the IDs of the methods by which groups keep their order: no user's call follows from them."""
         return frozenset(one.method_id for one in definition_of(Grouped).handlers.values())
 
-    # --- members that are silent --------------------------------------------------------------------------------------
+    # --- silent members -----------------------------------------------------------------------------------------------
 
     def _immortal_expel_after(self) -> dict[str, int]:
-        """Return, by group, after how many ns of silence a member is expelled."""
+        """Return, by group, the ns of silence after which a member is expelled."""
         found = groups_of(type(self)).values()
         return {one.name: one.expel_after // timedelta(microseconds=1) * 1000 for one in found if one.expel_after}
 
     @rpc
     def group_silent(self, name: str, member: str, view_number: int) -> None:
-        """Expel ``member``, which is silent. Called by this instance itself, or by an instance that has sent to that
+        """Expel ``member``, which is silent. Called by this instance itself, or by a sender to that
         view.
         """
         source, known = self._group(name)
@@ -373,8 +374,8 @@ class Grouped(Immortal):
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _immortal_expel(self, name: str, member: str) -> tuple[bool, str]:
-        """Begin to expel ``member``. Returns whether that is possible, and a text. It is an order, which no block holds
-        up.
+        """Begin to expel ``member``. Returns (True if that is possible, a text). It is an order, which no block
+        delays.
         """
         if name not in groups_of(type(self)):
             return False, f"{type(self).__qualname__} declares no group {name!r}"
@@ -392,10 +393,10 @@ class Grouped(Immortal):
         self._group_expel_again(name, known)
         return True, f"{member} is being expelled from {name}"
 
-    # --- what there is ------------------------------------------------------------------------------------------------
+    # --- state of the groups ------------------------------------------------------------------------------------------
 
     def _group(self, name: str) -> tuple[Group, Known]:
-        """Return the group of that name and what is known of it. Raises UsageError."""
+        """Return the group of that name with its state here. Raises UsageError."""
         source = group_of(type(self), name)
         if self.groups_known is None:
             self.groups_known = {}
@@ -433,7 +434,7 @@ def newest_of(answers: Iterable[Answer]) -> View:
     return max((one.view for one in answers), key=number_of)
 
 
-# How a class declares a group, and its proxy for use in handlers: ``self.prices``.
+# Declaration of a group in a class, and its proxy in handlers: ``self.prices``.
 
 
 G = TypeVar("G", bound=Grouped)
@@ -451,8 +452,8 @@ def group(target: object, name: str, members: Iterable[str], *, expel_after: tim
     """Declare, in a class body, the group ``name`` of instances of the class ``target`` (given as for
     :func:`immortal.peer`).
 
-    ``members``: its first ones, the same in all classes and for ever; later ones join. ``expel_after``: a member of
-    which nothing is heard for that long, while others wait for it, is expelled; None: only by an operator. Raises
+    ``members``: its first members, the same in all classes and for ever; later ones join. ``expel_after``: a member
+    that is silent for so long, while others wait for it, is expelled; None: only an operator expels. Raises
     DefinitionError.
     """
     return Group(target, name, members, expel_after)
@@ -484,7 +485,7 @@ class GroupProxy:
 
 
 class GroupMethod:
-    """Handler of all members: ``fork`` sends a call to each, ``await ....all(...)`` returns all answers."""
+    """Handler of all members: ``fork`` sends a call to each, ``await ....all(...)`` also returns their answers."""
 
     def __init__(self, source: Group, instance: Any, handler: Handler[Any, Any]) -> None:
         self._source = source
@@ -512,7 +513,7 @@ class GroupMethod:
             members = _to_members(source, instance, own, view)
             answers: tuple[Answer, ...]
             answers = await members.group_deliver.all(source.name, view.number, Message(0, name, encoded), own, "")
-            if executed := [one for one in answers if one.is_executed]:  # all alike, but for who is expelled meanwhile
+            if executed := [one for one in answers if one.is_executed]:  # all agree, except members expelled meanwhile
                 return tuple(decode(one.result) for one in executed)
             view = await immortal.step(instance.group_learn, source.name, newest_of(answers))
 
@@ -534,7 +535,7 @@ async def _change(source: Group, instance: Any, kind: Kind) -> None:
     while (own in view.members) != (kind == "join"):
         if kind == "leave" and view.members == (own,):
             raise ValueError(f"group {source.name!r}: {own!r} is its last member and can't leave: another must join")
-        everybody = _to_members(source, instance, own, View(view.number, view.after("join", own).members))  # it is last
+        everybody = _to_members(source, instance, own, View(view.number, view.after("join", own).members))  # own last
         changed = await everybody.group_change.all(source.name, view, kind, [own], own)
         view = await immortal.step(
             instance.group_learn, source.name, newest_of(changed[: None if kind == "leave" else -1])
@@ -542,14 +543,14 @@ async def _change(source: Group, instance: Any, kind: Kind) -> None:
 
 
 def _to_members(source: Group, instance: Any, own: str, view: View) -> Any:
-    """Return a multicast to the members, of an async handler."""
+    """Return a multicast to the members, for an async handler."""
     task = instance._immortal_task
     destinations = source.destinations(own, task.tasks.definition, view.members)
     return TaskMulticast(task, destinations, Scope(source.name, view.number))
 
 
 def is_task(instance: Any) -> bool:
-    """Tell whether ``instance`` is the ``self`` of an async handler, which claims the class of the app."""
+    """Return True if ``instance`` is the ``self`` of an async handler, which claims the class of the app."""
     return type(instance) is TaskSelf
 
 

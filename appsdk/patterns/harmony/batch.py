@@ -1,7 +1,7 @@
 """Rules of one batch: runs of tasks and results as MessagePack arrays, sets of task numbers, limits, errors. No I/O.
 
-A cluster never looks at a task. It cuts an array where it has to, and passes the bytes on. Tasks come in order, are
-given to workers, and end once each:
+A cluster never decodes a task. It cuts arrays where needed, and passes the bytes on. Tasks arrive in order, are given
+to workers, and end once each:
 
 put -> waiting -> given to a worker -> done
           ^             | the worker is lost
@@ -18,38 +18,36 @@ import msgspec
 from immortal.protocol import decoding
 from immortal.protocol.identity import IdentityConflict, chained_digest, digest_prefix
 
-# All limits of the pipeline, with their reasons.
+# Limits of the pipeline, with their reasons.
 
-RUN_TASKS_MAX = 4096  # of one message: what a message costs vanishes beside so many tasks
-RUN_SIZE_BYTES_MAX = 512 << 10  # of one message, so that none holds up the others; one larger task goes alone
-TASK_SIZE_BYTES_MAX = 15 << 20  # a client's call takes 16 MiB; of a task, and of a result
-FLUSH_S = 0.1  # a task that was put leaves with the next one after so long, however few there are
+RUN_TASKS_MAX = 4096  # of one message: its fixed cost is negligible beside so many tasks
+RUN_SIZE_BYTES_MAX = 512 << 10  # of one message, so that none delays the others; one larger task is sent alone
+TASK_SIZE_BYTES_MAX = 15 << 20  # of a task, and of a result: a client's call takes 16 MiB
+FLUSH_S = 0.1  # a waiting task is sent with the next one after this time, however few there are
 
-WAITING_TASKS_MAX = 16 * RUN_TASKS_MAX  # of one batch, given to nobody yet: then its ventilator waits
-JOINED_TASKS_MAX = (
-    256  # what waits is joined up to so many: a ventilator that puts one now and then makes no small runs
-)
-JOINED_SIZE_BYTES_MAX = 16 << 10  # ... of so few bytes that nobody feels it
+WAITING_TASKS_MAX = 16 * RUN_TASKS_MAX  # of one batch, not given to a worker yet: then its ventilator waits
+JOINED_TASKS_MAX = 256  # waiting tasks are joined up to this number, so that a slow ventilator makes no small runs
+JOINED_SIZE_BYTES_MAX = 16 << 10  # ... and below this size, so that joining costs little
 WAITING_SIZE_BYTES_MAX = 8 << 20
 BATCHES_OPEN_MAX = 1000  # of one cluster
-BATCHES_ENDED_MAX = 10_000  # whose last progress a cluster keeps; the oldest go
+BATCHES_ENDED_MAX = 10_000  # whose last progress a cluster keeps; the oldest are removed
 NAME_SIZE_BYTES_MAX = 128  # of a batch, a function, a worker
-REASON_SIZE_CHARS_MAX = 500  # of what a failed task says
+REASON_SIZE_CHARS_MAX = 500  # of a failed task's reason
 
-RUN_S = 0.5  # of work that a worker takes at a time: what its death can cost, and how often it speaks
-BEAT_S = 1.0  # a worker says a word so often while it works
-IDLE_S = 5.0  # one without work asks again so often, unless it is called
-SILENCE_S = 5.0  # a worker without a word for so long is lost
-DEATHS_MAX = 3  # so many workers were lost with this one task in hand: it is set aside
-LOST_PARTS = 16  # what was lost goes on in so many parts, so that a task that kills is found among the others
+RUN_S = 0.5  # of work that a worker takes at once: the cost of its death, and the interval of its messages
+BEAT_S = 1.0  # between two messages of a worker at work
+IDLE_S = 5.0  # between two requests of a worker without work, unless it is woken
+SILENCE_S = 5.0  # a worker without a message for so long is lost
+DEATHS_MAX = 3  # a task is set aside after so many workers were lost with it alone
+LOST_PARTS = 16  # lost tasks are split into so many parts, so that a task that kills workers is found
 
 
 class BatchError(Exception):
-    """The cluster or the collector can't do that with this batch: what came, and what was expected."""
+    """Raised if the cluster or the collector can't do that with this batch: what came, and what was expected."""
 
 
 class BatchConflict(IdentityConflict, BatchError):  # noqa: N818 (what happened, not what is wrong)
-    """The name belongs to a batch of another function, collector, or with other tasks. See ``known``, ``given``."""
+    """Raised if the name belongs to a batch with another function, collector or tasks. See ``known``, ``given``."""
 
 
 _encode = msgspec.msgpack.encode
@@ -57,9 +55,9 @@ _items = decoding.Decoder(list[msgspec.Raw])
 
 
 class Life(msgspec.Struct, frozen=True):
-    """Identity of a batch among others that had its name: the cluster, and how many batches that had begun by then.
+    """Identity of a batch among others of its name: the cluster, and the cluster's number of batches begun by then.
 
-    ``again``: there was one before.
+    ``again``: there was a batch of this name before.
     """
 
     cluster: str
@@ -71,7 +69,7 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Run of tasks that a worker is given, numbered from ``first``. ``life``: of the batch."""
+    """Run of tasks for a worker, numbered from ``first``. ``life``: of the batch."""
 
     batch: str
     function: str
@@ -82,9 +80,9 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Response(msgspec.Struct, frozen=True):
-    """Results of the tasks from ``first`` on: ``values``, an array, with nil where ``failures`` has the reason.
+    """Results of ``count`` tasks from ``first`` on: ``values``, an array, with nil for each task in ``failures``.
 
-    ``count``: how many there are.
+    ``failures``: the reasons, by task number.
     """
 
     batch: str
@@ -103,7 +101,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Result of one task. ``error``: why there is no ``value``, None where there is one."""
+    """Result of one task. ``error``: the reason for a missing ``value``; None if there is one."""
 
     number: int
     value: object
@@ -111,12 +109,12 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def array(items: Sequence[bytes]) -> bytes:
-    """Return one MessagePack array of values that are encoded already."""
+    """Return one MessagePack array of encoded values."""
     return _encode([msgspec.Raw(item) for item in items])
 
 
 def split(values: bytes) -> list[msgspec.Raw]:
-    """Split a MessagePack array. Raises ValueError for what is no array."""
+    """Split a MessagePack array. Raises ValueError if it is none."""
     try:
         return _items.decode(values)
     except decoding.DecodeError as error:
@@ -142,7 +140,7 @@ def results(response: Response) -> list[Result]:
     return [Result(number, value, failures.get(number)) for number, value in numbered]
 
 
-# A set of task numbers that takes as much memory as it has gaps.
+# A set of task numbers; its memory grows with the number of its gaps.
 
 
 class Ranges(msgspec.Struct):
@@ -155,8 +153,8 @@ class Ranges(msgspec.Struct):
         """Add all numbers from ``start`` up to, not including, ``stop``."""
         if start >= stop:
             return
-        low = bisect_left(self.stops, start)  # the first that touches or lies behind
-        high = bisect_right(self.starts, stop)  # the first that lies wholly behind
+        low = bisect_left(self.stops, start)  # the first that touches the range or is after its start
+        high = bisect_right(self.starts, stop)  # the first that is completely after it
         if low < high:
             start, stop = min(start, self.starts[low]), max(stop, self.stops[high - 1])
         self.starts[low:high] = [start]
@@ -174,7 +172,7 @@ class Ranges(msgspec.Struct):
             yield start, stop
 
     def take(self, response: Response) -> list[Response]:
-        """Add the numbers of results, and return those results that are new."""
+        """Add the numbers of results, and return the new results."""
         stop = response.first + response.count
         new = [response.part(*gap) for gap in self.missing(response.first, stop)]
         self.add(response.first, stop)
@@ -196,7 +194,7 @@ _NIL = b"\x91\xc0"  # an array of one nil
 class TaskSlice(msgspec.Struct, frozen=True):
     """Tasks with consecutive numbers.
 
-    ``run_tasks_max``: so many of them go together. ``deaths``: workers that were lost with it alone in hand.
+    ``run_tasks_max``: largest number in one run. ``deaths``: number of workers that were lost with this task alone.
     """
 
     first: int
@@ -217,10 +215,10 @@ class TaskSlice(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Progress of one batch, in tasks. ``size``: None until its end has come. ``failed`` ones count as done as well.
+    """Progress of one batch, in tasks. ``size``: None until its end has arrived. ``failed`` tasks also count as done.
 
-    ``given``: workers have them. ``resent``: were given again, because a worker was lost. ``workers``: that the cluster
-    has heard of lately, for whatever batch.
+    ``given``: workers have them. ``resent``: given again because a worker was lost. ``workers``: workers that the
+    cluster has heard recently, for any batch.
     """
 
     batch: str
@@ -245,7 +243,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """Identity of a batch beside its name. ``digest``: of its first ``count`` tasks. ``ended``: there are no more."""
+    """Identity of a batch beside its name. ``digest``: of its first ``count`` tasks. ``ended``: all tasks are known."""
 
     function: str
     collector: str
@@ -266,7 +264,7 @@ class Contents(msgspec.Struct, frozen=True):
             raise self.conflict(name, Contents(function, collector))
 
     def check_tasks(self, name: str, digest: bytes) -> None:
-        """Compare the ``digest`` of as many tasks; empty: the sender does not know it. Raises BatchConflict."""
+        """Compare ``digest`` with that of as many tasks; empty: unknown to the sender. Raises BatchConflict."""
         if digest and self.digest and digest != self.digest:
             raise self.conflict(name, msgspec.structs.replace(self, digest=digest))
 
@@ -297,8 +295,8 @@ class Batch(msgspec.Struct):
     collector: str
     put_count: int = 0
     size: int | None = None
-    fresh: list[TaskSlice] = []  # given to nobody yet, in order
-    lost: list[TaskSlice] = []  # to be given again, before the fresh ones
+    fresh: list[TaskSlice] = []  # not given to a worker yet, in order
+    lost: list[TaskSlice] = []  # to give again, before the fresh ones
     done: Ranges = msgspec.field(default_factory=Ranges)
     failed: int = 0
     resent: int = 0
@@ -312,9 +310,9 @@ class Batch(msgspec.Struct):
         return Contents(self.function, self.collector, self.put_count, self.digest, ended, self.life)
 
     def put(self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"") -> None:
-        """Add tasks numbered from ``first``; those that were put before are skipped.
+        """Add tasks numbered from ``first``; tasks that were added before are skipped.
 
-        ``before``, ``behind``: digests of all tasks in front of these, and with them; empty: who puts them says none.
+        ``before``, ``behind``: digests of all tasks before these, and including these; empty: unknown to the sender.
         Raises BatchError, BatchConflict.
         """
         parts = tasks_of(name, first, tasks)
@@ -324,7 +322,7 @@ class Batch(msgspec.Struct):
                 f"batch {name!r}: tasks from {first} on came, {self.put_count} was expected: send from there"
             )
         stop = first + count
-        if before:  # of what was put: as others put it
+        if before:  # compare the tasks that were added before
             known = max(0, min(count, self.put_count - first))
             there = before if not known else behind if known == count else chained_digest(before, parts[:known])
             if first + known == self.put_count:
@@ -357,20 +355,20 @@ class Batch(msgspec.Struct):
 
     @property
     def _load(self) -> float:
-        """Share of the limits that tasks waiting for workers use; 1 is all."""
+        """Share of the limits used by tasks that wait for workers; 1 is all."""
         count = sum(piece.count for piece in self.fresh)
         size_bytes = sum(len(piece.tasks) for piece in self.fresh)
         return max(count / WAITING_TASKS_MAX, size_bytes / WAITING_SIZE_BYTES_MAX)
 
     @property
     def is_full(self) -> bool:
-        """Tell whether the ventilator is to wait."""
+        """True if the ventilator must wait."""
         return self._load >= 1
 
     @property
     def has_room(self) -> bool:
-        """Tell whether a waiting ventilator may continue; later than ``is_full`` ends, so that it does not wait for
-        each run.
+        """True if a waiting ventilator can continue; it turns True later than ``is_full`` turns False, so that the
+        ventilator does not wait for each run.
         """
         return self._load < 1 / 2
 
@@ -389,7 +387,7 @@ class Batch(msgspec.Struct):
                 piece = pieces.pop(0)
                 gap = next(self.done.missing(piece.first, piece.stop), None)
                 if gap is None:
-                    continue  # who was thought lost has done it
+                    continue  # a worker that seemed lost has done it
                 start, stop = gap[0], min(gap[1], gap[0] + min(limit, piece.run_tasks_max))
                 if stop < piece.stop:
                     pieces.insert(0, piece.part(stop, piece.stop))
@@ -397,7 +395,7 @@ class Batch(msgspec.Struct):
         return None
 
     def respond(self, response: Response) -> list[Response]:
-        """Take in results and return the new ones. Raises BatchError."""
+        """Process results and return the new ones. Raises BatchError."""
         stop = response.first + response.count
         try:
             count = len(split(response.values))
@@ -413,8 +411,8 @@ class Batch(msgspec.Struct):
         return new
 
     def lose(self, batch: str, piece: TaskSlice, deaths_max: int) -> list[Response]:
-        """Requeue, in smaller runs, the tasks of a worker that was lost, or set them aside. Returns the results of
-        those set aside.
+        """Requeue a lost worker's tasks in smaller runs, or set them aside. Returns the results of
+        the tasks set aside.
         """
         if piece.count > 1:
             run_tasks_max = max(1, piece.count // LOST_PARTS)
@@ -428,7 +426,7 @@ class Batch(msgspec.Struct):
         return []
 
     def give_back(self, piece: TaskSlice) -> None:
-        """Requeue tasks that no worker has any more. The lowest numbers go first: readers in order wait for them."""
+        """Requeue tasks that no worker has any more. The lowest numbers are first: readers in order wait for them."""
         insort(self.lost, piece, key=lambda one: one.first)
 
     def run(self, name: str, piece: TaskSlice) -> Run:

@@ -1,4 +1,4 @@
-"""Cluster: the instance to which ventilators send their batches, and which workers ask for tasks; and its rules."""
+"""Cluster: the instance that receives ventilators' batches and gives their tasks to workers; and its rules."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ ROLES = {
 
 
 class Cluster(Immortal, roles=ROLES):
-    """Cluster of workers. ``silence_s``: a worker that is silent for so long is lost, and others get its tasks.
-    ``deaths_max``: a task that so many workers had alone when they were lost is set aside.
+    """Cluster for workers and ventilators. ``silence_s``: a worker that is silent for so long is lost, and others get
+    its tasks. ``deaths_max``: a task is set aside after so many workers were lost with it alone.
     """
 
     silence_s: ClassVar[float] = SILENCE_S
@@ -63,7 +63,7 @@ class Cluster(Immortal, roles=ROLES):
     def begin(self, batch: str, function: str, collector: str, again: bool = False) -> Begun:
         """Begin ``batch``: its tasks are arguments of ``function``, its results go to the instance ``collector``.
 
-        One that has that name goes on, if it is the same. ``again``: if it has ended, another one takes its name.
+        An existing batch of that name continues if it is the same. ``again``: if it has ended, begin a new one.
         """
         name = self._immortal_context.instance_name
         return self.dispatch.begin(batch, function, collector, name, again=again)
@@ -72,10 +72,10 @@ class Cluster(Immortal, roles=ROLES):
     def put(
         self, batch: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
     ) -> bool:
-        """Add tasks from number ``first`` on, a MessagePack array. Returns whether there is room for more, see
+        """Add tasks from number ``first`` on, a MessagePack array. Returns True if there is room for more, see
         ``room``.
 
-        ``before``, ``behind``: the digests of all tasks in front of them, and with them.
+        ``before``, ``behind``: the digests of all tasks before them, and including them.
         """
         has_room = self.dispatch.put(batch, first, tasks, before, behind, life)
         self._call()
@@ -83,7 +83,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc(raises=[BatchError, BatchConflict])
     def end(self, batch: str, size: int, digest: bytes = b"", life: Life | None = None) -> None:
-        """End the batch with ``size`` tasks. ``digest``: of all of them."""
+        """End the batch with ``size`` tasks. ``digest``: of all tasks."""
         collector = self.dispatch.end(batch, size, digest, life)
         if collector is not None:
             self._to_collector(collector, "end_of")(batch, self.dispatch.batches[batch].contents)
@@ -91,7 +91,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     async def room(self, batch: str) -> bool:
-        """Wait until there is room for more tasks, some seconds at most. Returns whether there is."""
+        """Wait until there is room for more tasks, some seconds at most. Returns True if there is."""
         if not await immortal.step(self.wait_for_room, batch):
             return True
         came = await immortal.race(immortal.event(f"room {batch}"), immortal.sleep(timedelta(seconds=IDLE_S)))
@@ -101,7 +101,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     def wait_for_room(self, batch: str) -> bool:
-        """Tell whether the batch is full, and note the wait. A step of :meth:`room`."""
+        """Note a wait for room if the batch is full; return True if it is. A step of :meth:`room`."""
         known = self.dispatch.batches.get(batch)
         if known is None or not known.is_full:
             return False
@@ -130,11 +130,11 @@ class Cluster(Immortal, roles=ROLES):
     def work(
         self, worker: str, limits: dict[str, int], response: Response | None = None, life: Life | None = None
     ) -> Run | None:
-        """Take in results of a worker, and return more tasks of one function: ``limits`` says how many of each it
-        wants.
+        """Take results of a worker, and return more tasks of one function. ``limits``: the number of tasks that it
+        wants, by function.
 
-        ``life``: of the batch that the results are of, as its run said. None: there is nothing to do, see ``idle``; or
-        it has asked for nothing, and is still at work.
+        ``life``: of the batch of the results, from their run. Returns None if there is nothing to do (see ``idle``), or
+        the worker has asked for nothing and is still at work.
         """
         self._listen(worker)
         if response is not None:
@@ -146,7 +146,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     async def idle(self, worker: str, functions: list[str]) -> None:
-        """Wait until there may be work for the worker, or some seconds are over."""
+        """Wait until there may be work for the worker, at most some seconds."""
         wait_s = await immortal.step(self.rest, worker, functions)
         if wait_s:
             came = await immortal.race(immortal.event(f"work {worker}"), immortal.sleep(timedelta(seconds=wait_s)))
@@ -155,7 +155,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc(raises=[BatchError])
     def rest(self, worker: str, functions: list[str]) -> float:
-        """Return for how many seconds the worker may wait. A step of :meth:`idle`."""
+        """Return the seconds that the worker can wait; 0 if there is work. A step of :meth:`idle`."""
         self._listen(worker)
         return self.dispatch.rest(worker, functions)
 
@@ -166,7 +166,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @rpc
     def leave(self, worker: str, died: bool = False) -> None:
-        """Remove a worker; ``died``: another process has seen it die. Others get its tasks."""
+        """Remove a worker, so that others get its tasks; ``died``: another process has seen its death."""
         if died:
             self._pass_on(self.dispatch.lose(worker, self.deaths_max))
         else:
@@ -188,30 +188,30 @@ class Cluster(Immortal, roles=ROLES):
             self.dispatch.close(name)
 
     def _call(self) -> None:
-        """Wake the workers and ventilators for which there is work or room now."""
+        """Wake workers if there is work, and ventilators if there is room."""
         for worker in self.dispatch.called():
             immortal.signal(f"work {worker}")
         for batch in self.dispatch.roomy():
             immortal.signal(f"room {batch}")
 
     def _to_collector(self, name: str, method: str) -> Callable[..., None]:
-        """Return the ``fork`` of a handler of a collector, whose name is known only at run time."""
+        """Return the ``fork`` of a collector's handler; the collector's name is known only at run time."""
         return make_fork(self._immortal_context, name, definition_of(BaseCollector).handlers[method])
 
 
-# Rules of a cluster: batches of several ventilators, the workers, and who has which tasks. No I/O, no clock.
+# Rules of a cluster: batches of several ventilators, the workers, and the tasks of each. No I/O, no clock.
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Tasks that a worker has in hand."""
+    """Tasks that a worker has."""
 
     batch: str
     piece: TaskSlice
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """Answer to a ventilator. ``next``: the number of the task that is expected next: 0, or where a ventilator that
-    died has come to.
+    """Answer to a ventilator. ``next``: the number of the next expected task: 0, or the place that a ventilator which
+    died has reached.
     """
 
     next: int
@@ -224,8 +224,8 @@ class Worker(msgspec.Struct):
 
 
 class Dispatch(msgspec.Struct):
-    """State of a cluster. ``time_ns``: for how long it has listened; its down time makes no worker silent, since
-    between two messages at most BEAT_S count. ``ended_contents``: of those of ``ended``.
+    """State of a cluster. ``time_ns``: the time that it has listened. At most BEAT_S count between two messages, so its
+    down time makes no worker silent. ``ended_contents``: of the batches in ``ended``.
     """
 
     batches: dict[str, Batch] = {}
@@ -234,14 +234,14 @@ class Dispatch(msgspec.Struct):
     lives: int = 0  # begun batches
     compares: bool = True  # always; a log of 0.1 has it
     workers: dict[str, Worker] = {}
-    resting: dict[str, list[str]] = {}  # workers without work that wait, and their functions
+    resting: dict[str, list[str]] = {}  # workers that wait for work, with their functions
     time_ns: int = 0
     last_ns: int | None = None
 
     # --- time --------------------------------------------------------------------------------------------------------
 
     def listen(self, now_ns: int, silence_s: float, deaths_max: int) -> list[Response]:
-        """Set the time: workers that were silent for too long are lost. Returns results that are to be passed on."""
+        """Set the time, and remove workers that were silent for too long. Returns results to pass on."""
         if self.last_ns is not None:
             self.time_ns += min(max(0, now_ns - self.last_ns), int(BEAT_S * _NS))
         self.last_ns = now_ns
@@ -252,8 +252,8 @@ class Dispatch(msgspec.Struct):
     # --- ventilators -------------------------------------------------------------------------------------------------
 
     def begin(self, name: str, function: str, collector: str, cluster: str, *, again: bool = False) -> Begun:
-        """Begin a new batch, or return to the one of that name. ``again``: a new one, if that has ended. ``cluster``:
-        this one's name.
+        """Begin a new batch, or return to the one of that name. ``again``: begin a new one if that has ended.
+        ``cluster``: this cluster's name.
 
         Raises BatchError, BatchConflict.
         """
@@ -269,7 +269,7 @@ class Dispatch(msgspec.Struct):
             life = Life(cluster, self.lives, again)
             for worker in self.workers.values():
                 if worker.lease is not None and worker.lease.batch == name:
-                    worker.lease = None  # of the one that had the name
+                    worker.lease = None  # of the earlier batch with the name
             batch = self._add(name, Batch(function, collector, digest=EMPTY_DIGEST, life=life))
         batch.contents.check_target(name, function, collector)
         return Begun(batch.put_count, batch.life)
@@ -286,7 +286,7 @@ class Dispatch(msgspec.Struct):
     def put(
         self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
     ) -> bool:
-        """Add tasks to a batch and return whether there is room for more. Raises BatchError, BatchConflict."""
+        """Add tasks to a batch and return True if there is room for more. Raises BatchError, BatchConflict."""
         self._check_life(name, life)
         ended = self.ended.get(name)
         if ended is not None:
@@ -305,7 +305,7 @@ class Dispatch(msgspec.Struct):
             self.ended_contents[name].check_tasks(name, behind)
 
     def end(self, name: str, size: int, digest: bytes = b"", life: Life | None = None) -> str | None:
-        """End a batch and return the collector to be told; None: it was. Raises BatchError, BatchConflict."""
+        """End a batch and return the collector to notify; None: it had ended. Raises BatchError, BatchConflict."""
         self._check_life(name, life)
         ended = self.ended.get(name)
         if ended is not None:
@@ -346,15 +346,15 @@ class Dispatch(msgspec.Struct):
         return known
 
     def respond(self, worker: str, response: Response, life: Life | None = None) -> list[Response]:
-        """Take in a worker's results and return the new ones; none for a batch that is done. ``life``: of the batch, as
-        the worker was told.
+        """Process a worker's results and return the new ones; none for an ended batch. ``life``: of the batch, from the
+        worker's run.
 
         Raises BatchError.
         """
         batch = self.batches.get(response.batch)
         known = self.workers[worker]
         if batch is None or life not in (None, batch.life):
-            return []  # of one that is done, or had the name before
+            return []  # of an ended batch, or an earlier one of the name
         new = batch.respond(response)
         if known.lease is not None and known.lease.batch == response.batch:
             piece = known.lease.piece
@@ -363,11 +363,11 @@ class Dispatch(msgspec.Struct):
         return new
 
     def take(self, worker: str, limits: Mapping[str, int]) -> Run | None:
-        """Return tasks of one function, at most as many as ``limits`` says, of the batch that was served least
-        recently.
+        """Return tasks of one function, at most as many as ``limits`` allows, from the batch that was served least
+        recently; None if there are none.
         """
         known = self.workers[worker]
-        self._give_back(known)  # one that asks for more has nothing in hand
+        self._give_back(known)  # a worker that asks for more has no tasks left
         for name, batch in self.batches.items():
             limit = limits.get(batch.function, 0)
             if limit > 0 and (piece := batch.take(limit)) is not None:
@@ -377,9 +377,9 @@ class Dispatch(msgspec.Struct):
         return None
 
     def rest(self, worker: str, functions: Sequence[str]) -> float:
-        """Note that the worker is idle, and return for how many seconds it may wait to be called; 0: there is work.
+        """Note that the worker is idle, and return the seconds that it can wait to be woken; 0: there is work.
 
-        While others have work it looks after them: a lost one is found when somebody comes.
+        While other workers have tasks, idle ones ask more often: a request is what detects a lost worker.
         """
         if any(batch.has_waiting and batch.function in functions for batch in self.batches.values()):
             return 0.0
@@ -387,7 +387,7 @@ class Dispatch(msgspec.Struct):
         return BEAT_S if any(known.lease for known in self.workers.values()) else IDLE_S
 
     def called(self) -> list[str]:
-        """Return the idle workers to call: one for each batch with work. Each that takes something calls the next."""
+        """Return the idle workers to wake: one for each batch with work. A worker that takes tasks wakes the next."""
         names = []
         for batch in self.batches.values():
             if batch.has_waiting:
@@ -395,14 +395,14 @@ class Dispatch(msgspec.Struct):
         return [name for name in dict.fromkeys(names) if self.resting.pop(name, None) is not None]
 
     def roomy(self) -> list[str]:
-        """Return the batches whose ventilators wait, and may continue."""
+        """Return the batches whose waiting ventilators can continue."""
         names = [name for name, batch in self.batches.items() if batch.ventilator_waits and batch.has_room]
         for name in names:
             self.batches[name].ventilator_waits = False
         return names
 
     def lose(self, worker: str, deaths_max: int) -> list[Response]:
-        """Remove a lost worker and requeue its tasks. Returns the results of tasks that are set aside."""
+        """Remove a lost worker and requeue its tasks. Returns the results of tasks set aside."""
         self.resting.pop(worker, None)
         known = self.workers.pop(worker, None)
         if known is None or known.lease is None:
@@ -423,10 +423,10 @@ class Dispatch(msgspec.Struct):
             batch.give_back(known.lease.piece)
         known.lease = None
 
-    # --- what becomes of it ------------------------------------------------------------------------------------------
+    # --- ends and progress -------------------------------------------------------------------------------------------
 
     def close(self, name: str) -> None:
-        """Reduce a batch to its progress, if all is done and its end has come."""
+        """Reduce a batch to its progress, if its end has arrived and all its tasks are done."""
         batch = self.batches.get(name)
         if batch is None or not batch.is_complete:
             return
@@ -437,7 +437,7 @@ class Dispatch(msgspec.Struct):
             self._forget(next(iter(self.ended)))
 
     def progress(self, name: str, now_ns: int, silence_s: float) -> Progress:
-        """Return the batch's progress at ``now_ns``; workers that were silent for so long are not counted. Raises
+        """Return the batch's progress at ``now_ns``; it counts no workers that were silent for ``silence_s``. Raises
         BatchError.
         """
         passed_ns = max(0, now_ns - self.last_ns) if self.last_ns is not None else 0

@@ -1,4 +1,4 @@
-"""Collectors of a batch's results, each once. :class:`Collector` keeps them; subclass BaseCollector to do without."""
+"""Collectors of a batch's results, each once. :class:`Collector` keeps them; a subclass of BaseCollector need not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from immortal.appsdk.patterns.harmony.batch import (
 
 
 class Received(msgspec.Struct, frozen=True):
-    """Results that have come: ``done``, of which ``failed`` are failures. ``size``: None until the batch's end has
-    come.
+    """Results received: ``done``, of which ``failed`` are failures. ``size``: None until the batch's end has
+    arrived.
     """
 
     batch: str
@@ -47,7 +47,7 @@ ROLES = {
 
 
 class BaseCollector(Immortal, roles=ROLES):
-    """Base of collectors: write ``collect``, and ``complete`` if you like. They run in a handler, so state and calls
+    """Base of collectors: implement ``collect``, and ``complete`` if needed. They run in a handler, so state and calls
     are exactly once.
     """
 
@@ -57,22 +57,22 @@ class BaseCollector(Immortal, roles=ROLES):
         self.gathered = {}
 
     def collect(self, batch: str, results: list[Result]) -> None:
-        """Take new results, in the order of their numbers; runs come in any order."""
+        """Process new results, in the order of their numbers; runs arrive in any order."""
         raise NotImplementedError
 
     def complete(self, batch: str, size: int) -> None:
         """Called when all ``size`` results of the batch have been collected."""
 
     def keep(self, response: Response) -> None:
-        """Take new results undecoded; by default decodes them for ``collect``."""
+        """Process new results undecoded; the default decodes them for ``collect``."""
         self.collect(response.batch, results(response))
 
     def replaced(self, batch: str) -> None:
-        """Called when another batch has taken the name of the one that was collected; its results come now."""
+        """Called when another batch has taken the name of a collected one; its results follow."""
 
     @rpc
     def accept_of(self, response: Response, function: str, life: Life) -> None:
-        """Take results from a cluster."""
+        """Receive results from a cluster."""
         contents = Contents(function, self._immortal_context.instance_name)
         gathered = self._gathered(response.batch, life, contents)
         for new in gathered.take(response):
@@ -81,14 +81,14 @@ class BaseCollector(Immortal, roles=ROLES):
 
     @rpc
     def end_of(self, batch: str, contents: Contents) -> None:
-        """Take the end from a cluster: the batch has all its tasks."""
+        """Receive a batch's end from a cluster: all its tasks are known."""
         gathered = self._gathered(batch, contents.life, contents)
         if gathered.size is None:
             gathered.size = contents.count
             self._look(batch, gathered)
 
     def _gathered(self, batch: str, life: Life | None, contents: Contents) -> CollectedBatch:
-        """Return what has come of the batch. ``contents``: the cluster's description of it. Raises BatchConflict."""
+        """Return the results received of the batch. ``contents``: the cluster's data of it. Raises BatchConflict."""
         known = self.gathered.get(batch)
         if known is not None and known.is_replaced_by(life):
             self.replaced(batch)
@@ -109,17 +109,17 @@ class BaseCollector(Immortal, roles=ROLES):
 
     @rpc
     def forget(self, batch: str) -> bool:
-        """Keep nothing more of the batch; False: nothing was known. Under the same name all would be collected
+        """Remove all data of the batch; return False if there was none. A batch of the same name would be collected
         again.
         """
         return self.gathered.pop(batch, None) is not None
 
 
 class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
-    """Collector that keeps all results of a batch until it is forgotten; they can be read in order while they come."""
+    """Collector that keeps all results of a batch until it is forgotten; readers can follow them in order."""
 
     kept: dict[str, KeptResults]
-    readers: dict[str, dict[str, int]]  # those that wait: by batch, their event and the number that they wait for
+    readers: dict[str, dict[str, int]]  # waiting readers: by batch, their event and the awaited number
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         self.kept.pop(batch, None)
 
     def _known(self, batch: str, life: Life | None) -> CollectedBatch:
-        """Return what has come of the batch. Raises BatchConflict."""
+        """Return the results received of the batch. Raises BatchConflict."""
         known = self.gathered.get(batch)
         if known is None or known.is_replaced_by(life):
             return CollectedBatch()  # nothing yet
@@ -156,7 +156,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
     @query(raises=[BatchError, BatchConflict])
     def page(self, batch: str, number: int, life: Life | None = None) -> Response | None:
-        """Return some results from ``number`` on; None: that one has not come; ``count`` 0: there are no more."""
+        """Return some results from ``number`` on; None: it has not arrived; ``count`` 0: there are no more."""
         gathered = self._known(batch, life)
         kept = self.kept.get(batch) if gathered is self.gathered.get(batch) else None
         if kept is not None and (page := kept.page(number)) is not None:
@@ -174,7 +174,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
     @rpc(raises=[BatchConflict])
     def wait_for(self, batch: str, number: int, life: Life | None = None) -> str:
-        """Return an event that comes with that result, or with the end before it; "": that is there. A step of
+        """Return an event for the arrival of that result, or of the end before it; "": it has arrived. A step of
         :meth:`watch`.
         """
         gathered = self._known(batch, life)
@@ -194,7 +194,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
 
     @rpc(raises=[BatchConflict])
     async def watch(self, batch: str, number: int, life: Life | None = None) -> None:
-        """Wait until that result or the end before it has come, or some seconds are over."""
+        """Wait until that result or the end before it has arrived, at most some seconds."""
         event = await immortal.step(self.wait_for, batch, number, life)
         if event:
             came = await immortal.race(immortal.event(event), immortal.sleep(timedelta(seconds=IDLE_S)))
@@ -202,12 +202,12 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
                 await immortal.step(self.stop_waiting, batch, event)
 
 
-# What a collector knows of one batch, and what the ready-made one keeps of it. No I/O, no clock.
+# Data of one batch: what every collector knows, and the results that a Collector keeps. No I/O, no clock.
 
 
 class CollectedBatch(msgspec.Struct):
-    """Results that have come of a batch. ``failed``: how many are failures. ``lives``: the batch's number at each
-    cluster that has sent some. ``contents``: as far as the clusters have said.
+    """Received results of a batch. ``failed``: number of failures. ``lives``: the batch's number at each cluster that
+    has sent results. ``contents``: as the clusters have described it.
     """
 
     done: Ranges = msgspec.field(default_factory=Ranges)
@@ -217,18 +217,18 @@ class CollectedBatch(msgspec.Struct):
     contents: Contents | None = None
 
     def is_replaced_by(self, life: Life | None) -> bool:
-        """Tell whether another batch has taken the name of this one."""
+        """Return True if another batch has taken the name of this one."""
         if life is None:
             return False
         known = self.lives.get(life.cluster)
         return life.again if known is None else known < life.number
 
     def is_older(self, life: Life | None) -> bool:
-        """Tell whether the batch ``life`` had the name before this one."""
+        """Return True if the batch ``life`` had the name before this one."""
         return life is not None and life.number < self.lives.get(life.cluster, 0)
 
     def belongs_to(self, name: str, life: Life | None, contents: Contents) -> None:
-        """Check results of a cluster. Raises BatchConflict where earlier ones under the name are of another batch."""
+        """Check a cluster's results. Raises BatchConflict if earlier ones of the name are of another batch."""
         known = self.contents or contents
         if self.is_older(life):
             known.check_life(name, life)
@@ -242,7 +242,7 @@ class CollectedBatch(msgspec.Struct):
         self.contents = contents if contents.ended or self.contents is None else self.contents
 
     def take(self, response: Response) -> list[Response]:
-        """Take in results and return the new ones: a number counts once."""
+        """Process results and return the new ones: each number counts once."""
         new = self.done.take(response)
         self.failed += sum(len(part.failures) for part in new)
         return new
@@ -253,7 +253,7 @@ class CollectedBatch(msgspec.Struct):
 
 
 class KeptResults(msgspec.Struct):
-    """Results as they came, found by number."""
+    """Results in the runs that arrived, found by number."""
 
     firsts: list[int] = []
     runs: dict[int, Response] = {}  # by their first number
@@ -264,7 +264,7 @@ class KeptResults(msgspec.Struct):
             self.runs[response.first] = response
 
     def page(self, number: int) -> Response | None:
-        """Return the results from ``number`` on, as far as one run has them; None: that one has not come."""
+        """Return the results from ``number`` on that are in one run; None: that one has not arrived."""
         index = bisect_right(self.firsts, number) - 1
         if index < 0:
             return None

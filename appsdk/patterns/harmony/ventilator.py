@@ -1,4 +1,4 @@
-"""Ventilator: sends batches, watches and collects them, from any process."""
+"""Ventilator of a cluster: sends batches, and reads their progress and results, from any process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from immortal.appsdk.patterns.harmony.cluster import Begun, Cluster
 from immortal.appsdk.patterns.harmony.collector import Collector
 from immortal.protocol.identity import EMPTY_DIGEST, chained_digest
 
-_PROGRESS_S = 1.0  # between two lines
+_PROGRESS_S = 1.0  # between two progress reports
 _NO_TASKS = array([])
 
 
@@ -38,9 +38,9 @@ class Ventilator:
     def batch(self, name: str, function: str, *, collector: str, again: bool = False) -> Batch:
         """Begin a new batch, or return to the one of that name.
 
-        ``function``: what workers call it; ``collector``: the instance that gets the results. ``again``: another batch,
-        where one of that name has ended; its results take the place of the earlier ones. Raises BatchConflict where
-        that name is of a batch with another function or collector, BatchError, ClientError.
+        ``function``: its name at the workers; ``collector``: the instance that gets the results. ``again``: begin a new
+        batch if one of that name has ended; its results replace the earlier ones. Raises BatchConflict if the name is
+        that of a batch with another function or collector, BatchError, ClientError.
         """
         begun = self._cluster.begin(name, function, collector, again)
         return Batch(self._cluster, self._connector, name, collector, begun)
@@ -55,7 +55,7 @@ class Ventilator:
 
 
 class Batch:
-    """Batch of this ventilator. ``name``: identifies it: no two batches of a collector have the same."""
+    """Batch of this ventilator. ``name``: unique among the batches of a collector."""
 
     def __init__(
         self, cluster: Cluster, connector: Callable[[str], Any], name: str, collector: str, begun: Begun
@@ -76,11 +76,10 @@ class Batch:
     def send(self, tasks: Iterable[Any], *, report: Callable[[Progress], object] | None = None) -> None:
         """Send all tasks of the batch, and its end. They are not held in memory: each is taken when it can be sent.
 
-        After a crash of this process the same tasks may be given again, from the first on: those that the cluster has
-        are not sent, and are compared by their digest. ``report``: is called about once a second, with ``print`` for a
-        line.
+        After a crash of this process give the same tasks again, from the first on: tasks that the cluster has are
+        compared by their digest and not sent. ``report``: called about once a second; ``print`` prints a line.
 
-        Raises BatchConflict where they are other tasks, TypeError, ValueError, BatchError, ClientError.
+        Raises BatchConflict if the tasks differ, TypeError, ValueError, BatchError, ClientError.
         """
         reported_s = time.monotonic()
         rest = iter(tasks)
@@ -93,7 +92,7 @@ class Batch:
         self.end()
 
     def _check_sent(self, tasks: Iterator[Any]) -> None:
-        """Take what was sent before from the front of ``tasks``. Raises BatchConflict, TypeError."""
+        """Take the tasks that were sent before from the front of ``tasks``. Raises BatchConflict, TypeError."""
         if not self.sent:
             return
         self.flush()
@@ -102,27 +101,27 @@ class Batch:
         self._packer.know(digest)
 
     def put(self, task: Any) -> None:
-        """Add the next task. It leaves with others, after FLUSH_S with the next one; waits while the cluster is
-        full.
+        """Add the next task. It is sent with others, or after FLUSH_S with the next one; this waits while the cluster
+        is full.
         """
         self._packer.add(task)
         if self._packer.is_full or time.monotonic() - self._flushed_s >= FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Send all tasks so far; when this returns, the cluster has them on disk."""
+        """Send all tasks so far; when this returns, they are durable at the cluster."""
         packer = self._packer
         first = packer.first
         if self.sent > first and not self._cluster.put(
             self.name, first, packer.run(), packer.before, packer.behind, self._life
         ):
             while not self._cluster.room(self.name):
-                pass  # it has waited there
+                pass  # ``room`` itself waits
         self._packer.left()
         self._flushed_s = time.monotonic()
 
     def end(self) -> None:
-        """End the batch: there are no more tasks."""
+        """End the batch: no more tasks follow."""
         self.flush()
         self._cluster.end(self.name, self.sent, self._packer.behind, self._life)
 
@@ -131,10 +130,10 @@ class Batch:
         return self._cluster.progress(self.name)
 
     def results(self, first: int = 0, *, timeout: float | None = None) -> Iterator[Result]:
-        """Yield one result for each task from number ``first`` on, in order, as they come, until the last.
+        """Yield one result for each task from number ``first`` on, in order of number, until the last.
 
-        For a batch whose collector is a :class:`Collector`. ``timeout``: seconds without a result after which it raises
-        TimeoutError; None: however long it takes. Raises BatchError, ClientError.
+        The batch's collector must be a :class:`Collector`. ``timeout``: seconds without a result after which it raises
+        TimeoutError; None: no limit. Raises BatchError, ClientError.
         """
         with self._connector(self.collector) as collector:
             came_s = time.monotonic()
@@ -156,7 +155,7 @@ class Batch:
     def wait(self, *, timeout: float | None = None, report: Callable[[Progress], object] | None = None) -> Progress:
         """Wait until the cluster has a result of each task. Raises TimeoutError, ClientError.
 
-        ``timeout``: in seconds; None: however long it takes. ``report``: see :meth:`send`.
+        ``timeout``: in seconds; None: no limit. ``report``: see :meth:`send`.
         """
         began_s = reported_s = time.monotonic()
         pause_s = 0.05
@@ -196,10 +195,10 @@ def connect(
     timeout: float | None = TIMEOUT_DEFAULT_S,
     **options: Unpack[ReachOptions],
 ) -> Connector:
-    """Send batches to the cluster called so: ``with connect("cluster") as cluster: cluster.batch(...).send(tasks)``.
+    """Connect to a cluster to send batches: ``with connect("cluster") as cluster: cluster.batch(...).send(tasks)``.
 
-    ``timeout``: of each message, in seconds; None: for ever. The rest as in :func:`appsdk.client.connect`; collectors
-    are found in ``home``. Raises TypeError; entering raises NotConnectable.
+    ``timeout``: of each message, in seconds; None: no limit. The rest as in :func:`immortal.client.connect`; collectors
+    are found in ``home``. Raises TypeError; entering the block raises NotConnectable.
     """
     if not isinstance(cluster, str):
         raise TypeError(f"connect({cluster!r}): the name of a cluster was expected")
@@ -208,16 +207,16 @@ def connect(
     return Connector(client, lambda name: connect_to(Collector, name, timeout=timeout, **of_collectors))
 
 
-# Tasks of a ventilator become runs of a size that a message may have. No I/O, no clock.
+# Packing of a ventilator's tasks into runs of a message's size. No I/O, no clock.
 
 
 class TaskPacker:
-    """Encoded tasks on their way to the cluster. ``first``: the number of the first task that has not left."""
+    """Packer of encoded tasks for the cluster. ``first``: the number of the first task that was not sent."""
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self.before = EMPTY_DIGEST if first == 0 else b""  # digest of the tasks before ``first``; empty: not known here
-        self.behind = self.before  # ... of all so far
+        self.before = EMPTY_DIGEST if first == 0 else b""  # digest of the tasks before ``first``; empty: unknown here
+        self.behind = self.before  # ... and of all tasks so far
         self._tasks: list[bytes] = []
         self._size_bytes = 0
 
@@ -231,7 +230,7 @@ class TaskPacker:
         return len(self._tasks) >= RUN_TASKS_MAX or self._size_bytes >= RUN_SIZE_BYTES_MAX
 
     def add(self, task: Any) -> None:
-        """Add a task. Raises TypeError, ValueError for what can't be sent."""
+        """Add a task. Raises TypeError, ValueError if it can't be sent."""
         encoded = _encoded(task, self.next)
         if len(encoded) > TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX:
             raise ValueError(
@@ -244,7 +243,7 @@ class TaskPacker:
         self._size_bytes += len(encoded)
 
     def run(self) -> bytes:
-        """Return all that has not left, as one array; it stays until :meth:`left`."""
+        """Return all unsent tasks as one array; they stay here until :meth:`left`."""
         return array(self._tasks)
 
     def left(self) -> None:
@@ -252,12 +251,12 @@ class TaskPacker:
         self._tasks, self._size_bytes = [], 0
 
     def know(self, digest: bytes) -> None:
-        """Set the digest of all tasks so far, none of which waits here."""
+        """Set the digest of all tasks so far; none of them may be unsent."""
         self.before = self.behind = digest
 
 
 def digest_of(tasks: Iterable[Any]) -> bytes:
-    """Return the digest of the first tasks of a batch. Raises TypeError."""
+    """Return the digest of a batch's first tasks. Raises TypeError."""
     return chained_digest(EMPTY_DIGEST, (_encoded(task, number) for number, task in enumerate(tasks)))
 
 

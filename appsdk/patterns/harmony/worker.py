@@ -1,4 +1,4 @@
-"""Worker: a plain process that takes tasks from a cluster and returns results; WorkerProcesses restarts several."""
+"""Worker: a plain process that takes tasks from a cluster and returns results; WorkerProcesses keeps several alive."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from immortal.appsdk.patterns.harmony.batch import (
 from immortal.appsdk.patterns.harmony.cluster import Cluster
 from immortal.protocol.safe_output import printable_message
 
-TOO_LONG_STATUS = 75  # of a process whose task took longer than it may
-_LEAVE_S = 2.0  # for the last word; without it the cluster finds out by itself
-_RETRY_S = 1.0  # between two looks for a cluster that is not there
+TOO_LONG_STATUS = 75  # exit status of a process whose task exceeded its time limit
+_LEAVE_S = 2.0  # for the last message; without it the cluster detects the end by itself
+_RETRY_S = 1.0  # between two attempts to reach a cluster
 
 
 class _Stopped(BaseException):
-    """SIGTERM came while the worker waited."""
+    """Raised if SIGTERM arrives while the worker waits."""
 
 
 def worker(
@@ -55,11 +55,11 @@ def worker(
     name: str | None = None,
     **options: Unpack[ReachOptions],
 ) -> None:
-    """Do tasks of the cluster called so, until SIGTERM or Ctrl-C: ``worker("cluster", {"square": square})``.
+    """Do tasks of the named cluster until SIGTERM or Ctrl-C: ``worker("cluster", {"square": square})``.
 
-    ``functions``: by the names that batches say; each takes a task and returns its result. A cluster that is not there
-    (yet) is waited for. ``task_timeout_s``: a task that takes longer ends this process, with status 75. ``name``: of
-    this worker, a random one unless it is given; no two may have one. The rest as in :func:`appsdk.client.connect`.
+    ``functions``: by the names in batches; each takes a task and returns its result. The worker waits for a cluster
+    that is unreachable. ``task_timeout_s``: a longer task ends this process, with status 75. ``name``: of this worker,
+    unique; by default a random one. The rest as in :func:`immortal.client.connect`.
 
     Raises TypeError, ClientError.
     """
@@ -92,13 +92,13 @@ class _Life:
         self.stopping = False
         self._skills = known
         self._contexts = RunContexts()
-        self._response: Response | None = None  # what is done and not taken yet
+        self._response: Response | None = None  # results that the cluster has not taken yet
         self._response_of: Life | None = None
         self._paces = {name: PrefetchControl() for name in known}
         self._task_timeout_s = task_timeout_s
         self._waits = False
         self._spoke_s = time.monotonic()
-        self._began_s: float | None = None  # when the task at work was
+        self._began_s: float | None = None  # start of the present task
         self._said = ""
 
     def say(self, text: str) -> None:
@@ -107,7 +107,7 @@ class _Life:
             complain(f"worker {self.name}: {text}")
 
     def terminate(self, number: int, frame: FrameType | None) -> None:
-        """End the task at work, and give its result back, on SIGTERM."""
+        """End after the present task and return its result, on SIGTERM."""
         self.stopping = True
         if self._waits:
             self._waits = False
@@ -137,7 +137,7 @@ class _Life:
                 if run is not None:
                     self._do(cluster, run)
                     continue
-                waits: Any = cluster  # to a checker something to await
+                waits: Any = cluster  # to a type checker its handlers are awaitable
                 with self._waiting():
                     waits.idle(self.name, list(self._skills))
             self._ask(cluster, {})
@@ -147,7 +147,7 @@ class _Life:
                 with_timeout(cluster, _LEAVE_S).leave(self.name)
 
     def _ask(self, cluster: Cluster, limits: dict[str, int]) -> Run | None:
-        """Send results, and ask for more tasks. Results that were not taken are sent again, also to the next
+        """Send results, and request more tasks. Results that were not taken are sent again, also on the next
         connection.
         """
         try:
@@ -180,7 +180,7 @@ class _Life:
         self._response = results.take()
 
     def _beat(self, cluster: Cluster, ended: threading.Event) -> None:
-        """Send heartbeats beside the tasks, and end a task that takes too long."""
+        """Send heartbeats during the tasks, and end the process if a task takes too long."""
         while not ended.wait(BEAT_S / 2):
             now_s, began_s = time.monotonic(), self._began_s
             if began_s is not None and self._task_timeout_s is not None and now_s - began_s > self._task_timeout_s:
@@ -191,7 +191,7 @@ class _Life:
                     with_timeout(cluster, BEAT_S).work(self.name, {})
 
 
-# Tasks become results: the functions of a worker. No I/O but that of the functions, no clock.
+# Tasks and results: the functions of a worker. No I/O but that of the functions, no clock.
 
 
 Function = Callable[[Any], Any]
@@ -199,9 +199,9 @@ _NIL = b"\xc0"
 
 
 class TaskFunction:
-    """Function of a worker. Tasks are checked against the annotation of its parameter, where it has one.
+    """Function of a worker. Tasks are checked against the annotation of its parameter, if it has one.
 
-    Raises TypeError for a function that can't take one task.
+    Its constructor raises TypeError for a function that can't take one task.
     """
 
     def __init__(self, name: str, function: Function) -> None:
@@ -209,7 +209,7 @@ class TaskFunction:
             raise TypeError(f"{name!r}: a function of one task was expected, not {function!r}")
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # a built-in one that does not say
+        except ValueError:  # a built-in function without a signature
             parameters = []
         hint: Any = Any
         if parameters and parameters[0].annotation is not inspect.Parameter.empty:
@@ -222,7 +222,7 @@ class TaskFunction:
         self.function = function
 
     def tasks(self, run: Run) -> Sequence[Any]:
-        """Decode the tasks of a run; an :class:`InvalidTask` stands for each that does not fit."""
+        """Decode the tasks of a run; an :class:`InvalidTask` replaces each that does not fit."""
         try:
             found: list[Any] = self._many.decode(run.tasks)
         except BaseException as error:  # one of them does not fit
@@ -241,7 +241,7 @@ class TaskFunction:
 
 
 class InvalidTask:
-    """A task that is not what the function takes."""
+    """Task that does not fit the function's annotation."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -269,7 +269,7 @@ class Results:
         return len(self._values)
 
     def do(self, function: Function, task: Any) -> None:
-        """Do a task. An exception is a result as well: the task would raise it again."""
+        """Do a task. An exception is a result too: the task would raise it again."""
         try:
             if isinstance(task, InvalidTask):
                 raise TypeError(f"the task is not what the function takes: {task.why}")
@@ -286,18 +286,18 @@ class Results:
         self.size_bytes += len(value)
 
     def take(self) -> Response:
-        """Take the results so far; the next begin behind them."""
+        """Return and clear the results so far; the next results follow them."""
         response = Response(self._batch, self._first, self.count, array(self._values), self._failures)
         self._first += self.count
         self._values, self._failures, self.size_bytes = [], {}, 0
         return response
 
 
-# How many tasks a worker asks for: as many as it does in RUN_S, by what it has seen. No I/O, no clock.
+# Number of tasks that a worker requests: as many as it does in RUN_S, by its measured pace. No I/O, no clock.
 
 
 _FIRST_TASKS = 8
-_GROWTH = 8  # from one run to the next: a few quick tasks say little
+_GROWTH = 8  # limit from one run to the next: a few quick tasks prove little
 
 
 class PrefetchControl:
@@ -305,17 +305,17 @@ class PrefetchControl:
         self.limit = _FIRST_TASKS
 
     def took(self, count: int, seconds: float) -> None:
-        """Adapt the limit: ``count`` tasks, at least one, took so long."""
+        """Adapt the limit: ``count`` tasks, at least one, took ``seconds``."""
         fits = int(RUN_S * count / max(seconds, 1e-6))
         self.limit = max(1, min(fits, self.limit * _GROWTH, RUN_TASKS_MAX))
 
 
-# Several worker processes of one machine: of a death the cluster hears at once, and another takes its place.
+# Several worker processes of one machine: a death is reported to the cluster at once, and a new process follows.
 
 
-USAGE_STATUS = 2  # of a process that would end like this each time
+USAGE_STATUS = 2  # of a process that would end like this at each start
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
-_SHORT_LIFE_S = 5.0  # whose like is started again with longer and longer pauses
+_SHORT_LIFE_S = 5.0  # after shorter lives the pauses before restarts grow
 _TELL_S = 2.0
 
 
@@ -328,7 +328,7 @@ class WorkerProcesses:
         self._cluster = cluster
         self._command = [sys.executable, "-m", "immortal.appsdk.patterns.harmony", "work", cluster, *arguments]
         self._ending = threading.Event()
-        self._lock = threading.RLock()  # a signal may come while its thread has it
+        self._lock = threading.RLock()  # a signal handler can run while its thread has the lock
         self._alive: set[subprocess.Popen[bytes]] = set()
         self._places = [threading.Thread(target=self._keep, name=f"place {index}") for index in range(processes)]
         self._status = 0
@@ -347,7 +347,7 @@ class WorkerProcesses:
         return self._status
 
     def end(self) -> None:
-        """End the workers after their current tasks. The second time, as one may hang, they are killed: others do the
+        """End the workers after their present tasks. A second call kills them, as one can hang: other workers do the
         tasks.
         """
         with self._lock:
@@ -389,7 +389,7 @@ class WorkerProcesses:
 
 
 def say(text: str) -> None:
-    """Print a line. Control characters in ``text``, which may have names from elsewhere, are escaped."""
+    """Print a line for people. Control characters in ``text`` (such as in names from elsewhere) are escaped."""
     print(printable_message(text), flush=True)  # noqa: T201 (for a person)
 
 

@@ -1,4 +1,4 @@
-"""Clients of a pool of plain servers, or of instances."""
+"""Clients of a pool of plain servers or of instances, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from immortal.appsdk.patterns.pirate.driver import (
 from immortal.appsdk.patterns.pirate.frames import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, NUMBER_MAX
 from immortal.appsdk.patterns.pirate.pool import Policy
 
-TIMEOUT_DEFAULT_S = 30.0  # of a request with all its tries: above what starting a server again takes
+TIMEOUT_DEFAULT_S = 30.0  # of a request with all its tries: longer than a server's restart
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -47,7 +47,7 @@ class _Timeout(Enum):
 
 
 class _Pool:
-    """Pool in its shell. ``timeout_s``: of a request that says none."""
+    """Pool in its shell. ``timeout_s``: of a request without its own timeout."""
 
     def __init__(self, shell: Shell, timeout_s: float | None = None) -> None:
         self._shell = shell
@@ -73,9 +73,9 @@ class Requests(_Pool):
     """Client of a pool of plain servers; any thread may use it."""
 
     def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
-        """Send a request and return what a server's function returned, within ``timeout`` seconds; None: without limit.
+        """Send a request and return the result of a server's function, within ``timeout`` seconds (None: no limit).
 
-        Raises TypeError, CalleeFailed for what the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
+        Raises TypeError, CalleeFailed if the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
         TooManyRequests.
         """
         reply: bytes = self._ask(body, timeout)
@@ -148,11 +148,11 @@ def connect(
 ) -> PoolConnector:
     """Connect to the plain servers at the endpoints ``servers``: ``with connect(["tcp://127.0.0.1:5701"]) as pool``.
 
-    ``timeout``: of each request with all its tries, in seconds; None: for ever. ``client_id``: a name for this client,
-    whose requests are numbered from 1 each time, so that a script that is run again gets the replies of what it has
-    done. ``server``: the name whose public keys in the registry folder ``home`` the servers show, ``server_keys``: the
-    keys themselves; ``identity``: whose keys this client shows. ``insecure``: without keys also elsewhere than on this
-    machine. Raises TypeError, NotConnectable; so does entering.
+    ``timeout``: of each request with all its tries, in seconds; None: no limit. ``client_id``: a name for this client,
+    whose requests are numbered from 1 each time, so that a script that runs again gets the replies to its earlier
+    requests. ``server``: the name whose public keys in the registry folder ``home`` the servers show; ``server_keys``:
+    the keys themselves; ``identity``: the name whose keys this client shows. ``insecure``: allow servers without keys
+    on other machines. Raises TypeError, NotConnectable; so does entering the block.
     """
     names = _names(servers, "endpoints")
     _check_client_id(client_id)
@@ -196,7 +196,7 @@ _INSTANCE_CLIENT_ID_MAX = KEY_SIZE_BYTES_MAX - len(REQUEST_KEY.format(client_id=
 
 
 class InstanceCalls(_Pool):
-    """Client behind a proxy whose calls each go to one of the instances."""
+    """Client behind a proxy that sends each call to one of several instances."""
 
     def __init__(self, shell: Shell, *, idempotent: bool) -> None:
         super().__init__(shell)
@@ -205,7 +205,7 @@ class InstanceCalls(_Pool):
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        """Call the method and return what it returned, or an awaitable of it. Raises what it raised, and
+        """Call the method and return its result, or an awaitable of the result. Raises the handler's exception, and
         ClientError.
         """
         if trace_context:
@@ -282,11 +282,11 @@ def connect_instances(
     """Connect to several instances, one of which gets each call: ``connect_instances(Bank, ["bank-1", "bank-2"])``, or
     ``"bank-*"``.
 
-    They are found in the registry folder ``home``; those that fit a pattern are looked for again every two seconds. A
-    call that one may have begun stays with it, so each is done once; calls of queries, with ``idempotent`` all calls,
-    go on to the next. ``client_id``, ``timeout``, ``identity``, ``insecure``: as for immortal.appsdk.client.connect.
+    They are found in the registry folder ``home``; a pattern is matched again every two seconds. A call that an
+    instance may have begun stays with it, so each is done once; queries, and with ``idempotent`` all calls, can move to
+    the next instance. ``client_id``, ``timeout``, ``identity``, ``insecure``: as for immortal.appsdk.client.connect.
 
-    Raises TypeError, DefinitionError; entering raises NotConnectable.
+    Raises TypeError, DefinitionError; entering the block raises NotConnectable.
     """
     cls, given = (target, names) if isinstance(target, type) else (None, target)
     if given is None or (cls is None and names is not None):
@@ -308,7 +308,7 @@ def connect_instances(
             lambda name: InstanceLink(Finder(name, home, (), (), identity, insecure), own_id),
             policy or Policy(),
             own_id,
-            keeps_replies=True,  # an instance keeps those of keys by its own rules
+            keeps_replies=True,  # an instance keeps replies by its own rules for keys
             looks_again=fixed is None,
         )
 

@@ -1,7 +1,7 @@
 """Driver of a pool over its links: the machine in the shells of :mod:`immortal.appsdk.client.shells`.
 
-A link is the way to one server: PlainLink to a plain one, InstanceLink to an instance. Each plain server has a DEALER
-of its own: so a reply is of that server, and with keys nobody else can send one.
+A link is the way to one server: PlainLink to a plain one, InstanceLink to an instance. Each plain server has its own
+DEALER: so a reply is from that server, and with keys nobody else can send one.
 """
 
 from __future__ import annotations
@@ -48,33 +48,33 @@ from immortal.appsdk.patterns.pirate.frames import (
 from immortal.appsdk.patterns.pirate.pool import AttemptHistory, GiveUp, Ping, Policy, Pool, Send, State, Why
 from immortal.protocol.errors import RemoteProtocolError
 
-OPEN_REQUESTS_MAX = 65_536  # of one client: each keeps its body in memory. As many as an instance takes
-GIVEN_UP_MAX = 4096  # numbers that may be asked again: as many replies as a server keeps for one client
-REGISTRY_POLL_S = 2.0  # for the instances that a pattern means
+OPEN_REQUESTS_MAX = 65_536  # of one client: each keeps its body in memory. As many as an instance accepts
+GIVEN_UP_MAX = 4096  # numbers that can be submitted again: as many replies as a server keeps for one client
+REGISTRY_POLL_S = 2.0  # for the instances that match a pattern
 _NOBLOCK = int(zmq.NOBLOCK)
 _OPTIONS = {
-    zmq.IMMEDIATE: 1,  # what is sent to nobody would come to whoever listens there later
+    zmq.IMMEDIATE: 1,  # else a process that listens there later would get messages sent before
     zmq.MAXMSGSIZE: FRAME_SIZE_BYTES_MAX,
     zmq.RECONNECT_IVL: 10,
     zmq.RECONNECT_IVL_MAX: 200,
-    zmq.CONNECT_TIMEOUT: 1_000,  # TCP alone asks a machine that is gone after longer and longer waits
+    zmq.CONNECT_TIMEOUT: 1_000,  # TCP alone waits longer and longer for a machine that is gone
 }
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The link has a connection."""
+    """Event: the link has a connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The connection is broken."""
+    """Event: the connection is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A ping was answered: see Pool.heard."""
+    """Event: the server answered a ping; see Pool.heard."""
 
     domain: bytes
     working_s: float = 0.0
@@ -82,7 +82,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Replied:
-    """A request is over. ``outcome``: what the caller gets, an exception is raised."""
+    """Event: a request is over. ``outcome``: the caller's result; an exception is raised."""
 
     number: int
     outcome: Any
@@ -90,14 +90,14 @@ class Replied:
 
 @dataclass(frozen=True, slots=True)
 class ServerBusy:
-    """The server has no room for it."""
+    """Event: the server has no room for the request."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """The request was not sent, and will not be."""
+    """Event: the request was not sent, and will not be."""
 
     number: int
 
@@ -106,7 +106,7 @@ Event = Reached | Lost | Heard | Replied | ServerBusy | Unsent
 
 
 class Link(Protocol):
-    """Link to one server. Used by one thread at a time. ``problem``: why nothing comes, as far as that is known; "" for
+    """Link to one server, used by one thread at a time. ``problem``: why nothing arrives, as far as known; "" for
     none.
     """
 
@@ -114,26 +114,26 @@ class Link(Protocol):
     def problem(self) -> str: ...
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has come, and may open
+        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has arrived, and can open
         others.
         """
 
     def process(self) -> Sequence[Event]:
-        """Return all events that have come."""
+        """Return all events that have arrived."""
 
     def send(self, number: int, settled: int, payload: Any) -> bool:
-        """Send a request; False: it can't have left. ``settled``: the client is done with all numbers below it."""
+        """Send a request; return False if it has certainly not left. ``settled``: all lower numbers are done with."""
 
     def ping(self) -> None: ...
 
     def next_deadline_s(self) -> float:
-        """Return the time at which :meth:`process` must be called, even if nothing comes."""
+        """Return the time at which :meth:`process` must be called, even if nothing arrives."""
 
     def close(self) -> None: ...
 
 
 class PlainLink:
-    """Link to the plain server at the one endpoint of ``finder``. Raises NotConnectable as it is made."""
+    """Link to the plain server at the one endpoint of ``finder``. Its constructor raises NotConnectable."""
 
     def __init__(self, context: Context, finder: Finder, client_id: str) -> None:
         self._finder = finder
@@ -141,10 +141,10 @@ class PlainLink:
         self._endpoint = finder.endpoints[0]
         self._dealer = Dealer(context, _OPTIONS)
         self._watch = self._dealer.watch
-        self._connections = 0  # that the pool was told of
+        self._connections = 0  # reported to the pool
         self._was_up = False
         self._attempt = 0
-        self._malformed = ""  # what made no sense, last
+        self._malformed = ""  # the last invalid message, described
         self.malformed_count = 0
         self._places = finder.find()
         self._dealer.open(self._endpoint, self._places, 0)
@@ -164,7 +164,7 @@ class PlainLink:
         if self._watch.is_up and self._watch.connections > self._connections:
             events.append(Reached())
         self._connections, self._was_up = self._watch.connections, self._watch.is_up
-        while self._dealer.has_unread():  # asked first, since it costs more to be told by an exception
+        while self._dealer.has_unread():  # checked first, since an exception costs more
             self._received(self._dealer.socket.recv(_NOBLOCK, copy=False), events)
         return events
 
@@ -191,7 +191,7 @@ class PlainLink:
             self._look_for_keys()
 
     def _look_for_keys(self) -> None:
-        """Look for the server's newer keys, as it is not reached, and try each in turn."""
+        """Find newer keys of the unreachable server, and try each in turn."""
         try:
             places = self._finder.find()
         except NotConnectable:
@@ -212,7 +212,7 @@ class PlainLink:
 
 
 def _event(frame: Frame) -> Event:
-    """Return the event of a frame. Raises RemoteProtocolError for what only clients send."""
+    """Return the event of a frame. Raises RemoteProtocolError for a frame that only clients send."""
     if frame.kind is Kind.PONG:
         return Heard(frame.body, frame.value / 1000)
     if frame.kind is Kind.BUSY:
@@ -234,10 +234,10 @@ def _error(frame: Frame) -> ClientError:
     )
 
 
-# The way to an instance, which is found by its name in the registry folder: as any caller from outside.
+# Link to an instance, which is found by its name in the registry folder, as for any client.
 #
-# A request has the key "CLIENT NUMBER" there: the instance does each key once, whoever asks again, and however often.
-# An instance finds nobody's replies but its own, so each is a domain of its own.
+# A request has the key "CLIENT NUMBER" there: the instance does each key once, however often it is requested. An
+# instance finds only its own replies, so each instance is its own domain.
 
 
 REQUEST_KEY = "{client_id} {number}"
@@ -245,7 +245,7 @@ REQUEST_KEY = "{client_id} {number}"
 
 @dataclass(frozen=True, slots=True)
 class InstanceCall:
-    """Payload of a request to an instance. ``key``: the user's own; None: one made of the request's number."""
+    """Payload of a request to an instance. ``key``: the user's own; None: one built from the request's number."""
 
     method: Method
     arguments: bytes
@@ -253,7 +253,7 @@ class InstanceCall:
 
 
 class InstanceLink:
-    """Link to the instance of ``finder``. Raises NotConnectable as it is made."""
+    """Link to the instance of ``finder``. Its constructor raises NotConnectable."""
 
     def __init__(self, finder: Finder, client_id: str) -> None:
         self._client_id = client_id
@@ -285,7 +285,7 @@ class InstanceLink:
         return events
 
     def send(self, number: int, settled: int, payload: InstanceCall) -> bool:
-        """Call the instance. It knows the request by its key, and keeps its reply as for any key."""
+        """Call the instance. It recognizes the request by its key, and keeps the reply as for any key."""
         key = payload.key or REQUEST_KEY.format(client_id=self._client_id, number=number)
         call = Call(payload.method.method, payload.arguments, lambda call: self._done(number, payload.method, call))
         self._connection.submit(call, key)
@@ -301,7 +301,7 @@ class InstanceLink:
             return
         try:
             value = method.value(outcome)
-        except Exception as error:  # what the handler raised
+        except Exception as error:  # raised by the handler
             value = error
         self._events.append(Replied(number, value))
 
@@ -316,13 +316,13 @@ class InstanceLink:
 
 
 def instances(home: Path, pattern: str) -> Iterator[str]:
-    """Yield the names in the registry folder that match ``pattern``, in the syntax of a shell: "bank-*"."""
+    """Yield the names in the registry folder that match ``pattern``, in a shell's syntax: "bank-*"."""
     for file in sorted(home.glob("*.toml")):
         if fnmatchcase(file.stem, pattern):
             yield file.stem
 
 
-# The machine: requests, and what is sent to which server.
+# The machine: requests, and the messages for each server.
 
 
 Connect = Callable[[str], Link]
@@ -338,7 +338,7 @@ class NoReply:
 
 
 class Pending:
-    """Request of a caller, for a shell. ``outcome`` is set once it is over: a reply, an exception to raise, or
+    """Request of a caller, for a shell. ``outcome`` is set when it is over: a reply, an exception to raise, or
     NoReply.
     """
 
@@ -369,7 +369,7 @@ class Pending:
 
     @property
     def sent(self) -> bool:
-        """Tell, of a request that was given up, whether a server may have it."""
+        """True if a server may have this request, after it was given up."""
         return bool(self.trail.asked)
 
     def finish(self, outcome: Any) -> None:
@@ -386,10 +386,10 @@ class Pending:
         driver.withdraw(self)
 
     def expire(self, driver: Driver) -> None:
-        """Do nothing: it has no other end."""
+        """Do nothing: the pool ends the request."""
 
     def value(self, ask: Callable[[Pending], Any]) -> Any:
-        """Return the reply. Raises what the server says, GaveUp, ClientError."""
+        """Return the reply. Raises the server's error, GaveUp, ClientError."""
         outcome = self.outcome
         if isinstance(outcome, NoReply):
             raise GaveUp(outcome.reason, self, outcome.tries, partial(self._again, ask))
@@ -398,21 +398,21 @@ class Pending:
         return outcome
 
     def _again(self, ask: Callable[[Pending], Any], timeout_s: float | None) -> Any:
-        """Wait once more, if that is this process's request. Raises as :meth:`value`."""
+        """Submit the request again, in the process that created it. Raises the errors of :meth:`value`."""
         require_process(self._process_id, "a request to a pool", "only there its reply comes")
         self.timeout_s = timeout_s
         return ask(self)
 
 
 def _nobody_waits() -> None:
-    """Do nothing: the end of a request that no caller waits for."""
+    """Do nothing: no caller waits for the request's end."""
 
 
 class Driver:
-    """Driver of a pool over its links. Used by one thread at a time. Raises NotConnectable as it is made.
+    """Driver of a pool over its links, used by one thread at a time. Its constructor raises NotConnectable.
 
-    ``look`` says which servers there are; ``looks_again``: it may say something else later. ``keeps_replies``: servers
-    are never told that a reply is of no interest any more. ``end`` is called when all links are closed.
+    ``look`` returns the servers' names; ``looks_again``: they can change later. ``keeps_replies``: servers are never
+    told that a reply is no longer needed. ``end`` is called when all links are closed.
     """
 
     def __init__(
@@ -427,15 +427,15 @@ class Driver:
         end: Callable[[], None] = lambda: None,
     ) -> None:
         self.client_id = client_id
-        self.strays = 0  # replies that nobody waits for from there
+        self.strays = 0  # replies that no request waits for
         self._look = look
         self._connect = connect
         self._end = end
         self._keeps_replies = keeps_replies
         self._links: dict[str, Link] = {}
         self._pending: dict[int, Pending] = {}
-        self._given_up: OrderedDict[int, None] = OrderedDict()  # they may be asked again
-        self._numbers: list[int] = []  # heap of those that are open or given up, and some more
+        self._given_up: OrderedDict[int, None] = OrderedDict()  # numbers that can be submitted again
+        self._numbers: list[int] = []  # heap of numbers that are open or given up, and some more
         self._next_number = 1
         self._closed = False
         now_s = time.monotonic()
@@ -456,7 +456,7 @@ class Driver:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending) -> None:
-        """Send a request as soon as possible. One that was given up is sent again. Raises ClientError."""
+        """Send a request as soon as possible; send it again if it was given up. Raises ClientError."""
         if self._closed:
             raise ClientClosed("the client of the pool is closed")
         if len(self._pending) >= OPEN_REQUESTS_MAX:
@@ -474,13 +474,13 @@ class Driver:
         self._pool.submit(pending.number, deadline_s, idempotent=pending.idempotent, trail=pending.trail)
 
     def withdraw(self, pending: Pending) -> None:
-        """Forget a request that no caller waits for any more."""
+        """Drop a request that no caller waits for any more."""
         if self._pending.pop(pending.number, None) is not None:
             self._pool.withdraw(pending.number)
 
     @property
     def _settled(self) -> int:
-        """Number below which all requests are over, and not asked for again."""
+        """Number below which all requests are over, and are not submitted again."""
         if self._keeps_replies:
             return 0
         while self._numbers[0] not in self._pending and self._numbers[0] not in self._given_up:
@@ -490,7 +490,7 @@ class Driver:
     # --- the world ---------------------------------------------------------------------------------------------------
 
     def process(self) -> None:
-        """Receive what has come, and do what is due."""
+        """Process arrived messages, and do what is due."""
         while not self._closed:
             self._look_again(time.monotonic())
             events = [(name, event) for name, link in self._links.items() for event in link.process()]
@@ -500,7 +500,7 @@ class Driver:
             actions = self._pool.actions(now_s)
             for action in actions:
                 self._do(action, now_s)
-            # Sending may have taken in the news that something has come, of which the descriptor tells only once.
+            # Sending can have consumed the signal of an arrival, which the descriptor gives only once.
             if not actions:
                 return
 
@@ -512,7 +512,7 @@ class Driver:
         for name in self._links.keys() - names:
             self._links.pop(name).close()
         for name in sorted(names - self._links.keys()):
-            with suppress(NotConnectable):  # not yet; it is looked at again
+            with suppress(NotConnectable):  # not yet; the next poll tries again
                 self._links[name] = self._connect(name)
         self._pool.update(self._links, now_s)
 
@@ -566,11 +566,11 @@ class Driver:
         return f"{name}: {state}, tried {tries} times{f', {problem}' if problem else ''}"
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets to wait for; :meth:`process` may open others."""
+        """Return the sockets to wait for; :meth:`process` can open others."""
         return [socket for link in self._links.values() for socket in link.sockets()]
 
     def next_deadline_s(self) -> float:
-        """Monotonic time at which :meth:`process` must be called, even if nothing comes."""
+        """Return the monotonic time at which :meth:`process` must be called, even if nothing arrives."""
         due_s = [self._pool.next_deadline_s(), self._look_due_s]
         due_s += [link.next_deadline_s() for link in self._links.values()]
         return min(due_s)
@@ -581,7 +581,7 @@ class Driver:
         self._end()
 
     def close(self) -> None:
-        """Close all links. Requests that wait end with ClientClosed; a server may still do what was sent."""
+        """Close all links. Waiting requests end with ClientClosed; a server can still do a request that was sent."""
         if self._closed:
             return
         self._closed = True

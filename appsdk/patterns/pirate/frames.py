@@ -1,14 +1,14 @@
-"""Frames between clients and servers: from bytes and to bytes. docs/reference/pattern-frames.md.
+"""Frames between clients and servers: encoding, decoding, and the errors. docs/reference/pattern-frames.md.
 
 0   3  "IPR"
 3   1  version
 4   1  type
 5   8  number, big-endian: of the request that it is about
-13  8  value, big-endian: REQUEST: all numbers below it are settled. PONG: ms that it has worked on one request
+13  8  value, big-endian: REQUEST: all numbers below it are settled. PONG: ms spent on the present request
 21  1  size of the client ID, n
 22  n  client ID, UTF-8: of a REQUEST
     ?  body
-   -8  8  CRC-64/XZ of all before it, big-endian
+      -8  8  CRC-64/XZ of all bytes before, big-endian
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from immortal.protocol.errors import ImmortalError, LimitExceededError, RemotePr
 
 CLIENT_ID_SIZE_BYTES_MAX = 64
 BODY_SIZE_BYTES_MAX = 16 << 20
-CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ may end the process where it is cut off in a message
+CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ can end the process if it is cut off in a message
 MAGIC = b"IPR"
 VERSION = 1
 STORE_ID_SIZE_BYTES = 16
@@ -37,24 +37,24 @@ FRAME_SIZE_BYTES_MAX = OVERHEAD_BYTES + CLIENT_ID_SIZE_BYTES_MAX + BODY_SIZE_BYT
 
 
 class Kind(IntEnum):
-    PING = 1  # are you there?
-    PONG = 2  # yes. Body: the ID of the store, or nothing where replies are not stored
+    PING = 1  # asks for a sign of life
+    PONG = 2  # answers. Body: the ID of the store; empty if replies are not stored
     REQUEST = 3
-    REPLY = 4  # body: what the function returned
+    REPLY = 4  # body: the function's result
     FAILED = 5  # the function raised: the name of the type, "\n", the text
-    GONE = 6  # the number is behind what is kept: it is not done now
-    REFUSED = 7  # it will not be done; body: why
-    BUSY = 8  # no room: it was not taken
+    GONE = 6  # the number is below the kept ones: it is not done now
+    REFUSED = 7  # it will not be done; body: the reason
+    BUSY = 8  # no room: the server did not take it
 
 
 ANSWERS = frozenset({Kind.REPLY, Kind.FAILED, Kind.GONE, Kind.REFUSED})
-"""With these a request is over."""
+"""Kinds of frames that end a request."""
 _EMPTY = frozenset({Kind.PING, Kind.GONE, Kind.BUSY})
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. ``client_id``: of a REQUEST; "" in other frames."""
+    """Frame between a client and a server. ``client_id``: of a REQUEST; "" in other frames."""
 
     kind: Kind
     number: int = 0
@@ -102,7 +102,7 @@ def decode_frame(data: bytes) -> Frame:
 
 
 def _check(frame: Frame) -> None:
-    """Check that a frame has what its kind has. Raises RemoteProtocolError."""
+    """Check that a frame's fields match its kind. Raises RemoteProtocolError."""
     is_request = frame.kind is Kind.REQUEST
     if is_request != bool(frame.client_id):
         raise RemoteProtocolError(f"a {frame.kind.name} with the client ID {frame.client_id!r}")
@@ -116,22 +116,22 @@ def _check(frame: Frame) -> None:
         raise RemoteProtocolError(f"a PONG with {len(frame.body)} bytes: the ID of a store has {STORE_ID_SIZE_BYTES}")
 
 
-# What can go wrong, beside what appsdk.client.errors has: CalleeFailed, CallRefused, OutcomeUnknown, ClientClosed.
+# Errors, beside those of immortal.appsdk.client.errors: CalleeFailed, CallRefused, OutcomeUnknown, ClientClosed.
 
 
 class ServerError(ImmortalError):
-    """A server can't serve as things are; the message says what to do."""
+    """Raised if a server can't serve in its present setup; the message says what to do."""
 
 
 class StoreError(ServerError):
-    """The store of replies can't be opened, read or written."""
+    """Raised if the store of replies can't be opened, read or written."""
 
 
 class GaveUp(CallTimeout):
-    """No reply came, and the request is not sent any more. ``tries``: by server.
+    """Raised if no reply arrived and the request is no longer sent. ``tries``: by server.
 
     ``sent`` False: no server has got it, and none will. Otherwise it may have been done, or may still be:
-    ``again(timeout)`` goes on with the same request (with asyncio: ``await error.again(timeout)``).
+    ``again(timeout)`` continues with the same request (with asyncio: ``await error.again(timeout)``).
     """
 
     def __init__(self, reason: str, request: Request, tries: Mapping[str, int], again: Any) -> None:
@@ -140,4 +140,4 @@ class GaveUp(CallTimeout):
 
 
 class TooManyRequests(ClientError):  # noqa: N818
-    """A request was not sent: the client has as many open ones as it may have."""
+    """Raised if a request was not sent because the client has the allowed number of open requests."""

@@ -3,14 +3,14 @@
     server    DEAD --any word--> LIVE --a try timed out, silence, connection broken--> DEAD --long silence--> REMOVED
               REMOVED --any word--> LIVE
 
-- A server has one request of this client at a time. One that has none is pinged, whatever it is.
-- A request goes to the server that was used least recently, of those that are LIVE and have none.
-- **Who may have it next** is said by the domain: servers that find each other's replies are of one domain. A request
-  that a server may have begun goes to servers of that server's domain only, unless it is idempotent.
-- Of several servers that may have it, each is tried once. The only one is tried several times, and its try goes on for
-  as long as words of it come.
-- It is given up when none of them is left to try, or its time is over. DEAD ones that were not tried are waited for,
-  REMOVED ones are not.
+- A server has one request of this client at a time. A server without one is pinged, whatever its state.
+- A request goes to the least recently used server of those that are LIVE and have none.
+- **The domain limits the next server**: servers that find each other's replies are of one domain. A request that a
+  server may have begun goes to servers of that server's domain only, unless it is idempotent.
+- If several servers can have it, each is tried once. If only one can, it is tried several times, and its try continues
+  while it gives signs of life.
+- The request is given up when no server is left to try, or its time is over. It waits for DEAD servers that were not
+  tried, but not for REMOVED ones.
 
 Times are monotonic, in seconds.
 """
@@ -23,18 +23,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
 
-BUSY_S = 0.1  # before a server that had no room is asked again
+BUSY_S = 0.1  # before the next request to a server that had no room
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Policy of a pool: when a server counts as dead, and how often a request is tried. Raises ValueError."""
+    """Policy of a pool: when a server counts as dead, and how often to try a request. Raises ValueError."""
 
-    tries: int = 3  # at one server, where no other may have the request
-    try_timeout_s: float = 2.5  # above the pauses of a busy machine, as immortal.appsdk.client's
-    heartbeat_s: float = 1.0  # between two pings of a server that has nothing to do for this client
-    silence_s: float = 2.5  # after a ping that nothing came back to: two more were sent meanwhile
-    removal_s: float = 60.0  # a server that was silent for so long is waited for no more, only pinged
+    tries: int = 3  # at one server, if no other can have the request
+    try_timeout_s: float = 2.5  # longer than the pauses of a busy machine, as in immortal.appsdk.client
+    heartbeat_s: float = 1.0  # between two pings of a server without a request of this client
+    silence_s: float = 2.5  # after a ping without an answer: two more were sent meanwhile
+    removal_s: float = 60.0  # a server that was silent for so long is only pinged; requests do not wait for it
 
     def __post_init__(self) -> None:
         if self.tries < 1:
@@ -51,7 +51,7 @@ class State(Enum):
 
 
 class Why(Enum):
-    """Reason why a request is given up."""
+    """Reason for giving a request up."""
 
     TIME = "its time is over"
     TRIES = "every server that may have it was tried"
@@ -60,7 +60,7 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the request ``number`` to ``server``."""
+    """Action: send the request ``number`` to ``server``."""
 
     server: str
     number: int
@@ -68,14 +68,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Ask ``server`` for a sign of life."""
+    """Action: ask ``server`` for a sign of life."""
 
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
-    """Servers that may have a request, as needed to submit it again. Empty: no server can have begun it."""
+    """Servers that may have a request, needed to submit it again. Empty: no server can have begun it."""
 
     domain: bytes | None = None
     asked: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class AttemptHistory:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Stop sending the request ``number``; ``tries`` by server."""
+    """Action: stop sending the request ``number``; ``tries`` by server."""
 
     number: int
     why: Why
@@ -97,16 +97,16 @@ Action = Send | Ping | GiveUp
 @dataclass(slots=True)
 class _Server:
     name: str
-    heard_s: float  # or made
+    heard_s: float  # time of the last sign of life, or of its creation
     ping_due_s: float
     state: State = State.DEAD
-    domain: bytes | None = None  # None: nothing was heard yet
-    used: int = 0  # the lower, the longer ago
-    asked_s: float | None = None  # when the first ping went out that nothing came back to
-    number: int | None = None  # of the request that it works on for this client
+    domain: bytes | None = None  # None: not known yet
+    used: int = 0  # order of its last use: lower is longer ago
+    asked_s: float | None = None  # time of the first ping without an answer
+    number: int | None = None  # of the request that it has from this client
     try_began_s: float = 0.0
     try_due_s: float = 0.0
-    room_s: float = 0.0  # when it may have room again
+    room_s: float = 0.0  # time at which it can have room again
 
 
 @dataclass(slots=True)
@@ -115,21 +115,21 @@ class _Request:
     deadline_s: float
     idempotent: bool
     domain: bytes | None
-    asked: set[str]  # who may have it, with those of earlier lives
+    asked: set[str]  # servers that may have it, also from before it was given up
     tries: dict[str, int] = field(default_factory=dict)
-    server: str | None = None  # who works on it
+    server: str | None = None  # the server that has it now
 
 
 class Pool:
-    """Servers and open requests of one client. ``servers``: by any name; each is DEAD until it has answered."""
+    """Servers and open requests of one client. ``servers``: unique names; each is DEAD until it has answered."""
 
     def __init__(self, servers: Iterable[str], policy: Policy, now_s: float) -> None:
         self._policy = policy
         self._servers: dict[str, _Server] = {}
         self._requests: dict[int, _Request] = {}
-        self._waiting: OrderedDict[int, None] = OrderedDict()  # not sent, or to be sent again
-        self._deadlines: list[tuple[float, int]] = []  # heap; of what is done with, too
-        self._unjudged: set[int] = set()  # waiting, and perhaps to be given up
+        self._waiting: OrderedDict[int, None] = OrderedDict()  # to send, for the first time or again
+        self._deadlines: list[tuple[float, int]] = []  # heap; also has deadlines of requests that are over
+        self._unjudged: set[int] = set()  # waiting requests that may have no server left
         self._uses = 0
         self.update(servers, now_s)
 
@@ -137,10 +137,10 @@ class Pool:
     def servers(self) -> dict[str, State]:
         return {server.name: server.state for server in self._servers.values()}
 
-    # --- what happens ------------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def update(self, servers: Iterable[str], now_s: float) -> None:
-        """Set the servers. A request at one that is gone goes elsewhere, if it may."""
+        """Set the servers. A request at a removed server moves to another one, if allowed."""
         names = list(dict.fromkeys(servers))
         for name in self._servers.keys() - set(names):
             self._fail(self._servers[name], now_s)
@@ -153,7 +153,7 @@ class Pool:
     def submit(
         self, number: int, deadline_s: float, *, idempotent: bool = False, trail: AttemptHistory | None = None
     ) -> None:
-        """Add a request. ``trail``: its history, where it was given up before."""
+        """Add a request. ``trail``: its history, if it was given up before."""
         trail = trail or AttemptHistory()
         self._requests[number] = _Request(number, deadline_s, idempotent, trail.domain, set(trail.asked))
         self._waiting[number] = None
@@ -161,7 +161,7 @@ class Pool:
         heappush(self._deadlines, (deadline_s, number))
 
     def withdraw(self, number: int) -> None:
-        """Forget a request whose reply no caller wants any more."""
+        """Drop a request whose caller no longer waits."""
         if (request := self._requests.get(number)) is not None:
             self._forget(request)
 
@@ -171,8 +171,8 @@ class Pool:
             server.ping_due_s = now_s
 
     def heard(self, name: str, domain: bytes, working_s: float, now_s: float) -> None:
-        """Note that the server answered a ping. ``working_s``: how long it has been at the request that it works on; 0:
-        it is idle.
+        """Note that the server answered a ping. ``working_s``: time that it has spent on its present request; 0: it is
+        idle.
         """
         if (server := self._servers.get(name)) is None:
             return
@@ -181,10 +181,10 @@ class Pool:
             server.domain = domain
             self._unjudged.update(self._waiting)
         if working_s >= self._policy.try_timeout_s and server.number is None:
-            server.state = State.DEAD  # a word, and no work done
+            server.state = State.DEAD  # it answers pings but makes no progress with another client's request
 
     def replied(self, name: str, number: int, now_s: float) -> bool:
-        """Note that a reply has come; False: no request waits for one from that server."""
+        """Note that a reply has arrived; return False if no request waits for one from that server."""
         if (server := self._servers.get(name)) is None:
             return False
         request = self._requests.get(number)
@@ -199,25 +199,25 @@ class Pool:
         return True
 
     def turned_away(self, name: str, number: int, now_s: float) -> None:
-        """Note that the server is busy: it has not begun the request."""
+        """Note that the server has no room: it has not begun the request."""
         if (server := self._servers.get(name)) is not None and server.number == number:
             self._alive(server, now_s)
             server.room_s = now_s + BUSY_S
             self._not_begun(server)
 
     def unsent(self, name: str, number: int, now_s: float) -> None:
-        """Note that the server can't be reached: the request has not left."""
+        """Note that the server can't be reached: the request was not sent."""
         if (server := self._servers.get(name)) is not None and server.number == number:
             self._not_begun(server)
             server.state = State.DEAD
             server.ping_due_s = now_s + self._policy.heartbeat_s
 
     def lost(self, name: str, now_s: float) -> None:
-        """Note that the connection is broken: the request at the server may be lost, or done."""
+        """Note that the connection is broken: the server may have lost the request, or done it."""
         if (server := self._servers.get(name)) is not None:
             self._fail(server, now_s)
 
-    # --- what is to be done ------------------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------------------------
 
     def actions(self, now_s: float) -> list[Action]:
         """Return the actions that are due now."""
@@ -229,7 +229,7 @@ class Pool:
         return actions
 
     def next_deadline_s(self) -> float:
-        """Return the time at which :meth:`actions` must be called, even if nothing comes; infinity for none."""
+        """Return the time at which :meth:`actions` must be called even without events; infinity for none."""
         self._drop_deadlines()
         due_s = [self._deadlines[0][0]] if self._deadlines else []
         for server in self._servers.values():
@@ -268,8 +268,8 @@ class Pool:
             server.room_s = 0.0
 
     def _end_try(self, server: _Server, now_s: float) -> None:
-        """End a try without a reply. While an instance answers pings, the request stays there if no other server may
-        have it.
+        """End a try without a reply. If the server has given signs of life and no other can have the request, the
+        request stays there.
         """
         request = self._requests.get(server.number or 0)
         if request is None or server.heard_s <= server.try_began_s or self._others(request, server):
@@ -298,7 +298,7 @@ class Pool:
     def _wait_again(self, request: _Request) -> None:
         request.server = None
         self._waiting[request.number] = None
-        self._waiting.move_to_end(request.number, last=False)  # it came before those that wait
+        self._waiting.move_to_end(request.number, last=False)  # it is older than the waiting ones
         self._unjudged.add(request.number)
 
     def _not_begun(self, server: _Server) -> None:
@@ -323,14 +323,14 @@ class Pool:
         return request.domain is None or server.domain == request.domain
 
     def _can_be_tried(self, request: _Request, server: _Server) -> bool:
-        """Tell whether the server may have the request, for the first time or once more."""
+        """Return True if the server can have the request, for the first time or again."""
         tries = request.tries.get(server.name, 0)
         if not tries or tries >= self._policy.tries:
             return not tries
         return not self._others(request, server)
 
     def _others(self, request: _Request, server: _Server) -> bool:
-        """Tell whether another server may have the request."""
+        """Return True if another server can have the request."""
         return any(
             other is not server and other.state is not State.REMOVED and self._may_have(request, other)
             for other in self._servers.values()
@@ -358,7 +358,7 @@ class Pool:
         return GiveUp(request.number, why, dict(request.tries), trail)
 
     def _drop_deadlines(self) -> None:
-        """Drop the deadlines of requests that are over, or were submitted again."""
+        """Drop the deadlines of requests that are over or were submitted again."""
         while self._deadlines:
             deadline_s, number = self._deadlines[0]
             if (request := self._requests.get(number)) is not None and request.deadline_s == deadline_s:

@@ -1,9 +1,9 @@
-"""Server: a plain process with one function, which answers each request.
+"""Server of the pirate pattern: a plain process with one function, which answers each request.
 
-    socket thread   frames in and out, pings, what waits        --queue-->   run(): the function, the store
+    socket thread   frames in and out, pings, waiting requests  --queue-->   run(): the function, the store
                                                                 <--queue--
 
-So a server that works still answers pings, and says for how long it has been at it.
+So a busy server still answers pings, and reports the time that it has spent on its present request.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from immortal.appsdk.patterns.pirate.store import Failure, ReplyStore
 
 logger = logging.getLogger("immortal.pirate")
 
-# Requests that wait or are worked on, of one name of a key (without keys: of all). One more is told that there is no
-# room, and goes to the next server.
+# Requests that wait or are worked on, by the name of a caller's key (without keys: all). The server answers one more
+# with BUSY, and it goes to the next server.
 WAITING_MAX = 1024
 WAITING_SIZE_BYTES_MAX = 64 << 20
-# Requests of one write transaction: one sync for all of them. It ends sooner once it has taken so long, since nobody
-# has a reply before.
+# Requests of one write transaction: one sync for all of them. It ends earlier after TURN_S, since no caller gets a
+# reply before it ends.
 TURN_REQUESTS_MAX = 64
 TURN_S = 0.005
-TEXT_SIZE_BYTES_MAX = 2048  # of what a function has raised: a message for people
+TEXT_SIZE_BYTES_MAX = 2048  # of a function's exception: a message for people
 _OPTIONS = {
     zmq.MAXMSGSIZE: FRAME_SIZE_BYTES_MAX,
-    zmq.SNDHWM: 64,  # replies on their way to one client; beyond it one is not sent, and is asked for again
+    zmq.SNDHWM: 64,  # replies in flight to one client; one more is dropped, and the client asks again
     zmq.HANDSHAKE_IVL: 3_000,
 }
 _Key = tuple[str, str, int]  # name of the caller's key, client ID, number
 
 
 class Request:
-    """One request, as the function gets it. ``caller``: the name of the client's key; "" without keys.
+    """Request that the function gets. ``caller``: the name of the client's key; "" without keys.
 
-    ``client_id`` and ``number`` are the same however often it is sent. Of those whose number is settled or whose reply
-    is stored, no function hears again.
+    ``client_id`` and ``number`` are the same however often it is sent. A request whose number is settled or whose reply
+    is stored does not reach the function again.
     """
 
     __slots__ = ("_rows", "body", "caller", "client_id", "number")
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def rows(self) -> MutableMapping[bytes, bytes]:
-        """Rows of the user in the store: what the function writes here is durable together with the reply. Raises
+        """Rows of the user in the store: the function's writes here are durable together with the reply. Raises
         ServerError.
         """
         if self._rows is None:
@@ -87,7 +87,7 @@ Function = Callable[[Request], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Reply that is to be sent, once it is durable."""
+    """Reply to send, once it is durable."""
 
     key: _Key
     frame: Frame
@@ -105,10 +105,10 @@ class _Waiting:
 class Server:
     """Server that listens until :meth:`close`; :meth:`run` does the work. Raises ServerError.
 
-    ``store``: a folder in which replies are kept, which all servers of a pool share; None: the function may be called
-    more than once for one request. ``identity``: whose keys in the registry folder ``home`` this server shows;
-    ``callers``: the names whose keys there may call, beside that of the server itself. Without an identity everybody
-    may who reaches ``endpoint``, which is on this machine then, unless ``insecure`` is True.
+    ``store``: a folder of replies that all servers of a pool share; None: the function can be called more than once for
+    one request. ``identity``: the name whose keys in the registry folder ``home`` this server shows; ``callers``: the
+    names whose keys can call, beside the server's own. Without an identity everybody who reaches ``endpoint`` can call;
+    it must be on this machine unless ``insecure`` is True.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Server:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._queue: deque[_Key] = deque()
-        self._taken: dict[_Key, _Waiting] = {}  # waiting or worked on
+        self._taken: dict[_Key, _Waiting] = {}  # requests that wait or are worked on
         self._taken_of: Counter[str] = Counter()  # requests, by caller
         self._taken_bytes_of: Counter[str] = Counter()
         self._outgoing: deque[tuple[bytes, bytes]] = deque()
@@ -162,7 +162,7 @@ class Server:
     # --- work: the thread that calls run() ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Work until :meth:`close`. Raises StoreError where the store can't be written: nobody was answered then."""
+        """Work until :meth:`close`. Raises StoreError if the store can't be written: no caller was answered then."""
         self._contexts = RunContexts()
         with self._lock:
             self._running = not self._closing
@@ -176,12 +176,12 @@ class Server:
         finally:
             with self._lock:
                 self._running = False
-                self._queue = deque(self._taken)  # what was not answered, for who runs it again
+                self._queue = deque(self._taken)  # requests without an answer, for the next run()
                 if self._closing:
                     self._close_store()
 
     def _wait(self) -> bool:
-        """Wait for a request; False: the server was closed."""
+        """Wait for a request; return False if the server was closed."""
         with self._work:
             self._working_since_s = None
             while not self._queue and not self._closing:
@@ -199,7 +199,7 @@ class Server:
         return Answer(key, Frame(Kind.REPLY, request.frame.number, body=body))
 
     def _stored_answers(self, store: ReplyStore) -> list[Answer]:
-        """Answer waiting requests within one transaction, as many as it has time for."""
+        """Answer waiting requests within one transaction, as many as fit into TURN_S."""
         answers: list[Answer] = []
         with store.turn() as turn:
             ends_s = time.monotonic() + TURN_S
@@ -231,7 +231,7 @@ class Server:
         return reply
 
     def send(self, answers: Iterable[Answer]) -> None:
-        """Send answers, which are durable where there is a store."""
+        """Send answers, which are durable if there is a store."""
         with self._lock:
             if self._closing:
                 return
@@ -257,10 +257,10 @@ class Server:
                     outgoing, self._outgoing = self._outgoing, deque()
                     closing = self._closing
                 for route, data in outgoing:
-                    self._listener.send(route, data)  # where its connection is gone or full, the client asks again
+                    self._listener.send(route, data)  # if the connection is gone or full, the client asks again
                 if closing:
                     return
-            if socket in ready:  # at most so many requests that replies are not held up for long
+            if socket in ready:  # few requests at once, so that replies are not delayed for long
                 self._listener.receive(TURN_REQUESTS_MAX, self._received)
 
     def _received(self, route: bytes, caller: str, frame: Frame) -> None:
@@ -279,7 +279,7 @@ class Server:
         with self._work:
             if (taken := self._taken.get(key)) is not None:
                 if taken.frame.body == frame.body:
-                    taken.route = route  # it was sent again: its reply goes there
+                    taken.route = route  # the request was repeated: send its reply to the newer connection
                     return
                 kind, text = Kind.REFUSED, f"number {frame.number} is in use for another request"
             elif self._has_room(caller, len(frame.body)):
@@ -301,14 +301,14 @@ class Server:
 
     @property
     def malformed(self) -> int:
-        """Number of frames that were dropped."""
+        """Number of dropped frames."""
         return self._listener.malformed
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the server, from any thread; :meth:`run` returns when the function has. Clients ask again for replies
-        that they lack.
+        """Stop the server, from any thread; :meth:`run` returns after the function has. Clients ask again for missing
+        replies.
         """
         with self._work:
             if self._closing:

@@ -1,19 +1,19 @@
 """Store of replies, in an LMDB folder that all servers of one pool on one machine share.
 
 A request is done inside the store's one write transaction: its reply and the rows that its function wrote become
-durable together, or not at all. LMDB lets one process write at a time, so no two servers do one request, or any two.
+durable together, or not at all. LMDB lets one process write at a time, so two servers never do one request.
 
 Table    Key                      Value
 meta     name                     format; ID of the store
 owners   owner                    next turn, next place, number of clients, bytes of replies
 clients  owner client             floor: lower numbers are over; turn of last use; number and bytes of replies
 uses     owner turn               client: the least recently used first
-replies  owner client number      place, digest of the request, kind, check; what was replied
+replies  owner client number      place, digest of the request, kind, check; the reply
 order    owner place              client number: the oldest reply first
 data     the user's               the user's
 
-``owner`` is the name of the caller's key, ``client`` its client ID, each as 16 bytes of BLAKE2b: so another name never
-reaches a row, whatever ID it gives.
+``owner`` is the name of the caller's key, ``client`` its client ID, each as 16 bytes of BLAKE2b: so another owner
+never reaches a row, whatever client ID it gives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from immortal.protocol.files import FILE_MODE, make_folder, openness
 REPLIES_OF_CLIENT_MAX = 4096
 REPLIES_OF_CLIENT_SIZE_BYTES_MAX = 4 << 20
 REPLIES_SIZE_BYTES_MAX = 64 << 20
-REPLY_OVERHEAD_BYTES = 200  # what LMDB needs for the rows of one reply
+REPLY_OVERHEAD_BYTES = 200  # LMDB's space for the rows of one reply
 CLIENTS_MAX = 100_000
 # LMDB reserves addresses, not memory or disk. Replies need some 100 MiB for each name; the rest is for the user's rows.
 MAP_SIZE_BYTES = 64 << 30
@@ -76,7 +76,7 @@ class _Client:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on what is kept for one owner."""
+    """Limits on the data kept for one owner."""
 
     replies_of_client: int = REPLIES_OF_CLIENT_MAX
     replies_of_client_bytes: int = REPLIES_OF_CLIENT_SIZE_BYTES_MAX
@@ -85,7 +85,7 @@ class Limits:
 
 
 class Rows(MutableMapping[bytes, bytes]):
-    """Rows of the user within one request, in the order of their keys of 1 to 511 bytes."""
+    """Rows of the user within one request, in the order of their keys (1 to 511 bytes)."""
 
     def __init__(self, transaction: lmdb.Transaction, table: lmdb._Database) -> None:
         self._transaction = transaction
@@ -122,11 +122,11 @@ def _checked_key(key: bytes) -> bytes:
 
 
 Work = Callable[[Rows], bytes]
-"""Does a request; returns the reply. What it raises is :class:`Failure`, or ends the transaction."""
+"""Function that does a request and returns the reply. It raises :class:`Failure`; other errors end the transaction."""
 
 
 class Failure(Exception):  # noqa: N818 (what happened)
-    """The function raised: its writes are undone, and ``text`` is stored as its reply."""
+    """Raised if the function raised: its writes are undone, and ``text`` is stored as its reply."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__(text)
@@ -134,7 +134,7 @@ class Failure(Exception):  # noqa: N818 (what happened)
 
 
 class ReplyStore:
-    """Store that is open in this process until :meth:`close`. Used by one thread. Raises StoreError, OSError."""
+    """Store of replies, open in this process until :meth:`close`, for one thread. Raises StoreError, OSError."""
 
     def __init__(self, folder: str | os.PathLike[str], limits: Limits | None = None) -> None:
         self.folder = Path(folder)
@@ -164,8 +164,8 @@ class ReplyStore:
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
-        """Run one write transaction, durable when it ends. Waits for other servers'. Raises StoreError: then nothing
-        was kept.
+        """Run one write transaction, durable when it ends. It waits for other servers' ones. Raises StoreError: then
+        nothing was kept.
         """
         try:
             with self._environment.begin(write=True) as transaction:
@@ -180,7 +180,7 @@ class ReplyStore:
 
 
 class Turn:
-    """Write transaction in which requests are answered one after the other."""
+    """Write transaction that answers requests one after the other."""
 
     def __init__(self, store: ReplyStore, transaction: lmdb.Transaction) -> None:
         self._store = store
@@ -188,7 +188,7 @@ class Turn:
         self._tables = store.tables
 
     def answer(self, owner: str, request: Frame, work: Work) -> Frame:
-        """Return the stored answer, or that of ``work``, stored. Raises what ``work`` raises except for Failure."""
+        """Return the stored answer, or that of ``work``, stored. Raises the errors of ``work`` except Failure."""
         owner_key, client_key = _digest(owner.encode()), _digest(request.client_id.encode())
         who = owner_key + client_key
         owner_row, client = self._owner(owner_key), self._client(who)
@@ -246,7 +246,7 @@ class Turn:
         owner_row.size_bytes += size_bytes
 
     def _settle(self, owner: bytes, client_key: bytes, settled: int, owner_row: _Owner, client: _Client) -> None:
-        """Delete the replies that the client has settled, and its lowest numbers where it has too many."""
+        """Delete the replies that the client has settled, and those of its lowest numbers if it has too many."""
         limits = self._store.limits
         while client.replies and (key := self._first("replies", owner + client_key)) is not None:
             number = _U64.unpack(key[-_U64.size :])[0]
@@ -279,7 +279,7 @@ class Turn:
             client_key, number = place[:_DIGEST_SIZE_BYTES], _U64.unpack(place[_DIGEST_SIZE_BYTES:])[0]
             client = self._client(owner + client_key)
             if client is None or (client_key == current and client.replies == 1):
-                break  # the only one left is the one that was just made
+                break  # the only reply left is the new one
             self._drop(owner, client_key, number, owner_row, client)
             self._put("clients", owner + client_key, client.pack())
             changed = True

@@ -1,6 +1,6 @@
-"""A durable queue: clients submit tasks, workers do them, and no crash of either or of the queue loses one.
+"""Durable queue: clients submit tasks, workers do them, and no crash of a client, worker or queue loses one.
 
-The queue is an instance, ``immortal run jobs immortal.appsdk.patterns.queue:Queue``; clients (``connect``) and workers
+The queue is an instance, ``immortal run jobs immortal.patterns.queue:Queue``; clients (``connect``) and workers
 (``work``) are plain processes. `docs/patterns/queue.md`.
 """
 

@@ -25,7 +25,7 @@ from immortal.appsdk.patterns.queue.service import Queue
 T = TypeVar("T")
 Seconds = float | timedelta
 
-_GRACE_S = 1.0  # for the queue's own reply, behind the time that it was to wait
+_GRACE_S = 1.0  # for the queue's reply, after the time that the queue can wait
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -45,12 +45,12 @@ _IN_SECONDS = ("delay", "timeout", "retry_delay")
 
 
 def submission(name: str, arguments: Sequence[Any], options: SubmitOptions) -> Submission:
-    """Make a submission of the arguments of ``submit``. Raises ValueError, TypeError."""
+    """Return a submission with the arguments of ``submit``. Raises ValueError, TypeError."""
     if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
         raise TypeError(f"{name}: arguments {arguments!r}: a list was expected, such as [{arguments!r}]")
     try:
         encoded = encode_value(list(arguments))
-    except Exception as error:  # what a user's type raises as it is encoded
+    except Exception as error:  # raised by a user's type in its encoding
         raise TypeError(f"{name}: the arguments can't be encoded: {error}") from error
     if unknown := options.keys() - SubmitOptions.__annotations__.keys():
         known = ", ".join(SubmitOptions.__annotations__)
@@ -66,21 +66,21 @@ def _seconds(value: Seconds) -> float:
 
 
 class _Patience:
-    """Time that is left of a caller's timeout."""
+    """Rest of a caller's timeout."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def next(self) -> tuple[float, float | None]:
-        """Return (how long the queue may wait, how long its reply may take), in seconds."""
+        """Return (time for the queue to wait, time until its reply), in seconds."""
         if self._until_s is None:
             return WAIT_S_MAX, None
         left_s = min(WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
         return left_s, left_s + _GRACE_S
 
     def check(self, task: int, why: str) -> None:
-        """Raise NotDone where the time is over. ``why``: there is no result."""
+        """Raise NotDone if the time is over. ``why``: the reason for the missing result."""
         if self._until_s is not None and time.monotonic() >= self._until_s:
             raise NotDone(f"task {task} has no result after {self._timeout_s:g} s: {why}") from None
 
@@ -106,13 +106,13 @@ class _Result(Generic[T]):
 
 
 class Job(_Result[T]):
-    """Task that was submitted. ``id``: its number, by which ``jobs.task(id)`` finds it again, also in another
+    """Submitted task. ``id``: its number, by which ``jobs.task(id)`` finds it again, also in another
     process.
     """
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the task, ``timeout`` seconds at most (None: without limit), and return what the worker's function
-        returned.
+        """Wait for the task, at most ``timeout`` seconds (None: no limit), and return the result of the worker's
+        function.
 
         Raises TaskFailed for a dead letter, NotDone, UnknownTask, ClientError.
         """
@@ -121,7 +121,7 @@ class Job(_Result[T]):
             seconds, reply_s = patience.next()
             try:
                 outcome: Outcome = with_timeout(self._jobs, reply_s).wait(self.id, seconds)
-            except CallTimeout as error:  # the queue was away meanwhile
+            except CallTimeout as error:  # the queue was unreachable meanwhile
                 patience.check(self.id, error.reason)
                 continue
             if outcome.state in ("done", "dead", "dropped"):
@@ -136,7 +136,7 @@ class Job(_Result[T]):
 
 
 class AsyncJob(_Result[T]):
-    """Task that was submitted, for asyncio; as :class:`Job`."""
+    """Submitted task, for asyncio; like :class:`Job`."""
 
     async def result(self, timeout: float | None = None) -> T:
         """Wait for the task's result; see :meth:`Job.result`."""
@@ -145,7 +145,7 @@ class AsyncJob(_Result[T]):
             seconds, reply_s = patience.next()
             try:
                 outcome: Outcome = await with_timeout(self._jobs, reply_s).wait(self.id, seconds)
-            except CallTimeout as error:  # the queue was away meanwhile
+            except CallTimeout as error:  # the queue was unreachable meanwhile
                 patience.check(self.id, error.reason)
                 continue
             if outcome.state in ("done", "dead", "dropped"):
@@ -158,7 +158,7 @@ class AsyncJob(_Result[T]):
 
 
 class Jobs:
-    """Client of a queue. Any thread may use it."""
+    """Client of a queue. Any thread can use it."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue: Any = queue
@@ -179,11 +179,11 @@ class Jobs:
     ) -> Job[Any]:
         """Submit a task for the workers that have a function ``name``. It is durable when this returns.
 
-        ``returns``: the type of the result. ``key``: whose task it is, for limits by key. ``priority``: higher ones go
-        first. ``delay``: it waits so long first. ``dedup``: a further submission with this key gives the same task;
-        ``again``: another one, if that has ended.
-        ``tries``: so often (3 times) it is given to a worker before it is a dead letter. ``timeout``: of one try, 60 s.
-        ``retry_delay``: before it is tried again after an exception, 1 s, doubled each time. Times are seconds or
+        ``returns``: the type of the result. ``key``: the owner of the task, for limits by key. ``priority``: higher
+        ones run first. ``delay``: time before the task can start. ``dedup``: a further submission with this key returns
+        the same task; ``again``: a new one, if that task has ended.
+        ``tries``: number of tries (default 3) before the task becomes a dead letter. ``timeout``: of one try, 60 s.
+        ``retry_delay``: time before the next try after an exception, 1 s, doubled each time. Times are seconds or
         timedeltas. Raises ValueError, TypeError, QueueFull, DedupConflict, ClientError.
         """
         return Job(self._queue, self._queue.submit(submission(name, arguments, options)), returns)
@@ -193,20 +193,20 @@ class Jobs:
     @overload
     def task(self, task: int) -> Job[Any]: ...
     def task(self, task: int, *, returns: Any = Any) -> Job[Any]:
-        """Return the task with that ID, from whichever process. The queue is not asked yet."""
+        """Return the task with that ID, submitted by any process. This does not ask the queue."""
         return Job(self._queue, task, returns)
 
     def limit(self, name: str, *, running: int = 0, starts: int = 0, per: Seconds = 0.0) -> None:
         """Limit each key of that function: at most ``running`` tasks run at once, at most ``starts`` start in any
         ``per``.
 
-        0: without limit. It holds until it is said anew. Raises ValueError, ClientError.
+        0: no limit. The limit holds until it is set again. Raises ValueError, ClientError.
         """
         self._queue.limit(name, running, starts, _seconds(per))
 
 
 class AsyncJobs:
-    """Client of a queue for asyncio; as :class:`Jobs`."""
+    """Client of a queue for asyncio; like :class:`Jobs`."""
 
     def __init__(self, queue: type[Queue]) -> None:
         self._queue: Any = queue
@@ -264,6 +264,6 @@ class JobsConnector:
 
 def connect(queue: str, /, **options: Unpack[ConnectOptions]) -> JobsConnector:
     """Connect to the queue that runs as the instance ``queue``. The options are those of
-    :func:`appsdk.client.connect`.
+    :func:`immortal.client.connect`.
     """
     return JobsConnector(connect_client(Queue, queue, **options))

@@ -1,7 +1,7 @@
-"""Data model of a queue: its state, what handlers take and return, and its errors. Times in nanoseconds of the
+"""Data model of a queue: its state, the values of its handlers, and its errors. Times are nanoseconds of the
 instance.
 
-A task is ``waiting``, ``delayed`` until ``due_ns``, or ``running``: it is open. It ends as ``done``, ``dead`` (a dead
+An open task is ``waiting``, ``delayed`` until ``due_ns``, or ``running``. An ended task is ``done``, ``dead`` (a dead
 letter) or ``dropped``.
 """
 
@@ -17,7 +17,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.identity import IdentityConflict
 from immortal.protocol.safe_output import is_encodable
 
-# Limits that several modules need. Sizes are in bytes.
+# Limits that several modules use. Sizes are in bytes.
 
 SECOND_NS = 1_000_000_000
 NAME_LENGTH_MAX = 200  # of functions, keys, deduplication keys and workers: all are in each checkpoint
@@ -31,14 +31,14 @@ TRIES_MAX = 1000
 TIMEOUT_DEFAULT_S = 60.0  # of one try
 TIMEOUT_S_MAX = 7 * 24 * 3600.0
 DELAY_S_MAX = 366 * 24 * 3600.0
-RETRY_DELAY_DEFAULT_S = 1.0  # behind the first exception; doubled behind each further one
+RETRY_DELAY_DEFAULT_S = 1.0  # after the first exception; doubled after each further one
 RETRY_DELAY_NS_MAX = 3600 * SECOND_NS
 HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.01, 3600.0
-WAIT_S_MAX = 20.0  # of one question for a result: a client that died is waited with no longer
+WAIT_S_MAX = 20.0  # of one request for a result: the queue stops waiting for a client that died
 
 State = Literal["waiting", "delayed", "running", "done", "dead", "dropped"]
 Key = tuple[str, str]
-"""A lane: (function, key). Limits of a function hold for each of its lanes by itself."""
+"""Lane of a queue: (function, key). A limit of a function applies to each of its lanes separately."""
 Timer = tuple[str, str | int, str]
 """Key of a timer: ("delay" or "timeout", task, ""), ("worker", ID, ""), ("start", function, key), ("age", 0, "")."""
 
@@ -59,7 +59,7 @@ def _check_number(what: str, value: float, least: float, most: float, unit: str 
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """Task as it is submitted. ``arguments``: a MessagePack array. ``again``: also where a task with the same
+    """Task to submit. ``arguments``: a MessagePack array. ``again``: create a new task if the one with the same
     deduplication key has ended. Raises ValueError.
     """
 
@@ -90,12 +90,12 @@ class Submission(msgspec.Struct, frozen=True):
             )
 
     def digest(self) -> bytes:
-        """Digest of what makes two submissions the same."""
+        """Return the digest by which two submissions are the same: of function and arguments."""
         return hashlib.blake2b(self.name.encode() + b"\0" + self.arguments, digest_size=16).digest()
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Try that did not succeed."""
+    """Failed try of a task."""
 
     attempt: int
     worker: str
@@ -104,7 +104,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct):
-    """Task of a queue. ``attempt``: how often it was given to a worker. ``tries_left``: without the one that runs."""
+    """Task of a queue. ``attempt``: number of tries so far. ``tries_left``: without the one that runs."""
 
     id: int
     name: str
@@ -124,19 +124,19 @@ class Task(msgspec.Struct):
     worker: str = ""
     began_ns: int = 0
     deadline_ns: int = 0
-    ended: int = 0  # its place among those that have ended
+    ended: int = 0  # its place among the ended tasks
     ended_ns: int = 0
     result: bytes = b""
     reason: str = ""
     failures: list[Failure] = []
-    waits: list[int] = []  # who waits for its end
+    waits: list[int] = []  # numbers of the callers that wait for its end
 
 
 class Worker(msgspec.Struct):
     """Worker that the queue knows. ``call``: its call that waits for a task; 0: none. ``task``: the task that it works
-    at; 0: none.
+    on; 0: none.
 
-    Enabled, it waits or works. ``check_ns``: when it is looked whether it is silent or, disabled, to be forgotten.
+    An enabled worker waits or works. ``check_ns``: when to check whether it is silent; for a disabled one, to drop it.
     """
 
     id: str
@@ -148,13 +148,13 @@ class Worker(msgspec.Struct):
     call: int = 0
     task: int = 0
     idle_order: int = 0
-    disabled: str = ""  # why
+    disabled: str = ""  # the reason; "": enabled
     disabled_count: int = 0
     done: int = 0
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Limit for each key of a function: how many tasks run at once, how many start in any ``period_ns``. 0: without
+    """Limit for each key of a function: running tasks, and starts in any ``period_ns``. 0: no
     limit.
     """
 
@@ -170,8 +170,8 @@ class QueueState(msgspec.Struct):
     workers: dict[str, Worker] = {}
     limits: dict[str, Limit] = {}
     starts: dict[str, dict[str, list[int]]] = {}  # of functions with a rate, by key: the times in the last period
-    offers: dict[int, tuple[int, int]] = {}  # by a worker's call that was ended: (task, attempt), NOTHING, SUPERSEDED
-    task_id: int = 0  # the last one given
+    offers: dict[int, tuple[int, int]] = {}  # by a worker's ended call: (task, attempt), NOTHING, SUPERSEDED
+    task_id: int = 0  # the last one used
     call: int = 0
     idle_order: int = 0
     ended: int = 0
@@ -188,7 +188,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Reply of a worker. ``error``: why there is no result; ``again``: whether another try may help."""
+    """Reply of a worker. ``error``: why there is no result; ``again``: another try can help."""
 
     task: int
     attempt: int
@@ -198,7 +198,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Given(msgspec.Struct, frozen=True):
-    """Task as a worker gets it."""
+    """Task in the form that a worker gets."""
 
     task: int
     attempt: int
@@ -207,7 +207,7 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Outcome of a worker's call: it waits, gets a task, or neither: then the worker is to say ready again."""
+    """Outcome of a worker's call: it waits, gets a task, or neither (then the worker must say ready again)."""
 
     call: int
     waits: bool = False
@@ -216,7 +216,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """State of a task. ``wait``: the number under which its end is told; 0: it has ended."""
+    """State of a task. ``wait``: the number under which its end is reported; 0: it has ended."""
 
     state: State
     wait: int = 0
@@ -280,17 +280,17 @@ class Overview(msgspec.Struct, frozen=True):
     dead_forgotten: int
 
 
-# A priority queue whose entries can be moved and taken out.
+# A priority queue whose entries can be moved and removed.
 
 
 E = TypeVar("E")
 
-_STALE_MAX = 64  # beside as many as there are live ones
+_STALE_MAX = 64  # stale heap entries allowed, beside as many as there are live ones
 
 
 class IndexedPriorityQueue(Generic[E]):
-    """Entries by rank, lowest first; of one rank by the entries themselves, so that the order never depends on
-    history.
+    """Priority queue of entries by rank, lowest first; entries of one rank by themselves, so that the order does not
+    depend on history.
     """
 
     def __init__(self) -> None:
@@ -301,7 +301,7 @@ class IndexedPriorityQueue(Generic[E]):
         return len(self.ranks)
 
     def put(self, entry: E, rank: Any) -> None:
-        """Add an entry, or move it."""
+        """Add an entry, or change its rank."""
         if self.ranks.get(entry) == rank:
             return
         self.ranks[entry] = rank
@@ -314,7 +314,7 @@ class IndexedPriorityQueue(Generic[E]):
         self.ranks.pop(entry, None)
 
     def first(self) -> tuple[Any, E] | None:
-        """Return (rank, entry) of the first entry; None: there is none."""
+        """Return (rank, entry) of the first entry; None if there is none."""
         heap = self._heap
         while heap:
             rank, entry = heap[0]
@@ -330,7 +330,7 @@ class IndexedPriorityQueue(Generic[E]):
         return found
 
 
-# What can go wrong with a task.
+# Errors of tasks.
 
 
 class QueueError(ImmortalError):
@@ -338,27 +338,27 @@ class QueueError(ImmortalError):
 
 
 class QueueFull(QueueError):  # noqa: N818 (what happened, not what is wrong)
-    """Too many tasks wait, or too large ones. Nothing was submitted: try again later."""
+    """Raised if too many or too large tasks wait. Nothing was submitted: try again later."""
 
 
 class DedupConflict(IdentityConflict, QueueError):  # noqa: N818
-    """The key ``dedup`` belongs to a task of another function, or with other arguments. See ``known``, ``given``."""
+    """Raised if ``dedup`` belongs to a task with another function or other arguments. See ``known``, ``given``."""
 
 
 class UnknownTask(QueueError):  # noqa: N818
-    """No such task exists; or it has ended, and is not kept any more."""
+    """Raised if no such task exists, or it has ended and is no longer kept."""
 
 
 class Superseded(QueueError):  # noqa: N818
-    """Raised when another process has said ready under this worker's ID since."""
+    """Raised if another process has said ready under this worker's ID since."""
 
 
 class NotPossible(QueueError):  # noqa: N818
-    """The task can't be retried, or dropped, in its present state."""
+    """Raised if the task can't be retried or dropped in its present state."""
 
 
 class TaskFailed(QueueError):  # noqa: N818
-    """The task has no result: it is a dead letter, or was dropped. ``tries``: how often it was begun."""
+    """Raised if the task has no result: it is a dead letter, or was dropped. ``tries``: number of its tries."""
 
     def __init__(self, task: int, reason: str, tries: int) -> None:
         super().__init__(f"task {task} failed: {reason}")
@@ -368,8 +368,8 @@ class TaskFailed(QueueError):  # noqa: N818
 
 
 class NotDone(QueueError, TimeoutError):  # noqa: N818
-    """The task has not ended within the time given. It is still open."""
+    """Raised if the task has not ended within the given time. It is still open."""
 
 
 class Reject(Exception):  # noqa: N818
-    """The task can't succeed: raised by a worker's function to make it a dead letter at once."""
+    """Raised by a worker's function if the task can't succeed: the task becomes a dead letter at once."""

@@ -1,15 +1,15 @@
-"""Rules of a queue: which worker gets which task, and who is disabled. No I/O, no clock.
+"""Rules of a queue: which worker gets which task, and when a worker is disabled. No I/O, no clock.
 
-A worker says *ready* and waits. The worker that has waited longest gets the task that is next. It is disabled
+A worker says *ready* and waits. The worker that has waited longest gets the next task. The queue disables a worker
 
-- when nothing was heard of it for some heartbeats, whether it waits or works;
-- when it has had a task for longer than the task's timeout.
+- after some heartbeats without a message from it, whether it waits or works;
+- after it has had a task for longer than the task's timeout.
 
-A disabled worker's task goes to the next one, and its reply is dropped. A worker that still waits is back with its next
-heartbeat, any other one with its next ready. Who says ready under the ID of another process takes its place.
+A disabled worker's task goes to the next worker, and its reply is dropped. A worker that still waits is enabled by its
+next heartbeat, any other by its next ready. A process that says ready under the ID of another one takes its place.
 
-Everything that lasts is in the :class:`QueueState`; the rest is an index of it, made of it again after a recovery.
-Times are nanoseconds and never go back.
+All durable data is in the :class:`QueueState`; the rest is an index, built again after a recovery.
+Times are nanoseconds and never decrease.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from immortal.appsdk.patterns.queue.model import (
 )
 from immortal.appsdk.patterns.queue.tasks import Rank, Tasks
 
-WORKERS_MAX = 2000  # each sends a heartbeat a second, which is logged
+WORKERS_MAX = 2000  # each sends a heartbeat per second, which is logged
 LIMITED_MAX = 1000  # functions with limits
 STARTS_MAX = 1000  # of a rate: each start in the period is kept
 PERIOD_S_MAX = 24 * 3600.0
-SILENT_HEARTBEATS = 5  # so many without a word, and a worker is disabled: above what a busy machine holds one up
-FORGET_NS = 60 * SECOND_NS  # a disabled worker: its call, which nobody may wait for any more, is ended
-LATE_NS = SECOND_NS  # what is due happens so late: the queue was away, and holds that against no worker
-EXCUSED_NS = 5 * SECOND_NS  # besides: until what was said to it meanwhile has come
+SILENT_HEARTBEATS = 5  # missed heartbeats that disable a worker: longer than the pauses of a busy machine
+FORGET_NS = 60 * SECOND_NS  # then a disabled worker is removed and its call, which nobody may wait for, ends
+LATE_NS = SECOND_NS  # a later timer means that the queue itself was down, which counts against no worker
+EXCUSED_NS = 5 * SECOND_NS  # added to that: time for messages sent to it meanwhile to arrive
 
 
 class Scheduler:
-    """Rules over the state of a queue. ``woken``: the numbers of calls and waits that have ended, for the service to
-    tell and to clear. ``tasks`` answers questions about one.
+    """Rules over the state of a queue. ``woken``: the numbers of calls and waits that have ended; the service must
+    signal and clear them. ``tasks`` answers questions about a task.
     """
 
     def __init__(self, records: QueueState) -> None:
@@ -63,7 +63,7 @@ class Scheduler:
         self._workers = Workers(records, self._timers, self.woken)
 
     def next_due_ns(self) -> int | None:
-        """Return the time at which :meth:`advance` has something to do; None: not before something else happens."""
+        """Return the time of the next timer for :meth:`advance`; None: there is no timer."""
         found = self._timers.first()
         return None if found is None else found[0]
 
@@ -83,7 +83,7 @@ class Scheduler:
     def ready(
         self, worker_id: str, session: str, names: list[str], heartbeat_s: float, report: Report | None, now_ns: int
     ) -> Offer:
-        """Process a worker's call for a task, with its report on the one before. ``session``: a secret of its process.
+        """Process a worker's call for a task, with its report on the last one. ``session``: a secret of its process.
 
         Raises ValueError, QueueFull.
         """
@@ -98,7 +98,7 @@ class Scheduler:
             self._take_away(worker, f"worker {worker_id!r} has said ready without a reply", now_ns)
         call = self._workers.ready(worker_id, session, names, heartbeat_s, now_ns)
         self._dispatch(now_ns, names)
-        if call in self._records.offers:  # at once: nobody has to be told
+        if call in self._records.offers:  # answered at once: no signal is needed
             self.woken.remove(call)
             return self.take_offer(call)
         return Offer(call, waits=True)
@@ -113,7 +113,7 @@ class Scheduler:
         return Offer(call, given=given, superseded=offer == SUPERSEDED)
 
     def withdraw(self, call: int, now_ns: int) -> bool:
-        """End a worker's call without a task. False: its end was told already."""
+        """End a worker's call without a task; return False if its end was signalled already."""
         self.advance(now_ns)
         task_id, _ = self._records.offers.pop(call, NOTHING)
         waited = False
@@ -128,7 +128,7 @@ class Scheduler:
         return waited
 
     def heartbeat(self, worker_id: str, session: str, now_ns: int) -> bool:
-        """Note a worker's heartbeat; False: it is not known, or by another session."""
+        """Note a worker's heartbeat; return False if it is unknown, or has another session."""
         self.advance(now_ns)
         worker = self._workers.get(worker_id, session)
         if worker is not None:
@@ -137,7 +137,7 @@ class Scheduler:
         return worker is not None
 
     def leave(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
-        """Remove a worker, with its last report. Without one, only if it has no task: a task may be on its way to
+        """Remove a worker, with its last report. Without a report, only if it has no task: a task may be on its way to
         it.
         """
         self.advance(now_ns)
@@ -172,7 +172,7 @@ class Scheduler:
         self._dispatch(now_ns)
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
-        """Make dead letters wait again, with all their tries, and return how many. Raises UnknownTask, NotPossible:
+        """Make dead letters wait again, with all their tries, and return their number. Raises UnknownTask, NotPossible:
         then none was changed.
         """
         self.advance(now_ns)
@@ -181,10 +181,10 @@ class Scheduler:
         return count
 
     def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
-        """End open tasks and dead letters without a result, and return how many. Raises UnknownTask, NotPossible: then
-        none was changed.
+        """End open tasks and dead letters without a result, and return their number. Raises UnknownTask, NotPossible:
+        then none was changed.
 
-        A worker that has one goes on, and its reply is dropped.
+        A worker that has one of these tasks continues, and its reply is dropped.
         """
         self.advance(now_ns)
         count = self.tasks.drop(task_ids, reason, now_ns)
@@ -194,10 +194,10 @@ class Scheduler:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def advance(self, now_ns: int) -> None:
-        """Do what is due by now. It runs before each request, so a late alarm changes nothing of what happens.
+        """Do all that is due by now. It runs before each request, so a late alarm changes no outcome.
 
-        What should have happened long ago says that the queue itself was away. That counts neither as silence of
-        workers nor as their work.
+        A timer that is very late means that the queue itself was down. That time counts neither as silence of workers
+        nor as their work.
         """
         due_ns = self.next_due_ns()
         if due_ns is not None and now_ns - due_ns > LATE_NS:
@@ -227,7 +227,7 @@ class Scheduler:
         elif silent_ns := self._workers.silent_ns(worker, now_ns):
             self._disable(worker, f"nothing was heard of it for {silent_ns / SECOND_NS:.3g} s", now_ns)
 
-    # --- who has what ------------------------------------------------------------------------------------------------
+    # --- workers and their tasks -------------------------------------------------------------------------------------
 
     def _report(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
         """Process a worker's report. It counts only if the worker has the task now."""
@@ -266,14 +266,14 @@ class Scheduler:
         self._workers.forget(worker, ends_with)
 
     def _take_away(self, worker: Worker, why: str, now_ns: int) -> None:
-        """Take the worker's task from it, if it has one, for the next worker."""
+        """Take the worker's task away, if it has one, for the next worker."""
         task = self._records.tasks.get(worker.task)
         worker.task = 0
         if task is not None and task.state == "running" and task.worker == worker.id:
             self.tasks.failed(task, why, now_ns)
 
     def _dispatch(self, now_ns: int, names: Iterable[str] = ()) -> None:
-        """Give waiting workers the best tasks. ``names``: functions for which a worker is new among those that wait."""
+        """Give waiting workers the best tasks. ``names``: functions for which a new worker waits."""
         lanes = self.tasks.lanes
         candidates = sorted(lanes.changed.union(names))
         lanes.changed.clear()
@@ -294,26 +294,26 @@ class Scheduler:
                 self._workers.end_call(worker, (task.id, task.attempt))
 
 
-# Workers as a queue knows them: who waits for a task, and who was silent for too long.
+# Workers known to a queue: those that wait for a task, and those that were silent for too long.
 #
-# What lasts is in the :class:`QueueState`; the rest is an index of it.
+# All durable data is in the :class:`QueueState`; the rest is an index of it.
 
 
 class Workers:
-    """Workers of a queue. ``woken``: gets the numbers of calls that have ended."""
+    """Workers of a queue. ``woken``: receives the numbers of calls that have ended."""
 
     def __init__(self, records: QueueState, timers: IndexedPriorityQueue[Timer], woken: list[int]) -> None:
         self._records = records
         self._timers = timers
         self._woken = woken
-        self._idle: dict[str, OrderedDict[str, None]] = {}  # by function: who waits, the longest first
+        self._idle: dict[str, OrderedDict[str, None]] = {}  # by function: waiting workers, the longest wait first
         for worker in sorted(records.workers.values(), key=lambda one: one.idle_order):
             timers.put(("worker", worker.id, ""), worker.check_ns)
             if worker.call and not worker.disabled:
                 self._into_idle(worker)
 
     def check(self, worker_id: str, session: str, names: list[str], heartbeat_s: float) -> None:
-        """Check what a worker says of itself. Raises ValueError, QueueFull."""
+        """Check a worker's data. Raises ValueError, QueueFull."""
         check_name("worker", worker_id)
         check_name("session", session)
         if not 1 <= len(names) <= NAMES_MAX:
@@ -328,7 +328,7 @@ class Workers:
             raise QueueFull(f"{WORKERS_MAX} workers are known, and no more can be")
 
     def get(self, worker_id: str, session: str) -> Worker | None:
-        """Return the worker if it has that session, so is the same process."""
+        """Return the worker if it has that session, and so is the same process."""
         worker = self._records.workers.get(worker_id)
         return worker if worker is not None and worker.session == session else None
 
@@ -345,14 +345,14 @@ class Workers:
         return worker.call
 
     def heartbeat(self, worker: Worker, now_ns: int) -> None:
-        """Note a heartbeat. A disabled worker that waits for no task stays disabled: its task was given to another."""
+        """Note a heartbeat. A disabled worker that waits for no task stays disabled: another one has its task."""
         if not worker.disabled:
-            worker.heard_ns = now_ns  # this moves no timer: it is looked at when that is over
+            worker.heard_ns = now_ns  # the timer stays: its end checks this time
         elif worker.call:
             self._enable(worker, now_ns)
 
     def longest_idle(self, name: str) -> Worker | None:
-        """Return the worker with that function that has waited longest."""
+        """Return the worker with that function that has waited longest; None if none waits."""
         waiting = self._idle.get(name)
         return self._records.workers[next(iter(waiting))] if waiting else None
 
@@ -365,8 +365,8 @@ class Workers:
             worker.call = 0
 
     def silent_ns(self, worker: Worker, now_ns: int) -> int:
-        """Return for how long the worker has been silent, where that is too long; else 0, and set the timer to check
-        later.
+        """Return the worker's time of silence if it is too long; else set the timer to check later, and
+        return 0.
         """
         if worker.heard_ns + self._patience_ns(worker) <= now_ns:
             return now_ns - worker.heard_ns
@@ -395,7 +395,7 @@ class Workers:
 
     @staticmethod
     def _patience_ns(worker: Worker) -> int:
-        """Return how long the worker may be silent; for a disabled one until it is forgotten."""
+        """Return the allowed silence of the worker; for a disabled one the time until it is removed."""
         return FORGET_NS if worker.disabled else SILENT_HEARTBEATS * worker.heartbeat_ns
 
     def _time(self, worker: Worker, from_ns: int) -> None:
@@ -403,7 +403,7 @@ class Workers:
         self._timers.put(("worker", worker.id, ""), worker.check_ns)
 
     def _enable(self, worker: Worker, now_ns: int) -> None:
-        """Enable the worker: it waits behind all others that do."""
+        """Enable the worker: it waits after all others that wait."""
         worker.disabled = ""
         worker.heard_ns = now_ns
         self._time(worker, now_ns)

@@ -1,4 +1,4 @@
-"""Queue as an instance: ``immortal run jobs appsdk.patterns.queue:Queue``. Its rules are the scheduler's."""
+"""Queue as an instance: ``immortal run jobs immortal.patterns.queue:Queue``. The scheduler has its rules."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from immortal.appsdk.patterns.queue.model import (
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
 from immortal.appsdk.state.schema import Transient
 
-ALARMS_MAX = 100  # in one journal of the handler that waits for them
+ALARMS_MAX = 100  # alarms in one journal of the handler that waits for them
 SHOWN_MAX = 1000  # tasks in one answer
 _ALARM = "alarm"
-_LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
+_LOOKS = -1  # instead of the alarm's time: the alarm handler is about to check what is due
 
 
 ROLES = {
@@ -50,7 +50,7 @@ ROLES = {
     "reader": ["overview", "task"],
     "administrator": ["limit", "retry", "drop", "overview", "task"],
 }
-"""The others are steps of these, and of nobody else."""
+"""Roles of callers. All other handlers are steps of these, and only the queue itself may call them."""
 
 
 class Queue(Immortal, roles=ROLES):
@@ -59,7 +59,7 @@ class Queue(Immortal, roles=ROLES):
     """
 
     records: QueueState
-    alarm_ns: int  # when the alarm goes off; 0: it is not set
+    alarm_ns: int  # time of the alarm; 0: it is not set
     scheduler: Transient[Scheduler]
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[UnknownTask])
     async def wait(self, task: int, seconds: float) -> Outcome:
-        """Return the task's state once it has ended, or after so many seconds (20 at most)."""
+        """Return the task's state once it has ended, or after ``seconds`` (at most 20)."""
         outcome = await immortal.step(self.look, task, seconds > 0)
         if not outcome.wait:
             return outcome
@@ -89,7 +89,7 @@ class Queue(Immortal, roles=ROLES):
             told = (await immortal.race(immortal.event(_call(outcome.wait)), immortal.sleep(duration))).index == 0
         finally:
             if not told and not await immortal.step(self.look_no_more, task, outcome.wait):
-                await immortal.event(_call(outcome.wait))  # it came at the same moment, and would be kept
+                await immortal.event(_call(outcome.wait))  # the signal came at the same moment, and would be kept
         return await immortal.step(self.look, task, False)
 
     @rpc(raises=[UnknownTask])
@@ -106,14 +106,14 @@ class Queue(Immortal, roles=ROLES):
     async def ready(
         self, worker: str, session: str, functions: list[str], heartbeat_s: float, report: Report | None
     ) -> Given | None:
-        """Wait for a task for a worker; ``report``: its reply to the one before. None: the worker is to ask again."""
+        """Wait for a task for a worker; ``report``: its last task's reply. Returns None: the worker must ask again."""
         offer = await immortal.step(self.say_ready, worker, session, functions, heartbeat_s, report)
         if offer.waits:
             try:
                 await immortal.event(_call(offer.call))
             except Cancelled:
                 if not await immortal.step(self.withdraw, offer.call):
-                    await immortal.event(_call(offer.call))  # it came at the same moment, and would be kept
+                    await immortal.event(_call(offer.call))  # the signal came at the same moment, and would be kept
                 raise
             offer = await immortal.step(self.take_offer, offer.call)
         if offer.superseded:
@@ -140,7 +140,7 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc
     def heartbeat(self, worker: str, session: str) -> bool:
-        """Note that a worker lives, at work or not. False: it is not known, and has to say ready."""
+        """Note a worker's sign of life, at work or not. Returns False if it is unknown, and must say ready."""
         with self._now() as now_ns:
             return self.scheduler.heartbeat(worker, session, now_ns)
 
@@ -154,7 +154,7 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError])
     def limit(self, function: str, running: int, starts: int, seconds: float) -> None:
-        """Limit each key of a function: so many tasks run at once, so many start in so many seconds. 0: without
+        """Limit each key of a function: ``running`` tasks at once, ``starts`` in any ``seconds``. 0: no
         limit.
         """
         with self._now() as now_ns:
@@ -162,13 +162,13 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[UnknownTask, NotPossible])
     def retry(self, tasks: list[int] | None) -> int:
-        """Make dead letters wait again (None: all of them), and return how many."""
+        """Make dead letters wait again (None: all of them), and return their number."""
         with self._now() as now_ns:
             return self.scheduler.retry(self._dead() if tasks is None else tasks, now_ns)
 
     @rpc(raises=[UnknownTask, NotPossible])
     def drop(self, tasks: list[int] | None, reason: str) -> int:
-        """End open tasks or dead letters (None: all dead letters) without a result, and return how many."""
+        """End open tasks or dead letters (None: all dead letters) without a result, and return their number."""
         with self._now() as now_ns:
             return self.scheduler.drop(self._dead() if tasks is None else tasks, reason, now_ns)
 
@@ -191,7 +191,7 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(limit=1)
     async def alarm(self) -> None:
-        """Sleep until something is due, and do it, without end."""
+        """Sleep until something is due, then do it, in an endless loop."""
         for _ in range(ALARMS_MAX):
             try:
                 sleep_ns = await immortal.step(self.advance)
@@ -201,13 +201,13 @@ class Queue(Immortal, roles=ROLES):
                 else:
                     await immortal.event(_ALARM)
             except Cancelled:
-                continue  # without it nothing would ever be due
+                continue  # without this handler no timer would ever fire
         immortal.continue_as()
 
     @rpc
     def advance(self) -> int:
-        """Do what is due, and return the time until something is, in nanoseconds; 0: not before something else
-        happens.
+        """Do all that is due, and return the nanoseconds until the next timer; 0: there is no
+        timer.
         """
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
@@ -218,7 +218,7 @@ class Queue(Immortal, roles=ROLES):
 
     @contextmanager
     def _now(self) -> Iterator[int]:
-        """Yield the time of a handler. Calls and waits that end within it are woken at its end, also if it raises."""
+        """Yield the time of a handler. At its end, also if it raises, signal the calls and waits that have ended."""
         try:
             yield immortal.now_ns()
         finally:
@@ -238,11 +238,11 @@ def _call(number: int) -> str:
     return f"call {number}"
 
 
-# What operators are shown of a queue.
+# Views of a queue for operators.
 
 
 def _overview(records: QueueState, state: State, now_ns: int) -> Overview:
-    """Return the overview, with the first tasks of that state: the newest dead letters, the oldest of others."""
+    """Return the overview with the first SHOWN_MAX tasks of ``state``: ended ones newest first, open ones oldest."""
     counts: Counter[str] = Counter()
     by_function: dict[str, Counter[str]] = defaultdict(Counter)
     for task in records.tasks.values():

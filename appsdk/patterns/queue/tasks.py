@@ -1,6 +1,6 @@
-"""Tasks from submission to end: which waits for its turn, and how long ended tasks and dead letters are kept.
+"""Tasks from submission to end: the order of waiting tasks, and the limits on kept ended tasks and dead letters.
 
-What lasts is in the :class:`QueueState`; the rest is an index of it.
+All durable data is in the :class:`QueueState`; the rest is an index of it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from immortal.protocol.identity import digest_prefix
 
 FAILURES_KEPT = 3  # of one task, the last ones
 
-# Open tasks wait or run. Beyond this a submission is refused, and the client decides what to do.
+# Open tasks wait or run. Above these limits a submission is refused, and the client decides what to do.
 OPEN_TASKS_MAX = 100_000
 OPEN_SIZE_BYTES_MAX = 64 << 20
-STARTS_KEPT_MAX = 100_000  # under a rate, of all functions and keys; with more, nothing is submitted
+STARTS_KEPT_MAX = 100_000  # under a rate, of all functions and keys; above it nothing can be submitted
 
-# Tasks that have ended are kept, and so are their deduplication keys: the oldest go first.
+# Ended tasks are kept, with their deduplication keys; the oldest are removed first.
 ENDED_TASKS_MAX = 10_000
 ENDED_SIZE_BYTES_MAX = 64 << 20
 ENDED_AGE_NS = 24 * 3600 * SECOND_NS
-# Dead letters wait for a person: no time ends them.
+# Dead letters wait for a person: no time limit removes them.
 DEAD_TASKS_MAX = 10_000
 DEAD_SIZE_BYTES_MAX = 64 << 20
 
@@ -51,7 +51,7 @@ _AGE: Timer = ("age", 0, "")
 
 
 class Tasks:
-    """Tasks of a queue. ``woken``: gets the numbers of waits for tasks that have ended."""
+    """Tasks of a queue. ``woken``: receives the numbers of waits for tasks that have ended."""
 
     def __init__(self, records: QueueState, timers: IndexedPriorityQueue[Timer], woken: list[int]) -> None:
         self._records = records
@@ -147,7 +147,7 @@ class Tasks:
             )
 
     def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
-        """Return the task's state; with ``wait``, if it is open, also the number under which its end will be told.
+        """Return the task's state; with ``wait``, for an open task, also the number under which its end is signalled.
         Raises UnknownTask.
         """
         task = self.get(task_id)
@@ -161,7 +161,7 @@ class Tasks:
         return Outcome(task.state, number)
 
     def forget_wait(self, task_id: int, number: int) -> bool:
-        """Forget a wait for the task's end. False: its end was told already."""
+        """Drop a wait for the task's end; return False if its end was signalled already."""
         task = self._records.tasks.get(task_id)
         if task is None or number not in task.waits:
             return False
@@ -171,7 +171,7 @@ class Tasks:
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
-        """Make dead letters wait again, with all their tries, and return how many. Raises UnknownTask, NotPossible:
+        """Make dead letters wait again, with all their tries, and return their number. Raises UnknownTask, NotPossible:
         then none was changed.
         """
         tasks = [self.get(task_id) for task_id in dict.fromkeys(task_ids)]
@@ -188,10 +188,10 @@ class Tasks:
         return len(tasks)
 
     def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
-        """End open tasks and dead letters without a result, and return how many. Raises UnknownTask, NotPossible: then
-        none was changed.
+        """End open tasks and dead letters without a result, and return their number. Raises UnknownTask, NotPossible:
+        then none was changed.
 
-        A worker that has one goes on, and its reply is dropped.
+        A worker that has one of these tasks continues, and its reply is dropped.
         """
         tasks = [self.get(task_id) for task_id in dict.fromkeys(task_ids)]
         for task in tasks:
@@ -220,7 +220,7 @@ class Tasks:
         self._end(task, "done", "", now_ns)
 
     def failed(self, task: Task, reason: str, now_ns: int, *, again: bool = True, pause: bool = False) -> None:
-        """Process a failed try of a running task. ``again``: another may help; ``pause``: not at once."""
+        """Process a failed try of a running task. ``again``: another try can help; ``pause``: wait before it."""
         reason = reason[:REASON_LENGTH_MAX]
         task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-FAILURES_KEPT:]
         if not again or task.tries_left == 0:
@@ -228,7 +228,7 @@ class Tasks:
             self._end(task, "dead", f"{tried}{reason}", now_ns)
             return
         self._stop(task, now_ns)
-        failed = task.tries - task.tries_left  # since it was submitted, or retried
+        failed = task.tries - task.tries_left  # since its submission or its retry
         delay_ns = min(task.retry_delay_ns << min(failed - 1, 60), RETRY_DELAY_NS_MAX) if pause else 0
         task.due_ns = now_ns + delay_ns
         self._place(task, now_ns)
@@ -261,7 +261,7 @@ class Tasks:
         self._place(task, now_ns)
 
     def _place(self, task: Task, now_ns: int) -> None:
-        """Let the task wait, now or after its delay."""
+        """Make the task wait, from now on or after its delay."""
         if task.due_ns > now_ns:
             task.state = "delayed"
             self._timers.put(("delay", task.id, ""), task.due_ns)
@@ -276,7 +276,7 @@ class Tasks:
         self.lanes.ended(task, now_ns)
 
     def _end(self, task: Task, state: State, reason: str, now_ns: int) -> None:
-        """End an open task, or a dead letter that is no longer to be one."""
+        """End an open task, or a dead letter that is being dropped."""
         if not task.ended:
             self._open -= 1
             self._open_size_bytes -= len(task.arguments)
@@ -310,11 +310,11 @@ class Tasks:
             self._timers.put(_AGE, due_ns)
 
 
-# Tasks that have ended: how many are kept, for how long, and which go first.
+# Ended tasks: limits on their number, size and age; the oldest are removed first.
 
 
 class EndedTasks:
-    """Ended tasks, oldest first. Dead letters have limits of their own: no time ends them."""
+    """Ended tasks, oldest first. Dead letters have their own limits, without a limit of age."""
 
     def __init__(self, records: QueueState) -> None:
         self._records = records
@@ -325,7 +325,7 @@ class EndedTasks:
             self._put(task)
 
     def add(self, task: Task, now_ns: int) -> list[Task]:
-        """Keep an ended task, and return those that are kept no longer because of it."""
+        """Keep an ended task, and return the tasks removed because of it."""
         self._records.ended += 1
         task.ended = self._records.ended
         task.ended_ns = now_ns
@@ -350,12 +350,12 @@ class EndedTasks:
             self._kept_size_bytes -= self._kept.pop(task.id)
 
     def due_ns(self) -> int | None:
-        """Return the time at which the oldest is too old; None: there is none."""
+        """Return the time at which the oldest task is too old; None if there is none."""
         first = next(iter(self._kept), None)
         return None if first is None else self._records.tasks[first].ended_ns + ENDED_AGE_NS
 
     def too_old(self, now_ns: int) -> Task | None:
-        """Return the oldest task, where it is too old."""
+        """Return the oldest task if it is too old, else None."""
         due_ns = self.due_ns()
         if due_ns is None or due_ns > now_ns:
             return None
@@ -373,12 +373,12 @@ class EndedTasks:
 
 # Order of the waiting tasks of each function: priorities, and concurrency and rate limits by key.
 #
-# A lane is a function and a key. A task whose lane is closed is parked when its turn comes, and is back in the order
-# once the lane opens, so a dispatch looks at no task twice in vain.
+# A lane is a function and a key. A task of a closed lane is parked when its turn comes, and re-enters the order when
+# the lane opens, so a dispatch checks no task twice for nothing.
 
 
 Rank = tuple[int, int]
-"""(-priority, ID): the higher priority first, then the older task."""
+"""Rank of a waiting task, (-priority, ID): the higher priority first, then the older task."""
 
 K = TypeVar("K")
 
@@ -388,10 +388,10 @@ def rank_of(task: Task) -> Rank:
 
 
 class ReadyQueue:
-    """Waiting tasks in order. ``changed``: functions with a task that is new in the order, for the dispatcher to read
-    and clear.
+    """Waiting tasks in order. ``changed``: functions with a task that is new in the order; the dispatcher must read
+    and clear it.
 
-    ``starts_kept``: how many starts under a rate are remembered.
+    ``starts_kept``: number of kept starts under a rate.
     """
 
     def __init__(self, records: QueueState, timers: IndexedPriorityQueue[Timer]) -> None:
@@ -416,13 +416,13 @@ class ReadyQueue:
         self._enter(task.name, task.id, rank_of(task))
 
     def remove(self, task: Task, now_ns: int) -> None:
-        """Remove a waiting task, which will not run."""
+        """Remove a waiting task, without running it."""
         _out(self._ready, task.name, task.id)
         _out(self._parked, (task.name, task.key), task.id)
         self._reopen(task.name, task.key, now_ns)
 
     def first(self, name: str, now_ns: int) -> Rank | None:
-        """Return the rank of the next task of that function that may start now."""
+        """Return the rank of the next task of that function that can start now; None if there is none."""
         ready = self._ready.get(name)
         while ready:
             found = ready.first()
@@ -437,7 +437,7 @@ class ReadyQueue:
         return None
 
     def started(self, task: Task, now_ns: int) -> None:
-        """Count the task that ``first`` returned as running."""
+        """Count the task that :meth:`first` returned as running."""
         _out(self._ready, task.name, task.id)
         self._count(task, 1)
         limit = self._records.limits.get(task.name)
@@ -447,7 +447,7 @@ class ReadyQueue:
             self._prune(task.name, task.key, limit.period_ns, now_ns)
 
     def ended(self, task: Task, now_ns: int) -> None:
-        """Count the task as running no more."""
+        """Count the task as no longer running."""
         self._count(task, -1)
         self._reopen(task.name, task.key, now_ns)
 
@@ -472,7 +472,7 @@ class ReadyQueue:
         self.changed.add(name)
 
     def _reopen(self, name: str, key: str, now_ns: int) -> None:
-        """Put parked tasks of that lane back into the order, as far as there is room."""
+        """Return parked tasks of that lane to the order, as many as can start."""
         parked = self._parked.get((name, key))
         if parked is None:
             return
@@ -484,7 +484,7 @@ class ReadyQueue:
             del self._parked[name, key]
 
     def _free(self, name: str, key: str, now_ns: int) -> int:
-        """Return how many tasks of the lane may start now."""
+        """Return the number of tasks of the lane that can start now."""
         limit = self._records.limits.get(name)
         free = len(self._records.tasks)
         if limit is None:
@@ -498,7 +498,7 @@ class ReadyQueue:
         return max(0, free)
 
     def _prune(self, name: str, key: str, period_ns: int, now_ns: int) -> None:
-        """Forget the starts that no later moment has to know."""
+        """Drop the starts that are too old for any later check."""
         by_key = self._records.starts[name]
         starts = by_key[key]
         kept = starts[bisect_right(starts, now_ns - period_ns) :]

@@ -1,4 +1,4 @@
-"""Worker: a plain process with functions. It says ready, gets a task, and replies as it says ready again."""
+"""Worker of a queue: a plain process with functions. It says ready, gets a task, and replies with its next ready."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from immortal.appsdk.patterns.queue.service import Queue
 from immortal.protocol import decoding
 
 HEARTBEAT_DEFAULT_S = 1.0
-STOP_S = 10.0  # a worker that is to end waits so long for a queue that is away
+STOP_S = 10.0  # time that a stopping worker waits for an unreachable queue
 
 Function = Callable[..., Any]
 Functions = Mapping[str, Callable[..., Any]]
@@ -58,7 +58,7 @@ _log = logging.getLogger("immortal.queue")
 
 @dataclass(frozen=True, slots=True)
 class CurrentTask:
-    """Task that a function works at. No two calls get one (``id``, ``attempt``)."""
+    """Task that a function works on. No two runs have the same (``id``, ``attempt``)."""
 
     id: int
     attempt: int
@@ -69,7 +69,7 @@ _current: contextvars.ContextVar[CurrentTask] = contextvars.ContextVar("immortal
 
 
 def current_task() -> CurrentTask:
-    """Return the task of the function that runs. Raises LookupError outside one."""
+    """Return the task of the running function. Raises LookupError outside a task."""
     return _current.get()
 
 
@@ -85,7 +85,7 @@ class _Function:
         self._signature: inspect.Signature | None = None
         try:
             self._signature = signature = inspect.signature(function)
-        except ValueError:  # some of Python's own have none
+        except ValueError:  # some built-in functions have no signature
             return
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if all(
@@ -94,14 +94,14 @@ class _Function:
             self._codec = ArgumentCodec(function, signature)
 
     def arguments(self, encoded: bytes) -> Sequence[Any]:
-        """Decode a task's arguments. Raises TypeError where they do not fit the function."""
+        """Decode a task's arguments. Raises TypeError if they do not fit the function."""
         try:
             if self._codec is not None:
                 return self._codec.decode(encoded)
             arguments = decoding.decode(encoded, type=list[Any])
             if self._signature is not None:
                 self._signature.bind(*arguments)
-        except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
+        except BaseException as error:  # msgspec's errors, and errors of a type's __post_init__
             if not is_user_failure(error):
                 raise
             why = text_of(error) if self._codec is None else argument_mismatch(self._codec, error, encoded, 0)
@@ -116,8 +116,8 @@ class Worker:
     """Worker with functions for the tasks of one queue, one task at a time. Call ``run``, in any thread.
 
     ``functions``: by name; ``def`` and ``async def``. Arguments are checked against annotations
-    where all parameters have one. ``worker_id``: by default one that no other process has. ``heartbeat``: each so many
-    seconds the queue is told that the worker lives; after 5 without one its task goes to the next. The others are those
+    if all parameters have one. ``worker_id``: by default one that no other process has. ``heartbeat``: seconds between
+    two signs of life to the queue; after 5 missed ones its task goes to the next worker. The other options are those
     of :func:`immortal.appsdk.client.connect`.
 
     Raises TypeError, ValueError, DefinitionError for annotations that can't be read.
@@ -147,15 +147,15 @@ class Worker:
         self._queue = queue
         self._heartbeat_s = heartbeat
         self._connector = connect(Queue, queue, timeout=None, **options)
-        self._changed = threading.Event()  # stopping, or ended
+        self._changed = threading.Event()  # set when stopping or ended
         self._stopping = self._ended = self._busy = False
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
-        """Work until :meth:`stop`. The queue may stop and start meanwhile. Each task has context variables of its own,
-        which begin as the caller's are now.
+        """Work until :meth:`stop`. The queue can stop and start meanwhile. Each task has its own context variables,
+        which begin as copies of the caller's.
 
-        Raises Superseded where another process says ready under the same ID; QueueError for an instance that is no
+        Raises Superseded if another process says ready under the same ID; QueueError if the instance is no
         queue; NotConnectable and other ClientErrors.
         """
         self._contexts = RunContexts()
@@ -184,7 +184,7 @@ class Worker:
             except CallRefused as error:
                 raise QueueError(f"{self._queue!r} takes no workers like this one, or is no queue: {error}") from None
             except (CallCancelled, OutcomeUnknown, ReplyGone):
-                given = None  # the queue knows what became of the report; if it does not, the task is tried again
+                given = None  # the queue knows the report's fate; if not, the task is tried again
             except ClientClosed:
                 if self._stopping:
                     return
@@ -206,8 +206,8 @@ class Worker:
                 _log.error("task %d was done, and the queue is away: it will be done again", report.task)
 
     def _interrupted(self, queue: Queue, given: Given, error: BaseException) -> None:
-        """Give the task back, as the process is about to end: the next worker gets it now, not when this one is
-        missed.
+        """Return the task to the queue before the process ends: the next worker gets it now, not after missed
+        heartbeats.
         """
         report = Report(given.task, given.attempt, error=f"worker {self.id!r} was ended by {type(error).__name__}")
         with contextlib.suppress(ClientError):
@@ -237,7 +237,7 @@ class Worker:
             return failed(f"{type(error).__name__}: {text_of(error)}", again=True)
         try:
             result = encode_value(value)
-        except BaseException as error:  # what a user's type raises as it is encoded
+        except BaseException as error:  # raised by a user's type in its encoding
             if not is_user_failure(error):
                 raise
             return failed(f"what {given.name} returned can't be encoded: {text_of(error)}", again=False)
@@ -258,7 +258,7 @@ class Worker:
         return found
 
     def _beat(self, queue: Queue) -> None:
-        """Send heartbeats, in a thread of its own, whatever the functions do."""
+        """Send heartbeats, in a separate thread, whatever the functions do."""
         unanswered: CallTimeout | None = None
         while True:
             self._changed.wait(self._heartbeat_s)
@@ -267,7 +267,7 @@ class Worker:
                 return
             leaves = self._stopping
             try:
-                if leaves:  # again and again: a call that waits for a task may just have left
+                if leaves:  # repeated: a call that waits for a task may just have been sent
                     with_timeout(queue, STOP_S).leave(self.id, self._session, None)
                 elif unanswered is None:
                     with_timeout(queue, self._heartbeat_s).heartbeat(self.id, self._session)
@@ -278,14 +278,14 @@ class Worker:
                 return
             except CallTimeout as error:
                 unanswered = error if error.sent and not leaves else None
-                if leaves and not self._busy:  # the queue is away: what waits for a task has nothing to lose
+                if leaves and not self._busy:  # the queue is unreachable: a waiting worker has nothing to lose
                     self._connector.__exit__(None, None, None)
             except ClientError:
-                unanswered = None  # the next one is as good
+                unanswered = None  # the next heartbeat replaces it
 
 
 async def _outcome(value: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """Return (value, None) or (None, error) of an awaitable: asyncio raises some errors where its loop runs, and logs
+    """Return (value, None) or (None, error) of an awaitable, since asyncio raises some errors inside its loop and logs
     them.
     """
     try:
@@ -297,7 +297,7 @@ async def _outcome(value: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException 
 def work(queue: str, functions: Functions, **options: Any) -> None:
     """Run a :class:`Worker` until SIGTERM or SIGINT: it ends after its current task; a second SIGINT interrupts that.
 
-    The options are the worker's. Of the main thread alone. Raises what that raises.
+    The options are the worker's. For the main thread only. Raises the worker's errors.
     """
     worker = Worker(queue, functions, **options)
     with _stopped_by_signals(worker):
