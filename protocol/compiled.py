@@ -139,7 +139,6 @@ MODULES = (
     "immortal.appsdk.dispatch.delivery",
     "immortal.appsdk.dispatch.dispatcher",
     "immortal.appsdk.dispatch.records",
-    "immortal.appsdk.dispatch.records",
     "immortal.coordinator.log.format",
     "immortal.coordinator.log.rows",
 )

@@ -29,7 +29,6 @@ from immortal.protocol.record import COMMITTER_ID_MAX
 FOLDER_NAME = "timings"
 
 COORDINATOR, APP = "coordinator", "app"
-
 """Owners of segments."""
 
 SEGMENTS_MAX = 8  # of each process, within the limit of bytes
@@ -214,7 +213,6 @@ def decode_segment_header(data: bytes) -> int | None:
 
 
 PlainRow = tuple[int, int, int, int, int, int]
-
 """Fields of a :class:`TimingRow` as a plain tuple, which takes a third of the time to create."""
 
 

@@ -196,7 +196,6 @@ class SharedSource:
 
 
 OWN_VERSION = 0
-
 """Value of ``ReplayPlan.upgrade_to``: the version of the app's own class, whatever that is."""
 
 

@@ -65,7 +65,6 @@ from immortal.protocol.messages import (
 from immortal.protocol.readers import Record, RecordReader
 
 EffectStubs = Mapping[Callable[..., Any], Callable[..., Any]]
-
 """By the function that ``immortal.effect`` is given: what runs in its place, with its arguments."""
 
 
@@ -144,7 +143,6 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 OUTSIDE_NAME = "test"
 
 OUTSIDERS = frozenset({OUTSIDE_NAME})
-
 """Name of the test as an instance: the caller that handlers see."""
 
 _take_answer = decoding.Decoder(list[msgspec.Raw]).decode
@@ -541,7 +539,6 @@ class _Host(PlainHost):
 
 
 Victim = Literal["instance", "app"]
-
 """Kind of crash: the app and its coordinator together, with all that is not durable, or the app alone."""
 
 

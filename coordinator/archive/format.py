@@ -156,7 +156,6 @@ class ConflictError(ArchiveError):
 
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
-
 """Table, key, value; None: the row is gone since the moment before."""
 
 _MAGIC = b"IMMPACK1"

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 TOLERANCE_NS = 1_000_000_000
-
 """Difference above which a reading is a jump. Leap seconds, and small corrections by NTP, are smaller."""
 
 NOISE_NS = 1_000_000  # not worth correcting: the two clocks are read one after the other

@@ -25,7 +25,6 @@ Write = ef.Commit | ef.WriteCheckpointChunk
 Offered = ef.OfferChunk | ef.OfferCheckpoint
 
 StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
-
 """Requests that an open log answers by itself."""
 
 Read = StoreRead | ef.ReadTail

@@ -124,7 +124,6 @@ class ReadThread(Mailbox[Event]):
 
 
 JOINED_SIZE_BYTES_MAX = 8 << 20
-
 """Limit up to which waiting commits are joined: a sync costs the same for one and for many. With 4 MiB, one-way traffic
 that fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
 

@@ -141,7 +141,6 @@ _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
 }
 
 VERBS = tuple(_DECODERS)
-
 """Verbs whose requests become events of the core."""
 
 

@@ -89,7 +89,6 @@ class AuditReport:
 
 
 DAMAGES_PER_LOG_MAX = 10_000
-
 """Damages of a log that are kept in words; of more only the count is."""
 
 
@@ -138,11 +137,9 @@ class LogReport:
 
 
 _BY_MARKS = ("content", "causality")
-
 """Checks that use the sender's marks: their numbers are others where the stream was reset."""
 
 VIOLATIONS_MAX = 100_000
-
 """Findings that are kept; of more only the count is."""
 
 
@@ -411,7 +408,6 @@ def impossible_orders(needs: Mapping[tuple[str, str], list[Needs]], known: set[s
 
 
 TOLERANCE_MS = 1_000
-
 """By default clocks may differ by this much: where they are kept right they differ less."""
 
 _SIGN = 1 << 64

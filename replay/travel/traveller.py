@@ -48,7 +48,6 @@ from immortal.replay.travel.values import (
 from immortal.replay.verify import ProvingSink
 
 Behind = Callable[[int, int, "IncomingRpc | None", Any], None]
-
 """Function that is called with (record, index, call, instance) after each message, except messages that failed.
 
 After a failure the earlier messages of its record are reported again.

@@ -32,7 +32,6 @@ from tests.faults import matrix
 from tests.soak import outcomes
 
 BESIDE = {"index.md": "README.md", "CHANGELOG.md": "CHANGELOG.md", "SECURITY.md": "SECURITY.md"}
-
 """Pages that are files at the root."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

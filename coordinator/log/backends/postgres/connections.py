@@ -34,7 +34,6 @@ VERSION_MIN = 150000  # 15.0 in libpq's form
 CONNECT_TIMEOUT_S = 5
 
 DEAD_MS = 10_000
-
 """Silence on the wire after which a connection counts as broken.
 
 A live server that waits for its standbys is not silent, since TCP answers.
@@ -47,7 +46,6 @@ _DURABLE = (
     "; SELECT set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'remote_apply'"
     " THEN 'remote_apply' ELSE 'on' END, false)"
 )
-
 """Session settings, which override those of the server, its database and its role."""
 
 
