@@ -1,4 +1,4 @@
-"""call: one request from outside, from the command line."""
+"""Commands call and queue: one request from outside; the tasks of a queue."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def call(
 
 
 def _as_json(method: str, value: Any) -> str:
-    """Raises FailedError."""
+    """Return a value as JSON text. Raises FailedError."""
     try:
         try:
             return msgspec.json.encode(value).decode()
@@ -100,7 +100,7 @@ def _argument(text: str) -> Any:
         return text
 
 
-# queue: what is in a queue of tasks, and what to do with those that failed.
+# queue: the tasks in a queue, and what to do with failed ones.
 
 
 STATES = ("waiting", "delayed", "running", "done", "dead", "dropped")
@@ -197,7 +197,7 @@ def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
 
 
 def _value(encoded: bytes) -> Any:
-    """Decode arguments or a result for display; None where there are none, hex where they can't be read."""
+    """Decode arguments or a result for display; None if there are none, hex if they can't be read."""
     try:
         return decoding.decode_shown(encoded) if encoded else None
     except decoding.DecodeError:
