@@ -407,7 +407,6 @@ def check_state_is_savable(settings: InstanceSettings) -> SavableStateCheck:
             summary = reader.summary()
             if not summary.extensions or not summary.checkpoints:
                 return SavableStateCheck()  # no state yet, or an app that knows only the base protocol
-
             try:
                 app = default_app(settings.name, settings.app, summary, summary.versions[-1].version)
             except ReplayError:

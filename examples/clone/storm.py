@@ -3,8 +3,7 @@
     python examples/clone/storm.py [--updates N] [--readers N] [--kills N] [--freeze SECONDS] [--seed S]
 
 Half of the readers follow the table, half a forwarder. Table and forwarder are each killed (kill -9) --kills times, and
-restarted.
- One reader is frozen (SIGSTOP) meanwhile. Two writers update the same keys. At the end each copy must equal
+restarted. One reader is frozen (SIGSTOP) meanwhile. Two writers update the same keys. At the end each copy must equal
 the confirmed updates of the writers. Status 1: one does not, a reader saw changes in another order, or one that was not
 frozen took a whole copy from the table more than once.
 """

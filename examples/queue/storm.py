@@ -4,8 +4,7 @@
 
 Each worker is a process that is restarted after a pause when it has died. A stall is longer than the tasks' timeout, so
 the task goes to the next worker and the late reply is dropped. The queue, with its supervisor, is killed (kill -9)
---kills times. One
- task kills every worker that gets it, and becomes a dead letter. Status 1: a result is wrong.
+--kills times. One task kills every worker that gets it, and becomes a dead letter. Status 1: a result is wrong.
 """
 
 from __future__ import annotations

@@ -113,7 +113,6 @@ class Fleet(ABC):
         """Return a table of pipeline.tables, or some ``columns`` of it (a log's other columns are not decoded).
 
         ``only``: no other records are read. ``decode``: the data source's option, for logs only. Raises SourceError.
-
         """
         return self._table(spark, name, columns, only, decode)
 

@@ -2,7 +2,6 @@
 
 Spark only distributes the instances; `immortal what-if` does the rest. The code never runs in a worker of Spark, since
 a worker keeps the modules that it has imported.
-
 """
 
 from __future__ import annotations
