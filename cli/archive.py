@@ -161,7 +161,7 @@ def _described(moment: ArchivedMoment) -> dict[str, Any]:
     }
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- contents of an archive -------------------------------------------------------------------------------------------
 
 
 def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None:
@@ -229,7 +229,7 @@ def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, A
     return {"records": found.records_count, "seconds": found.seconds}
 
 
-# --- and back ---------------------------------------------------------------------------------------------------------
+# --- restore ----------------------------------------------------------------------------------------------------------
 
 
 @click.command()

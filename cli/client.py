@@ -58,7 +58,7 @@ def call(
     """
     if query and key is not None:
         raise click.UsageError("a query takes no --key: it is asked anew each time, and changes nothing")
-    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
+    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # raises with the known names
     with connect(name, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
         target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
         try:
@@ -100,7 +100,7 @@ def _argument(text: str) -> Any:
         return text
 
 
-# queue: the tasks in a queue, and what to do with failed ones.
+# queue: the tasks in a queue, and the retry or removal of failed ones.
 
 
 STATES = ("waiting", "delayed", "running", "done", "dead", "dropped")
@@ -182,7 +182,7 @@ def _chosen(tasks: Sequence[int], all_of_them: bool) -> list[int] | None:
 
 
 def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
-    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
+    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # raises with the known names
     with connect(name, home=registry.home, timeout=TIMEOUT_S, endpoints=endpoints) as instance:
         try:
             return getattr(instance, method)(*arguments)

@@ -185,7 +185,7 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
     )
 
 
-# --- what a letter says ----------------------------------------------------------------------------------------------
+# --- contents of a letter --------------------------------------------------------------------------------------------
 
 
 def _reader(settings: InstanceSettings) -> LogReader:

@@ -198,7 +198,7 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
     return ask_coordinator(settings, verb, request, timeout_s=REQUEST_TIMEOUT_S, not_running=not_running)
 
 
-# --- what a handler says ---------------------------------------------------------------------------------------------
+# --- contents of a handler -------------------------------------------------------------------------------------------
 
 
 def _row(one: Values) -> tuple[str, ...]:

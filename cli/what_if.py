@@ -277,7 +277,7 @@ def _fleet(
     """
     if git_range is not None:
         sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
-    if os.environ.get(_HASH_SEED) != "0":  # the order of sets is that of the apps; and what ends the process is told
+    if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
         sys.exit(_in_child(ctx))
     from immortal.replay.fleet.opening import load_function, what_if
     from immortal.replay.fleet.outcome import outcome_lines

@@ -61,7 +61,7 @@ class ArgumentDecoder:
             if rpc_type == RpcType.ASYNC:
                 named = {"$caller": values[0], "$call": values[1]}
                 values = values[2:]
-            named |= zip(codec.signature.parameters, values, strict=False)  # trailing defaults may be missing
+            named |= zip(codec.signature.parameters, values, strict=False)  # trailing defaults can be missing
             return DecodedCall(handler.name, msgspec.json.encode(named, enc_hook=show_custom).decode())
         except Exception as error:  # a user's types can raise anything for strange bytes
             return DecodedCall(handler.name, problem=f"the arguments of {codec.name} cannot be shown: {_reason(error)}")

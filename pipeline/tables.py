@@ -54,7 +54,7 @@ RECORDS = pa.schema(
         ("size_bytes", pa.int32()),  # header and content, as in the header
         ("message_count", pa.int32()),
         ("ok", pa.bool_()),
-        ("reason", pa.string()),  # what is damaged; null while ok
+        ("reason", pa.string()),  # the damage; null if ok
     ]
 )
 

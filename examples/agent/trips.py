@@ -80,14 +80,14 @@ def flight(city: str) -> int:
 
 @agent.tool_plain
 def hotel(city: str) -> str:
-    """A hotel there."""
+    """Return the name of a hotel in the city."""
     note(f"hotel {city}")
     return f"Hotel {city} Central"
 
 
 @agent.tool(metadata={"immortal": False})
 async def book(ctx: RunContext[Any], city: str, euros: int) -> int:
-    """In the handler: the airline is called exactly once."""
+    """Book the flight. This runs in the handler, so the airline is called exactly once."""
     bookings: int = await ctx.deps.airline.book(city, euros)
     return bookings
 

@@ -20,7 +20,7 @@ SEEN_EACH = 500  # a book prints how many orders it has seen
 
 
 class Book(Immortal):
-    """``bids`` and ``asks``: (price, number of the order, quantity left), best first; bids have negative prices."""
+    """Order book. ``bids``, ``asks``: (price, order's number, quantity left), best first; bids have negative prices."""
 
     bids: list[tuple[int, int, int]]
     asks: list[tuple[int, int, int]]

@@ -292,7 +292,7 @@ def decode_state(blob: bytes) -> dict[str, Any]:
     return state
 
 
-# --- what is printed -------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:

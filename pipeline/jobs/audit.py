@@ -431,7 +431,7 @@ _RESULTS_PER_BATCH = 10_000
 
 
 def audit(spark: SparkSession, fleet: Fleet, *, tolerance_ms: int = TOLERANCE_MS) -> AuditReport:
-    """Audit all streams of ``fleet``. ``tolerance_ms``: by how much the machines' clocks may differ."""
+    """Audit all streams of ``fleet``. ``tolerance_ms``: by how much the machines' clocks can differ."""
     return judge(results_of(spark, fleet.evidence(spark), tolerance_ms * 1_000_000), fleet.states)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
 BINS_MAX = 120
-"""Maximum of parts of the logs' time; there are fewer if they would give too many rows ..."""
+"""Maximum of intervals into which the time of the logs is cut; fewer if there would be too many rows ..."""
 
 BIN_ROWS_MAX = 10_000
 BINS_MIN = 20  # ... but as many as this
@@ -30,7 +30,7 @@ _BIN_SIZES_NS: tuple[int, ...] = (
     *(n * _DAY_NS for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
 )
 _PERCENTILES = (0.5, 0.95, 0.99)
-_ACCURACY = 1_000  # of percentiles of sizes: off by a rank of one in so many
+_ACCURACY = 1_000  # of percentiles of sizes: a rank is off by at most 1 / this
 _BUCKETS_PER_E = 100  # so a bucket of times is 1 % wide
 
 # What Spark's grouping_id() says: a bit for each of sender, method, bin_ns that is not part of the grouping.
@@ -66,7 +66,7 @@ class ServiceStats:
 @dataclass(frozen=True, slots=True)
 class MethodStats:
     instance: str
-    method: str  # its name, where a class was given; otherwise its ID
+    method: str  # its name, if a class was given; otherwise its ID
     figures: Figures
 
 

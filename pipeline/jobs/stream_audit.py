@@ -118,7 +118,7 @@ class Violation:
     receiver: str
     first: int
     last: int
-    record: int  # of the receiver's log, -1 where it shows in none
+    record: int  # of the receiver's log, -1 if no record shows it
     text: str
 
 
@@ -170,10 +170,10 @@ class StreamAudit:
         self._next_mark = 0
         self._expected = 1
         self._record_before = UNKNOWN
-        self._missing: list[tuple[int, int, int, int]] = []  # first, last, behind record, at record; sorted, disjoint
-        self._held: tuple[int, int, Part] | None = None  # a batch that may be a duplicate, or begin the stream anew
+        self._missing: list[tuple[int, int, int, int]] = []  # first, last, record before, and after; sorted, disjoint
+        self._held: tuple[int, int, Part] | None = None  # a batch that is a duplicate, or begins the stream anew
         self._check = 0  # of all messages, impulses included, while none is missing
-        self._check_at: dict[int, int] = {}  # the same behind each of the first batches, by position
+        self._check_at: dict[int, int] = {}  # the same after each of the first batches, by position
         # The checksum up to the last position; None: not known. Impulses to oneself are in no checksum.
         self._running: int | None = None if sender == IMPULSES else 0
         self._compared_from = 1  # the first message that no mark has confirmed
@@ -320,7 +320,7 @@ class StreamAudit:
     # --- contents --------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._marks.sort(key=lambda mark: (mark.position, mark.sequence_id))  # a crash may set positions back a little
+        self._marks.sort(key=lambda mark: (mark.position, mark.sequence_id))  # a crash can set positions back a little
         self._positions = [mark.position for mark in self._marks]
         self._last_marked = self._positions[-1] if self._positions else 0
 
@@ -328,7 +328,7 @@ class StreamAudit:
         """Add a part that continues the stream to the checksum, and compare at each mark on the way."""
         positions = self._positions or []
         while part is not None:
-            if self._running is None:  # go on from the checksum of the next mark
+            if self._running is None:  # continue from the checksum of the next mark
                 self._next_mark = bisect_left(positions, part.first - 1, self._next_mark)
             if self._next_mark == len(positions):
                 return  # nothing will ever be compared with it

@@ -35,7 +35,7 @@ NAMES_MAX = 40  # of a matrix
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "immortal",
-    "text.parse_math": False,  # a name may hold dollars
+    "text.parse_math": False,  # a name can hold dollars
     "font.size": 9,
     "axes.grid": True,
     "grid.alpha": 0.3,

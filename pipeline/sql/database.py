@@ -161,7 +161,7 @@ class Database:
                 if table != state_rows.STATE and not table.startswith("$"):
                     yield f"{_typed(_schema_of(name))}.{_typed(table)}"
 
-    # --- where logs are cut ------------------------------------------------------------------------------------------
+    # --- cuts of the logs --------------------------------------------------------------------------------------------
 
     def _cut(self) -> None:
         """Cut each log at its end as it was when the database was opened, compared with its end now."""

@@ -83,7 +83,7 @@ def read_tables(file: Path) -> dict[str, pa.Table]:
     empty: set[str] = set()
     kinds: dict[str, dict[str, set[type]]] = defaultdict(lambda: defaultdict(set))
     for table, row in _lines(file):
-        if isinstance(row, str):  # the first column of a container, which may be empty
+        if isinstance(row, str):  # the first column of a container, which can be empty
             kinds[table] |= {row: {int if row == "index" else _NULL}, "value": {_NULL}}
             empty.add(table)
             continue

@@ -83,7 +83,7 @@ class ExpellingWorld(World):
             self.run_labels.pop((sender, message.number), None)
         super().put(sender, receiver, message)
 
-    # --- what is promised ---------------------------------------------------------------------------------------------
+    # --- promises -----------------------------------------------------------------------------------------------------
 
     def receivers(self, label: str) -> tuple[str, ...]:
         return self.changes[label] if label in self.changes else super().receivers(label)

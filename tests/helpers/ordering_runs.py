@@ -19,7 +19,7 @@ class BrokenOrderError(AssertionError):
 
 
 class Member(Immortal):
-    """Instance. ``seen``: what it has sent and got, in order: ("sent" or "got", message, "run" or "call")."""
+    """Instance. ``seen``: its messages in order, as ("sent" or "got", message, "run" or "call")."""
 
     m0 = peer(lambda: Member, "m0")
     m1 = peer(lambda: Member, "m1")

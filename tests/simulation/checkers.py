@@ -117,7 +117,7 @@ class Checker:
             summary.last_sequence_id == last, f"the log ends at record {summary.last_sequence_id}, it had {last}"
         )
 
-    # --- what leaves the core --------------------------------------------------------------------------------------
+    # --- output of the core ----------------------------------------------------------------------------------------
 
     def given_to_app(self, data: bytes | memoryview) -> None:
         """Check each SendToApp's bytes: a logged record must be durable, and equal to what was written."""

@@ -34,7 +34,7 @@ class Disk:
     ) -> None:
         self.shared = shared
         self.fence = 0  # the term of this process
-        self.silent = 0  # for so many requests the log is unavailable
+        self.silent = 0  # number of requests for which the log is unavailable
         self.holds = False  # a write has failed: later ones are done only after a read of the log's end
         self.jobs: deque[Job] = deque()
         self.trimming = False

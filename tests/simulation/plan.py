@@ -64,7 +64,7 @@ SMALL = Limits(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``at_effect``: at the first effect from this number on. ``share``: from 0 to 1, how long, how much or where."""
+    """Fault at the first effect from number ``at_effect`` on. ``share``: 0 to 1, its duration, amount or place."""
 
     at_effect: int
     kind: str

@@ -38,7 +38,7 @@ class SharedLog:
         self.waiting: list[Node] = []  # for the right to write
         self.asked: Asked | None = None
         self.offers: dict[int, int] = {}  # by checkpoint ID: the term of the writer for whom it was taken
-        self._has_standby = False  # as the writer was told
+        self._has_standby = False  # as the writer knows
 
     def grant(self, node: Node) -> int:
         """Give ``node`` the right to write, whoever has it; return its term. The last one's pending writes are lost."""

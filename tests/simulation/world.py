@@ -376,7 +376,7 @@ class World:
                 if made != got:
                     raise Violation(f"{other} has made {made} calls to {name}, which has executed {got}")
                 if self.outside.wiped in (name, other):
-                    continue  # what was accepted is lost with the log
+                    continue  # accepted impulses are lost with the log
                 missing = self.outside.accepted.get((other, name), set()) - set(app.outside.get(other, ()))
                 if missing:
                     raise Violation(f"{name} lacks impulses of {other} that were accepted: {sorted(missing)}")
