@@ -186,11 +186,11 @@ class Service:
         return self.coordinator, self.app
 
     def ask_to_stop(self) -> None:
-        """Ask both to end, with a last checkpoint."""
+        """Ask coordinator and app to end, with a last checkpoint."""
         self.processes()[0].terminate()
 
     def wait_until_stopped(self, timeout_s: float) -> None:
-        """Wait until both have ended. Raises BenchError if one ends with another status than 0, or not in time."""
+        """Wait until coordinator and app have ended. Raises BenchError for a status other than 0, or a timeout."""
         for what, process in zip(("coordinator", "app"), self.processes(), strict=True):
             try:
                 status = process.wait(timeout_s)
@@ -207,7 +207,7 @@ class Service:
         )
 
     def kill(self) -> None:
-        """Kill both with SIGKILL, and wait until they are gone."""
+        """Kill coordinator and app with SIGKILL, and wait for their ends."""
         for process in (self.app, self.coordinator):
             if process is not None:
                 _kill(process)

@@ -141,7 +141,7 @@ def verify_checks(values: Values, headers: Headers) -> None:
 
 
 def decode_trailers(values: Values, headers: Headers, *, with_marks: bool) -> Trailers:
-    """Decode the trailers of the usual records. A damaged one, or one with very many batches, is no longer usual."""
+    """Decode the trailers of usual records. A damaged trailer, or one with very many batches, makes it unusual."""
     data, usual = headers.data, headers.usual
     end = values.end - CRC_SIZE_BYTES
     at = headers.content_end
@@ -232,7 +232,7 @@ def of_usual(rows: Rows, usual: Flags) -> Rows:
 
 
 def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tuple[pa.Array, list[str]]:
-    """Decode the names of ``rows``: (index of each in the list, the distinct names). A wrong one is no longer usual.
+    """Decode the names of ``rows``: (index of each, distinct names). A wrong name makes its record unusual.
 
     A client's name loses its trace context.
     """

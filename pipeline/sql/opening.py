@@ -113,7 +113,7 @@ def _decode(settings: dict[str, InstanceSettings]) -> Decode:
 
 
 def _refuse_writes(connection: DuckDBPyConnection, query: str) -> None:
-    """Refuse statements that are no query: DuckDB creates folders for some as it binds them. Raises LogViewError."""
+    """Refuse statements that are no query: DuckDB creates folders for some before it runs them. Raises LogViewError."""
     import duckdb
 
     queries = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)  # PIVOT creates

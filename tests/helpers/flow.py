@@ -59,7 +59,6 @@ def app_options(module: str = "flow") -> list[str]:
 
 def record_flow(folder: Path) -> None:
     """Register in folder/home the logs of folder/old/flow; folder/new/flow and folder/new/flow2 are new code."""
-
     instances = Instances(folder / "logs")
     registry = Registry(folder / "home")
     for name in STATUSES:

@@ -41,7 +41,7 @@ class Broken(Exception):  # noqa: N818
 
 
 class Stranger(Immortal):
-    """Class of a worker as a peer with wrong knowledge of it has it."""
+    """Wrong class for a worker: one method is unknown to it, the other has another type of argument."""
 
     @rpc
     def unknown(self, number: int) -> int: ...
