@@ -1,1 +1,1 @@
-"""`immortal bench`: real apps, real coordinators, durable logs; what is measured is what a user gets."""
+"""Benchmarks of `immortal bench`: real apps, real coordinators, durable logs, so users get the measured results."""

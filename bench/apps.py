@@ -1,7 +1,7 @@
-"""The two services of one-way calls. Each reads what it is to do from standard input, a line of JSON for each run.
+"""Services of the benchmarks of one-way and of awaited calls. Each reads its runs from stdin, one JSON line a run.
 
-The sender forks calls in bursts; each burst is a call to itself, and several chains of them are under way, so that it
-waits for nothing but back-pressure.
+The sender forks calls in bursts. Each burst is a call to itself, and several chains of bursts run at once, so that only
+back-pressure makes the sender wait.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Receiver(Immortal):
 
 
 class Sender(Immortal):
-    """Forks calls in bursts, in turns to as many receivers as it is told to; each burst is a call to itself."""
+    """Sender of calls in bursts, to several receivers in turns; each burst is a call to itself."""
 
     locals().update({f"receiver_{index}": peer(Receiver, f"receiver-{index}") for index in range(PEERS_MAX)})
     bursts: int
@@ -110,14 +110,14 @@ class Sender(Immortal):
             say({"begun_s": begun_s})
 
 
-# The two services of the benchmark of awaited calls. As in any app: the loops are ``async def`` handlers.
+# The two services of the benchmark of awaited calls. As in any app, the loops are ``async def`` handlers.
 
 
-CALLS_PER_JOURNAL = 1_000  # then a loop goes on with an empty journal
+CALLS_PER_JOURNAL = 1_000  # after these a loop continues with an empty journal
 
 
 class Stopwatch:
-    """No part of the state: a replay measures nothing."""
+    """Measurements of the handlers; no part of the state, since a replay measures nothing."""
 
     def __init__(self) -> None:
         self.latencies_ns: list[int] = []
@@ -129,7 +129,7 @@ stopwatch = Stopwatch()
 
 
 def say_measured(begun_s: float) -> None:
-    """Print what the stopwatch has measured since ``begun_s``."""
+    """Print the stopwatch's measurements since ``begun_s``."""
     seconds = time.perf_counter() - begun_s
     print(encode_measured(measured(stopwatch.latencies_ns, seconds)), flush=True)
 

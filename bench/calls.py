@@ -1,11 +1,10 @@
-"""Awaited calls between two services with durable logs, beside what the disk alone takes.
+"""Benchmarks of awaited calls between two services with durable logs, and of calls that fail.
 
-Both take turns, so that what else the machine does meets them alike.
+Awaited calls and the disk alone are measured in turns, so that other load on the machine affects both alike.
 
-Cost of a call that fails: from a client, one at a time, beside calls that work, by the size of the state.
-
-A failure puts the state back. The first one of a large state is a recovery from its checkpoint; those after it, and all
-of a small state, start from a copy in memory.
+Failing calls come from a client, one at a time, beside calls that work, by the size of the state. A failure restores
+the state: the first one of a large state is a recovery from its checkpoint; later ones, and all of a small state, start
+from a copy in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number of calls outstanding. ``cpu_us_per_call``: of all processes together, and by process."""
+    """Results for one number of outstanding calls. ``cpu_us_per_call``: of all processes together, and by process."""
 
     outstanding: int
     calls: int  # in all turns
@@ -71,7 +70,7 @@ class CallResults:
 
 
 class Caller:
-    """The processes of one implementation; the first takes the runs."""
+    """Processes of one implementation; the first process takes the runs."""
 
     def __init__(self, name: str, processes: dict[str, Popen[str]], check_alive: Callable[[], None]) -> None:
         self.name = name
@@ -81,7 +80,7 @@ class Caller:
         self._check_alive = check_alive
 
     def run(self, run: Run) -> Measured:
-        """Raises BenchError."""
+        """Make the calls of ``run``, and return what was measured. Raises BenchError."""
         before = {name: cpu_s(one.pid) for name, one in self._processes.items()}
         tell(self._process, encode_run(run))
         line = hear(self._process, self.name, self._check_alive)
@@ -104,7 +103,7 @@ def run_call_benchmark(
 ) -> CallResults:
     """Measure each number of calls ``outstanding`` for about ``seconds``, ``repeats`` times, in turns.
 
-    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
     """
     with (
         tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home,
@@ -137,7 +136,7 @@ def run_for(outstanding: int, size_bytes: int, calls_per_s: float, seconds: floa
 
 
 def warm_up(caller: Caller, outstanding: int, size_bytes: int, seconds: float) -> float:
-    """Calls/s, roughly: the first run finds the processes cold, the second one says how much fits into a run."""
+    """Return about how many calls/s fit: the first run finds the processes cold, the second one is measured."""
     calls_per_s = WARM_UP_CALLS / seconds
     for _ in range(2):
         measured = caller.run(run_for(outstanding, size_bytes, calls_per_s, seconds))
@@ -168,7 +167,7 @@ def _spread(values: list[float]) -> Spread:
 
 @contextlib.contextmanager
 def running(services: Mapping[str, Service]) -> Iterator[None]:
-    """All of them up, until the end."""
+    """Run all services until the end of the block."""
     try:
         for service in services.values():
             service.start()
@@ -190,8 +189,8 @@ def immortal_caller(
     curve: bool = False,
     **settings: Any,
 ) -> Iterator[Caller]:
-    """The first of ``apps`` takes the runs. ``variables``: of the environment of all processes. ``settings``: of the
-    instances, as ``immortal.coordinator.instances.registry.Registry.register`` takes them."""
+    """Run ``apps``; the first one takes the runs. ``variables``: of the environment of all processes. ``settings``: of
+    the instances, as ``immortal.coordinator.instances.registry.Registry.register`` takes them."""
     services = register(home, dict(apps), dict(variables), curve=curve, **settings)
     with running(services):
         yield Caller(name, processes_of(services), lambda: _check_alive(services))
@@ -211,7 +210,7 @@ def _check_alive(services: Mapping[str, Service]) -> None:
         service.check_alive()
 
 
-# What a turn of the core costs by itself: with sockets, disk and wake-ups taken away.
+# The cost of a turn of the core by itself, without sockets, disk and wake-ups.
 
 
 IDLE_PEERS = (10, 1_000)
@@ -223,8 +222,8 @@ TIMEOUT_S = 120
 class TurnCosts:
     """Processor time in µs, the least of several runs.
 
-    ``awaited_us``: an awaited call between two instances in one process, apps included. The others: the core alone,
-    for a call to one peer and its acknowledgement, with so many peers as IDLE_PEERS says.
+    ``awaited_us``: an awaited call between two instances in one process, apps included. The others: the core alone, for
+    a call to one peer and its acknowledgement, with as many peers as IDLE_PEERS says.
     """
 
     awaited_us: float
@@ -233,7 +232,7 @@ class TurnCosts:
 
 
 def measure_turns() -> TurnCosts:
-    """In a process of its own. Raises BenchError."""
+    """Measure the turns in a process of their own. Raises BenchError."""
     command = [sys.executable, "-P", "-m", "immortal.bench.turn_apps"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode != 0:
@@ -241,7 +240,7 @@ def measure_turns() -> TurnCosts:
     return msgspec.json.decode(done.stdout, type=TurnCosts)
 
 
-# What people read.
+# Output for people.
 
 
 def print_calls(results: CallResults) -> None:
@@ -282,7 +281,7 @@ FAILING_CALLS_MAX = 60
 
 FAILING_SECONDS_MAX = 60.0
 
-START_TIMEOUT_S = 300.0  # a state of 1 GiB is made, encoded and written first
+START_TIMEOUT_S = 300.0  # a state of 1 GiB is created, encoded and written first
 
 CALL_TIMEOUT_S = 300.0
 
@@ -294,7 +293,7 @@ class FailingResult:
     state_size_bytes: int
     works_p50_ms: float
     first_failure_ms: float
-    failures: int  # behind the first
+    failures: int  # after the first
     fails_p50_ms: float
     fails_p99_ms: float
 
@@ -305,7 +304,7 @@ def measure_failing(
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[FailingResult]:
-    """``folder``: where the logs go, the system's temporary folder by default. Raises BenchError."""
+    """Measure failing calls. ``folder``: for the logs, by default the system's temporary one. Raises BenchError."""
     results = []
     for size_bytes in states_size_bytes:
         progress(f"a state of {size_bytes >> 20} MiB")
@@ -326,7 +325,7 @@ def _measure(home: Path, size_bytes: int) -> FailingResult:
             failed: list[float] = []
             begun = time.perf_counter()
             while len(failed) < FAILING_CALLS_MAX and (not failed or time.perf_counter() - begun < FAILING_SECONDS_MAX):
-                _timed(lambda: ledger.book(True))  # one that only fails is refused after a while
+                _timed(lambda: ledger.book(True))  # a client whose calls all fail is refused after a while
                 failed.append(_timed(lambda: ledger.book(False)))
             expected = WORKING_CALLS + len(failed) + 1
             if (count := ledger.book(True)) != expected:
@@ -345,14 +344,14 @@ def _measure(home: Path, size_bytes: int) -> FailingResult:
 
 
 def _timed(call: Callable[[], int]) -> float:
-    """In milliseconds."""
+    """Return how long ``call`` took, in milliseconds."""
     begun = time.perf_counter()
     with contextlib.suppress(CalleeFailed):
         call()
     return (time.perf_counter() - begun) * 1000
 
 
-# What people read.
+# Output for people.
 
 
 def print_failing(results: Sequence[FailingResult]) -> None:

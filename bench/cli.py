@@ -1,4 +1,4 @@
-"""`immortal bench`."""
+"""Command `immortal bench`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE_MIB_MAX = 16_384
 
 
 def _numbers(what: str, lowest: int, highest: int, example: str) -> Callable[[click.Context, Any, str], list[int]]:
-    """A callback of click: numbers with commas between them."""
+    """Return a click callback for numbers with commas between them."""
 
     def numbers_of(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
         try:
@@ -156,7 +156,7 @@ def bench(
 
 
 def _values(result: Any) -> Any:
-    """With what is computed from it."""
+    """Return a result as plain values, with its computed properties."""
     if isinstance(result, list):
         return [_values(one) for one in result]
     computed = [name for name, one in vars(type(result)).items() if isinstance(one, property)]

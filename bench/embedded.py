@@ -1,6 +1,6 @@
-"""Services in one process beside the same with sidecars: waiting time and processor time of a call, in turns.
+"""Benchmark of services in one process, and of the same with sidecars: latency and processor time of a call.
 
-A ratio is taken in each turn, and is the median of those: what else the machine does meets both alike.
+A ratio is taken in each turn, and their median is the result: other load on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record write
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians of the turns. ``cpu_us``: of a call, user and system, in all processes; ``client_cpu_us`` of it in the
-    outside client. ``switches``: how often threads waited, in a call, without the client's."""
+    """Medians of the turns. ``cpu_us``: of a call, user and system, in all processes; ``client_cpu_us``: the part of
+    the outside client. ``switches``: how often threads waited in a call, except the client's."""
 
     p50_us: float
     cpu_us: float
@@ -39,7 +39,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedRow:
-    """Ratios: of one process to sidecars, the medians of the turns' own."""
+    """Results of one case. Ratios are those of one process to sidecars: medians of the ratios of each turn."""
 
     case: str
     turns: int
@@ -58,15 +58,15 @@ class EmbeddedResults:
 
 
 class Side:
-    """One way to run the services, with its client."""
+    """Way to run the services, with its client."""
 
     def __init__(self, name: str, services: dict[str, Popen[str]], driver: Popen[str], client: Popen[str]) -> None:
         self.name = name
-        self._services = services  # those that a call goes through
+        self._services = services  # the processes that a call goes through
         self._driver, self._client = driver, client
 
     def run(self, task: Task) -> tuple[Measured, Cost]:
-        """Raises BenchError."""
+        """Run ``task``, and return what was measured. Raises BenchError."""
         process = self._client if task.case is Case.CLIENT else self._driver
         before = self._spent()
         tell(process, encode_run(task))
@@ -80,7 +80,7 @@ class Side:
         return done, Cost(done.p50_us, 1e6 * spent_s / calls + client_us, client_us, switches / calls)
 
     def _spent(self) -> tuple[float, float, float]:
-        """Seconds of processors in the services and in the client, and how often the services' threads waited."""
+        """Return CPU seconds of the services and of the client, and how often the services' threads waited."""
         services = self._services.values()
         return sum(cpu_s(one.pid) for one in services), cpu_s(self._client.pid), sum(map(_switches, services))
 
@@ -95,7 +95,7 @@ def run_embedded_benchmark(
 ) -> EmbeddedResults:
     """Measure each :class:`Case` both ways, ``repeats`` turns of about ``seconds`` each.
 
-    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
     """
     with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name:
         folder = Path(name)
@@ -137,7 +137,7 @@ def _measure(
 
 
 def _task_for(side: Side, case: Case, size_bytes: int, seconds: float) -> Task:
-    """The first run finds the processes cold, the second one says how much fits into a turn."""
+    """Return the task of a turn: the first run finds the processes cold, the second one gives its size."""
     rounds = max(2, WARM_UP_CALLS // case.calls_per_round)
     for _ in range(2):
         done, _ = side.run(Task(case, rounds, size_bytes))
@@ -157,7 +157,7 @@ def _median(costs: list[Cost]) -> Cost:
 def _switches(process: Popen[str]) -> int:
     count = 0
     for task in Path(f"/proc/{process.pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended just now
+        with contextlib.suppress(OSError):  # the thread has just ended
             for line in (task / "status").read_text().splitlines():
                 if line.startswith("voluntary_ctxt_switches:"):
                     count += int(line.split()[1])
@@ -187,7 +187,7 @@ def _in_one_process(home: Path) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def _process(home: Path, services: dict[str, Service], *arguments: str) -> Iterator[Popen[str]]:
-    """``python -m immortal.bench.embedded_apps``, killed at the end."""
+    """Run ``python -m immortal.bench.embedded_apps``, and kill it at the end."""
     environment = services["caller"].environment
     with (
         open(home / "errors.txt", "a") as errors,
@@ -196,7 +196,7 @@ def _process(home: Path, services: dict[str, Service], *arguments: str) -> Itera
         yield process
 
 
-# What people read.
+# Output for people.
 
 
 def print_embedded(results: EmbeddedResults) -> None:

@@ -1,4 +1,4 @@
-"""Apps and client of `immortal bench --embedded`. Each process reads from stdin what to run, one JSON line per run.
+"""Apps and client of `immortal bench --embedded`. Each process reads its runs from stdin, one JSON line a run.
 
 `python -m immortal.bench.embedded_apps`: both services in one process. `... client`: an outside client of the callee.
 """
@@ -103,7 +103,7 @@ def _same(data: bytes) -> bytes:
 
 def serve() -> None:
     """Run both services in this process, until it is killed."""
-    from immortal.embedded import start  # here: a service with a sidecar does not load it
+    from immortal.embedded import start  # late: a service with a sidecar does not load it
 
     with start(Callee, "callee"), start(Caller, "caller"):
         threading.Event().wait()

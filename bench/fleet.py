@@ -1,4 +1,4 @@
-"""Many instances on one machine, each of which calls others: do they start, work and stop, and what do they cost?"""
+"""Benchmark of many instances on one machine that call each other: starts, work, stops, and their costs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """``calls`` in all, each counted by who executed it, in the state that its clean stop left in the log.
+    """Results of a fleet. ``calls``: of all, as each receiver counted them in the state after its clean stop.
 
-    ``registered``: instances, of which ``instances`` ran, as many as memory has room for. ``idle_percent``: of a core,
-    for a coordinator alone beside so many registered ones; ``alone_percent``: where it is the only one.
+    ``registered``: instances, of which ``instances`` ran, limited by memory. ``idle_percent``: of a core, for a
+    coordinator beside all registered ones; ``alone_percent``: for a coordinator that is the only one.
     """
 
     registered: int
@@ -48,7 +48,7 @@ class FleetResult:
     neighbours: int
     calls: int
     start_s: float
-    work_s: float  # from the last instance's start; the first ones had begun by then
+    work_s: float  # from the last instance's start; the first ones had already begun
     stop_s: float
     coordinators: Idle
     apps: Idle
@@ -66,7 +66,7 @@ def measure_fleet(
 ) -> FleetResult:
     """Start ``instances``, each with its app, let each make ``calls`` to each of ``neighbours`` others, stop them.
 
-    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
     """
     registered = instances
     instances = min(instances, _free_mib() // PAIR_MIB)
@@ -95,13 +95,13 @@ def measure_fleet(
 
 
 def _free_mib() -> int:
-    """Memory that new processes can have."""
+    """Return the MiB of memory that new processes can have."""
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
     return int(line.split()[1]) >> 10
 
 
 def _idle_percents(home: Path, idle_s: float, curve: bool, progress: Callable[[str], None]) -> tuple[float, float]:
-    """Processor time of an idle coordinator beside all that are registered in ``home``, and of one that is alone."""
+    """Measure an idle coordinator beside all that are registered in ``home``, and one alone: percent of a core."""
     with tempfile.TemporaryDirectory(prefix="immortal-alone-", dir=home.parent) as other:
         variables = {CALLS_VARIABLE: "0", NAME_VARIABLE: IDLE_NAME, NEIGHBOURS_VARIABLE: ""}
         both = [register(place, {IDLE_NAME: APP}, variables, curve=curve)[IDLE_NAME] for place in (home, Path(other))]
@@ -217,7 +217,7 @@ def _mean_and_most(values: Iterator[float]) -> tuple[float, float]:
 
 
 def _stop(services: Sequence[Service]) -> None:
-    """A clean stop of all: the last checkpoint of each is behind its last record."""
+    """Stop all cleanly: the last checkpoint of each is after its last record."""
     deadline = time.perf_counter() + STEP_TIMEOUT_S
     for first in range(0, len(services), STARTED_AT_ONCE):
         group = services[first : first + STARTED_AT_ONCE]
@@ -234,7 +234,7 @@ def _check_state(service: Service, callers: Sequence[str], calls: int) -> None:
         raise BenchError(f"{name!r} has counted {counts}, expected {calls} calls of each of {', '.join(callers)}")
 
 
-# What people read.
+# Output for people.
 
 
 def print_fleet(result: FleetResult) -> None:

@@ -1,4 +1,4 @@
-"""The services of `immortal bench --fleet`, `--isolation` and `--failing`."""
+"""Services of `immortal bench --fleet`, `--isolation` and `--failing`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from datetime import UTC, datetime, timedelta
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
-# A fleet: each calls its neighbours, and checks that each of them calls in order.
+# A fleet: each member calls its neighbours, and checks that each neighbour's calls arrive in order.
 
 
 NAME_VARIABLE = "IMMORTAL_BENCH_NAME"
 NEIGHBOURS_VARIABLE = "IMMORTAL_BENCH_NEIGHBOURS"  # names, with commas between them
-CALLS_VARIABLE = "IMMORTAL_BENCH_CALLS"  # for each of them
+CALLS_VARIABLE = "IMMORTAL_BENCH_CALLS"  # to each neighbour
 NEIGHBOURS = [name for name in os.environ.get(NEIGHBOURS_VARIABLE, "").split(",") if name]
 
 
@@ -49,7 +49,7 @@ class Member(Immortal):
         impulses.begin(os.environ[NAME_VARIABLE], int(os.environ[CALLS_VARIABLE]))
 
 
-# A hub, and the receivers that it calls, all of them alike: --isolation.
+# A hub and its receivers, all alike: --isolation.
 
 
 RECEIVERS = [f"receiver{number}" for number in range(10)]
@@ -110,7 +110,7 @@ class Hub(Immortal):
 
     @on_primary
     def drive(self, impulses: Impulses) -> None:
-        """Do what each line of standard input says, and report it when done."""
+        """Run the command of each line of standard input, and report when it is done."""
         for line in sys.stdin:
             match line.split():
                 case ["fill"]:
@@ -137,7 +137,7 @@ def _sample(impulses: Impulses, window: int, rate: float, count: int, begin_us: 
 
 STATE_SIZE_VARIABLE = "IMMORTAL_BENCH_STATE_SIZE"
 ROW_SIZE_BYTES = 1000
-ENCODED_ROW_SIZE_BYTES = 1024  # at most: what a state of 1 MiB holds is a small state's, with what is in front
+ENCODED_ROW_SIZE_BYTES = 1024  # at most: so a state of 1 MiB, with its envelope, is within a small state's limit
 
 
 class Ledger(Immortal):

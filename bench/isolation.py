@@ -1,8 +1,8 @@
-"""Measures whether a dead and a stalled receiver slow calls to eight others, in windows with and without faults.
+"""Benchmark of isolation: do a dead and a stalled receiver slow calls to eight others?
 
-In each window the hub first makes as many calls as it can, which fills the buffers for the two that take nothing. Then
-it makes a few at fixed moments, and measures their latencies: from when a call was due to when it was on the receiver's
-disk.
+There are windows with and without these faults. In each, the hub first makes as many calls as it can, which fills the
+buffers for the two faulty receivers. Then it makes a few calls at fixed times, and measures their latencies: from when
+a call was due to when it was on the receiver's disk.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SECONDS = 6.0  # of each half of a window
 ROUNDS = 3  # of two windows each: all healthy, and with the two
 RATE = 25.0  # calls a second to each receiver, far below what two processors can do
 SETTLE_S = 1.0
-REST_S = 1.0  # between the two halves, once the others have all that was sent
+REST_S = 1.0  # between the two halves, once the others have all calls
 STEP_TIMEOUT_S = 120.0
-# Of the hub, so that what waits for the two goes far beyond it within one window.
+# Tuning of the hub, so that the calls that wait for the two go far beyond it within one window.
 TUNING = "\n[tuning]\npeer_buffer_mib_max = 8\n"
 
 
@@ -52,7 +52,7 @@ class IsolationResult:
 
     @property
     def throughput_ratio(self) -> float:
-        """Calls/s with the two faults, divided by those without: medians of the windows."""
+        """Return calls/s with the two faults divided by calls/s without them: medians of the windows."""
         return self._median(True, lambda window: window.calls_per_s) / self._median(
             False, lambda window: window.calls_per_s
         )
@@ -97,7 +97,7 @@ class _Isolation:
         self._seconds = seconds
         self._progress = progress
         self._samples = int(seconds * RATE)
-        self._commands = 0  # that the hub has not said to be done
+        self._commands = 0  # that the hub has not reported as done
 
     def measure(self, rounds: int) -> IsolationResult:
         rates: list[tuple[bool, float]] = []
@@ -140,7 +140,7 @@ class _Isolation:
     # --- the two halves of a window ----------------------------------------------------------------------------------
 
     def _throughput(self, what: str) -> float:
-        """Return how many calls a second got onto the disks of the others."""
+        """Return how many calls a second reached the disks of the others."""
         self._progress(f"{what}: throughput")
         self._command("fill")
         self._listen(SETTLE_S)
@@ -181,13 +181,13 @@ class _Isolation:
         self._commands += 1
 
     def _listen(self, timeout_s: float) -> None:
-        """Wait until the hub has obeyed its commands, for ``timeout_s`` at most: a busy hub obeys later."""
+        """Wait until the hub has run its commands, at most ``timeout_s``: a busy hub runs them later."""
         _, app = self._hub.processes()
         assert app.stdout is not None
         deadline_s = time.monotonic() + timeout_s
         while self._commands and (left_s := deadline_s - time.monotonic()) > 0:
             if select.select([app.stdout], [], [], left_s)[0]:
-                # Not through the file object: what it had read ahead, select would not know of.
+                # Not through the file object: select would not see the bytes that it has read ahead.
                 self._commands -= os.read(app.stdout.fileno(), 4096).count(b"\n")
             self._hub.check_alive()
 
@@ -222,7 +222,7 @@ def _window(faulty: bool, calls_per_s: float, latencies_ms: Sequence[float]) -> 
     )
 
 
-# What people read.
+# Output for people.
 
 
 def print_isolation(result: IsolationResult) -> None:

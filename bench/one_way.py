@@ -1,4 +1,4 @@
-"""One-way calls, timed from the first sender's first call to the last receiver's last one."""
+"""Benchmark of one-way calls, timed from the first sender's first call to the last receiver's last one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from immortal.protocol.command_line import echo, print_table
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 
-BURST_SIZE_BYTES = 2 << 20  # of arguments in one burst, roughly: small enough to be paced smoothly
-CALL_OVERHEAD_BYTES = 200  # what a call costs in time, expressed in bytes: so that runs take about as long
+BURST_SIZE_BYTES = 2 << 20  # of arguments in one burst, roughly: small enough for smooth pacing
+CALL_OVERHEAD_BYTES = 200  # the time of a call as bytes, so that all runs take about as long
 SILENCE_S_MAX = 300.0
 
 
@@ -57,7 +57,7 @@ class ImmortalStreams:
         self.services = services
 
     def run(self, load: Load, calls: int) -> OneWay:
-        round_calls = len(load.sizes) * load.receivers  # so that each receiver gets the same
+        round_calls = len(load.sizes) * load.receivers  # so that all receivers get equal shares
         in_burst = max(1, round(BURST_SIZE_BYTES / (load.mean_size_bytes + CALL_OVERHEAD_BYTES) / round_calls))
         in_burst *= round_calls
         bursts = max(1, round(calls / (load.senders * CHAINS * in_burst)))
@@ -108,7 +108,7 @@ def immortal_streams(
     curve: bool = False,
     **settings: Any,
 ) -> Iterator[ImmortalStreams]:
-    """``settings``: of the instances, as ``immortal.coordinator.instances.registry.Registry.register`` takes them."""
+    """Run senders and receivers. ``settings``: of the instances, as :class:`Registry`'s ``register`` takes them."""
     apps = {f"receiver-{index}": "immortal.bench.apps:Receiver" for index in range(receivers)}
     apps |= {f"sender-{index}": "immortal.bench.apps:Sender" for index in range(senders)}
     services = register(home, apps, dict(variables), curve=curve, **settings)
@@ -116,7 +116,7 @@ def immortal_streams(
         yield ImmortalStreams(services)
 
 
-# One-way calls between two services, by size, and the replay of what they have logged.
+# One-way calls between two services, by size, and the replay of their logged calls.
 
 
 WARM_UP_BYTES = 20_000_000
@@ -141,7 +141,7 @@ class Replay:
 @dataclass(frozen=True, slots=True)
 class Results:
     one_way: list[SizeResult]
-    one_way_curve: list[SizeResult]  # the same between instances with keys, if that was asked for
+    one_way_curve: list[SizeResult]  # the same between instances with keys, if requested
     disk_mb_per_s: dict[int, float]  # by block size
     replay: Replay | None
     peak_memory_mib: dict[str, tuple[float, float]]  # of (coordinator, app) by instance
@@ -156,11 +156,11 @@ def run_benchmark(
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
-    """Measure each size once with ``volume_mb`` MB of traffic (calls counted as 200 bytes beside their arguments).
+    """Measure each size once with ``volume_mb`` MB of traffic (each call counts 200 bytes beside its arguments).
 
-    ``curve``: and once more between instances with keys. ``log_key``: all of it with authenticated logs.
+    ``curve``: also measure instances with keys. ``log_key``: use authenticated logs for all of it.
 
-    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
     """
     with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home_name:
         home = Path(home_name)
@@ -185,7 +185,7 @@ def _streams(home: Path, *, curve: bool, log_key: bool) -> AbstractContextManage
 def _measure(
     streams: ImmortalStreams, sizes: Sequence[int], volume_mb: int, progress: Callable[[str], None]
 ) -> list[SizeResult]:
-    streams.run(Load((sizes[0],)), WARM_UP_BYTES // (sizes[0] + CALL_OVERHEAD_BYTES))  # it finds the processes cold
+    streams.run(Load((sizes[0],)), WARM_UP_BYTES // (sizes[0] + CALL_OVERHEAD_BYTES))  # the processes start cold
     results = []
     for size_bytes in sizes:
         calls = volume_mb * 1_000_000 // (size_bytes + CALL_OVERHEAD_BYTES)
@@ -197,7 +197,7 @@ def _measure(
 
 
 def measure_replay(receiver: Service) -> Replay | None:
-    """kill -9 the receiver and its coordinator; how fast are the calls since the last checkpoint replayed?"""
+    """Kill the receiver and its coordinator; measure how fast the calls since the last checkpoint are replayed."""
     status = receiver.status()
     if status is None or not status["checkpoint"]:
         return None
@@ -228,7 +228,7 @@ def batch_count(value: bytes) -> int:
     return sum(batch.count for batch in decode_trailer(value[header.size_bytes :], header.check).batches)
 
 
-# What people read.
+# Output for people.
 
 
 def print_one_way(results: Results) -> None:

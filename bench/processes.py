@@ -1,4 +1,4 @@
-"""The processes of a benchmark run, in a registry of its own, and what they use. They die with the run."""
+"""Processes of a benchmark run, in a registry of its own, and their usage; they are killed when the run ends."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a process in bytes. Of pages that it shares with others, ``resident`` counts all, ``proportional`` its
-    part, and ``own`` none: so much its end would give back."""
+    """Memory of a process in bytes. Of shared pages ``resident`` counts all, ``proportional`` its part, ``own`` none:
+    the process would give back ``own`` at its end."""
 
     resident: int
     proportional: int
@@ -99,7 +99,7 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# The processes of a benchmark run, in a registry of its own. They die with it.
+# The processes of a benchmark run, in a registry of its own. They are killed when the run ends.
 
 
 START_TIMEOUT_S = 30.0
@@ -111,7 +111,7 @@ class BenchError(ImmortalError):
 
 
 class Service:
-    """One instance: its coordinator and its app. Output that is not asked for goes to files in the registry."""
+    """Instance of a benchmark: its coordinator and its app. Output that nobody reads goes to files in the registry."""
 
     def __init__(self, settings: InstanceSettings, app: str, environment: dict[str, str]) -> None:
         self.settings = settings
@@ -132,7 +132,7 @@ class Service:
             )
             self.app = subprocess.Popen(
                 [sys.executable, "-P", "-m", "immortal.appsdk", self._app],
-                cwd=settings.folder,  # an app's modules are looked for there: no bench.py of the user's is found
+                cwd=settings.folder,  # an app's modules are imported from there: no bench.py of the user's is found
                 env={
                     **self.environment,
                     "IMMORTAL_APP_ADDRESS": settings.app_addresses[0],
@@ -186,11 +186,11 @@ class Service:
         return self.coordinator, self.app
 
     def ask_to_stop(self) -> None:
-        """Ask both to end, with a last checkpoint."""
+        """Ask coordinator and app to end, with a last checkpoint."""
         self.processes()[0].terminate()
 
     def wait_until_stopped(self, timeout_s: float) -> None:
-        """Wait until both have ended. Raises BenchError if one ends with another status than 0, or not in time."""
+        """Wait until coordinator and app have ended. Raises BenchError for a status other than 0, or a timeout."""
         for what, process in zip(("coordinator", "app"), self.processes(), strict=True):
             try:
                 status = process.wait(timeout_s)
@@ -207,7 +207,7 @@ class Service:
         )
 
     def kill(self) -> None:
-        """Kill both with SIGKILL, and wait until they are gone."""
+        """Kill coordinator and app with SIGKILL, and wait for their ends."""
         for process in (self.app, self.coordinator):
             if process is not None:
                 _kill(process)
@@ -219,7 +219,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what it did not read
+            with contextlib.suppress(BrokenPipeError):  # it did not read all
                 pipe.close()
 
 
@@ -239,7 +239,7 @@ def start_module(module: str, *arguments: str, **options: Any) -> Iterator[subpr
 
 
 def tell(process: subprocess.Popen[str], line: str) -> None:
-    """Write a line to a process's standard input. Where the process has ended, :func:`hear` says so."""
+    """Write a line to a process's standard input. If the process has ended, :func:`hear` reports it."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{line}\n")
@@ -252,7 +252,7 @@ def hear(
     check_alive: Callable[[], None] = lambda: None,
     timeout_s: float | None = None,
 ) -> str:
-    """Read a line of a process's standard output. Raises BenchError, or what ``check_alive`` raises, if none comes."""
+    """Read a line of a process's stdout. Raises BenchError, or the errors of ``check_alive``, if there is none."""
     assert process.stdout is not None
     if timeout_s is not None and not select.select([process.stdout], [], [], timeout_s)[0]:
         check_alive()
@@ -266,10 +266,10 @@ def hear(
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of the threads that a process has now; more exact than :func:`processor_s`."""
+    """Return the CPU seconds of a process's current threads; more exact than :func:`processor_s`."""
     spent_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended just now
+        with contextlib.suppress(OSError):  # the thread has just ended
             spent_ns += int((task / "schedstat").read_text().split()[0])
     return spent_ns / 1e9
 
@@ -286,7 +286,7 @@ def register(
 ) -> dict[str, Service]:
     """Register an instance for each (name, "module:Class") of ``apps`` in ``home``; with ``curve`` all have keys.
 
-    ``settings``: more of them, as ``Registry.register`` takes them.
+    ``settings``: further ones, as ``Registry.register`` takes them.
     """
     registry = Registry(home)
     environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home), "PYTHONHASHSEED": "0"}
@@ -300,7 +300,7 @@ def register(
     return services
 
 
-# What a service of a benchmark had counted when it was stopped.
+# The state of a benchmark's service when it was stopped.
 
 
 def final_state(service: Service, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Measures commits while the log is trimmed, and otherwise."""
+"""Benchmark of commits while a log is trimmed, and without that."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from immortal.protocol.command_line import echo, print_table
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
-LOGS = ((64, 400_000), (64 << 10, 8_000))  # (size of a record's content in bytes, number of records to be trimmed)
-COMMIT_SIZE_BYTES = 64  # of the commits that are measured: those that a service waits for
+LOGS = ((64, 400_000), (64 << 10, 8_000))  # (size of a record's content in bytes, number of records to trim)
+COMMIT_SIZE_BYTES = 64  # of the measured commits, which a service waits for
 COMMITS_WITHOUT = 3_000
-COMMITS_MIN = 500  # fewer while it is trimmed say little about the 99th percentile: the log is filled again
+COMMITS_MIN = 500  # fewer while it is trimmed give no useful 99th percentile: the log is filled again
 ROUNDS_MAX = 20
 TRIM_TIMEOUT_S = 120.0
 _FILL_SIZE_BYTES = 4 << 20  # in one commit
@@ -44,7 +44,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class TrimResult:
-    """One log: ``records`` of ``size_bytes`` were trimmed, in all, in ``seconds`` while commits went on."""
+    """Result of one log: ``records`` of ``size_bytes`` were trimmed, in ``seconds`` in all, during commits."""
 
     size_bytes: int
     records: int
@@ -65,11 +65,11 @@ def measure_trimming(
 ) -> list[TrimResult]:
     """Measure each of ``logs``, (content size in bytes, records), in a new log of its own.
 
-    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
     """
     results = []
     switch_interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as a coordinator has it
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a coordinator
     try:
         for size_bytes, records in logs:
             with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name:
@@ -119,7 +119,7 @@ def _value(sequence_id: int, size_bytes: int) -> bytes:
 
 
 def _fill(store: RowLogStore, first_sequence_id: int, size_bytes: int, records: int) -> int:
-    """Write ``records`` records; the sequence ID behind the last."""
+    """Write ``records`` records; return the sequence ID after the last."""
     per_commit = max(1, _FILL_SIZE_BYTES // (size_bytes + 100))
     end = first_sequence_id + records
     for first in range(first_sequence_id, end, per_commit):
@@ -143,7 +143,7 @@ class _Commits:
         self._writer = writer
 
     def one(self) -> float:
-        """Commit one record; how long that took, in seconds. Raises BenchError."""
+        """Commit one record; return how long it took, in seconds. Raises BenchError."""
         value = _value(self.sequence_id, COMMIT_SIZE_BYTES)
         begun = time.perf_counter()
         transaction = Transaction(records=[(self.sequence_id, value)])
@@ -161,7 +161,7 @@ def _latency(latencies_s: list[float]) -> Latency:
     return Latency(len(ordered), 1e3 * percentile(ordered, 50), 1e3 * percentile(ordered, 99), 1e3 * ordered[-1])
 
 
-# What people read.
+# Output for people.
 
 
 def print_trim(results: Sequence[TrimResult]) -> None:

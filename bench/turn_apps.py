@@ -1,4 +1,4 @@
-"""The processor time of turns alone: no sockets, no disk, no wake-ups. Prints a JSON object; started as a process."""
+"""Benchmark of a turn's processor time, without sockets, disk and wake-ups. A program that prints a JSON object."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def awaited_us() -> float:
 
 
 class _Peers(PlainPeers):
-    """Remembers the tag of what it was given last, by destination: an answer has to name it."""
+    """Peers that keep the tag of the last frame to each destination: an answer must name it."""
 
     def __init__(self) -> None:
         self.tags: dict[str, int] = {}
@@ -77,7 +77,7 @@ class _Peers(PlainPeers):
 
 
 class _Core:
-    """A core whose app calls peers, each of which acknowledges at once."""
+    """Core whose app calls peers, each of which acknowledges at once."""
 
     def __init__(self, peers: int) -> None:
         inbox: list[ev.Event] = []

@@ -1,4 +1,4 @@
-"""One run of calls, as both sides of the comparison make it: the same calls, the same clock, the same checks.
+"""Run of calls that both sides of a comparison make alike: the same calls, the same clock, the same checks.
 
 A caller reads runs from standard input, a line of JSON each, and answers each with a line on standard output.
 """
@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
-NUMBER_SIZE_BYTES = 8  # in front of each argument: the answer has to be that of this call
+NUMBER_SIZE_BYTES = 8  # at the start of each argument: the answer must be that of this call
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``outstanding`` loops side by side, each of which waits for the answer of its call before it makes the next."""
+    """Run of ``outstanding`` parallel loops, each of which waits for its call's answer before the next call."""
 
     outstanding: int
     calls_per_loop: int
@@ -51,7 +51,7 @@ def measured(latencies_ns: list[int], seconds: float) -> Measured:
 
 
 def argument(number: int, size_bytes: int) -> bytes:
-    """Make the argument of call ``number``: different for each, so that a misdirected answer is found."""
+    """Return the argument of call ``number``: different for each, so that a misdirected answer is found."""
     return number.to_bytes(NUMBER_SIZE_BYTES, "little").ljust(size_bytes, b"\0")
 
 
@@ -118,7 +118,7 @@ def decode_measured(line: str) -> Measured:
     return Measured(**json.loads(line))
 
 
-# What both ways of running services are asked to do alike: a line of JSON on standard input for each run.
+# Tasks for both ways of running services: a line of JSON on standard input for each run.
 
 
 BATCH_CALLS = 1_000  # of one round of Case.ONE_WAY
@@ -139,7 +139,7 @@ class Case(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """``rounds`` one after the other: a round is an awaited call, or a batch and the answer that it was taken."""
+    """Run of ``rounds``, one after the other: each is an awaited call, or a batch and its acknowledgement."""
 
     case: Case
     rounds: int
@@ -152,9 +152,9 @@ def read_tasks(source: TextIO) -> Iterator[Task]:
         yield Task(Case(values["case"]), values["rounds"], values["size_bytes"])
 
 
-# Latencies in numbers that people compare.
+# Latencies as numbers that people compare.
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of values in ascending order; at least one."""
+    """Return a percentile of one or more values in ascending order."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent // 100))]

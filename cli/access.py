@@ -1,4 +1,4 @@
-"""keys: the CURVE keys of an instance, and whose keys let their owners call it."""
+"""Commands keys and audit: an instance's CURVE keys and its callers' keys; the log of admissions and operators."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
 
 
 def _show_other(name: str, role: Role, folder: Path, done: str, *, as_json: bool) -> None:
-    """A client, or an operator."""
+    """Show the keys of a client or an operator."""
     pairs = key_files.read_pairs(folder)
     if as_json:
         echo_json({"name": name, "role": role, "keys": [pair.public for pair in pairs]} | _files(folder))
@@ -203,7 +203,7 @@ def _print(
         echo(f"its coordinator runs, as process {running.pid}")
 
 
-# audit: who was let in and refused, and what operators did; whether any of it was changed since.
+# audit: admissions, refusals and operators' acts, and if a line of them was changed later.
 
 
 _FRONT = ("time", "what", "previous")

@@ -1,4 +1,4 @@
-"""archive, restore: a log in object storage, and back from there."""
+"""Commands archive and restore: a log to object storage, and back from it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def archive(
 
 
 def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -> Archive:
-    """Raises FailedError where the extra is missing."""
+    """Return the archive of an instance. Raises FailedError if the extra is missing."""
     try:
         from immortal.coordinator.archive.archive import Archive, Cipher
     except ImportError as error:
@@ -160,7 +160,7 @@ def _described(moment: ArchivedMoment) -> dict[str, Any]:
     }
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- contents of an archive -------------------------------------------------------------------------------------------
 
 
 def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None:
@@ -174,7 +174,7 @@ def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None
     for one in names:
         try:
             _show_one(registry, one, _archive(url, one, None, make=False), as_json)
-        except (ImmortalError, FailedError) as error:  # of one archive: it hides no other
+        except (ImmortalError, FailedError) as error:  # an error of one archive hides no other archive
             failed += 1
             echo(f"{one}: {error}", err=True)
     if failed:
@@ -215,7 +215,7 @@ def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> N
 
 
 def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, Any] | None:
-    """Describe what would be lost with the log; None where the log is not here."""
+    """Describe what would be lost with the log; None if the log is not here."""
     from immortal.coordinator.archive.archiver import unarchived
 
     if name not in registry.names():
@@ -228,7 +228,7 @@ def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, A
     return {"records": found.records_count, "seconds": found.seconds}
 
 
-# --- and back ---------------------------------------------------------------------------------------------------------
+# --- restore ----------------------------------------------------------------------------------------------------------
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""call: one request from outside, from the command line."""
+"""Commands call and queue: one request from outside; the tasks of a queue."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def call(
     """
     if query and key is not None:
         raise click.UsageError("a query takes no --key: it is asked anew each time, and changes nothing")
-    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
+    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # raises with the known names
     with connect(name, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
         target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
         try:
@@ -74,7 +74,7 @@ def call(
 
 
 def _as_json(method: str, value: Any) -> str:
-    """Raises FailedError."""
+    """Return a value as JSON text. Raises FailedError."""
     try:
         try:
             return msgspec.json.encode(value).decode()
@@ -100,7 +100,7 @@ def _argument(text: str) -> Any:
         return text
 
 
-# queue: what is in a queue of tasks, and what to do with those that failed.
+# queue: the tasks in a queue, and the retry or removal of failed ones.
 
 
 STATES = ("waiting", "delayed", "running", "done", "dead", "dropped")
@@ -182,7 +182,7 @@ def _chosen(tasks: Sequence[int], all_of_them: bool) -> list[int] | None:
 
 
 def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
-    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
+    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # raises with the known names
     with connect(name, home=registry.home, timeout=TIMEOUT_S, endpoints=endpoints) as instance:
         try:
             return getattr(instance, method)(*arguments)
@@ -197,7 +197,7 @@ def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
 
 
 def _value(encoded: bytes) -> Any:
-    """Decode arguments or a result for display; None where there are none, hex where they can't be read."""
+    """Decode arguments or a result for display; None if there are none, hex if they can't be read."""
     try:
         return decoding.decode_shown(encoded) if encoded else None
     except decoding.DecodeError:

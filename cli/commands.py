@@ -1,4 +1,4 @@
-"""The group of all commands."""
+"""Group of all commands."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _COMMANDS = {
         "bench": ("immortal.bench.cli", "Measure calls between two services here."),
     },
 }
-"""Commands by section: the module that has the command, loaded when it is asked for, and its help in one line."""
+"""Commands by section: the module that has the command, imported when it is used, and its help in one line."""
 _MODULES = {name: row for section in _COMMANDS.values() for name, row in section.items()}
 
 

@@ -1,4 +1,4 @@
-"""coordinator: one process, which holds no more of the command line than this."""
+"""Command coordinator: one process, with no more of the command line than this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dead-letters: the calls that failed and that nobody waits for; to look at, to try again, to drop."""
+"""Command dead-letters: failed calls that no caller waits for; show, retry, drop them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from immortal.protocol.command_line import FailedError, counted, echo, echo_json
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable, printable_json
 
-REQUEST_TIMEOUT_S = 60.0  # all of them may be many, and are answered once they are on disk
+REQUEST_TIMEOUT_S = 60.0  # there can be many, and they are answered once they are on disk
 WHY_SIZE_MAX = 100  # characters, in the table
 
 Values = dict[str, Any]
@@ -185,7 +185,7 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
     )
 
 
-# --- what a letter says ----------------------------------------------------------------------------------------------
+# --- contents of a letter --------------------------------------------------------------------------------------------
 
 
 def _reader(settings: InstanceSettings) -> LogReader:

@@ -1,4 +1,4 @@
-"""doctor."""
+"""Command doctor: problems of the installation, the home and its instances."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
 
 
 def write_bundle(registry: Registry, path: Path, names: list[str] | None = None) -> None:
-    """Write what a bug report needs of the home, or of some of its instances, and list what was written.
+    """Write the parts of the home, or of some instances, that a bug report needs, and list them.
 
-    Left out: logs, checkpoints, keys, and what apps print, which may hold anybody's data.
+    Left out: logs, checkpoints, keys, and the output of apps, which can hold anybody's data.
     """
     files: dict[str, bytes] = {"findings.json": _json(list(examine(registry)))}
     found = registry.names() if names is None else names
     for one in found:
         files[f"{one}/status.json"] = _json(instance_status(registry, one))
-        with contextlib.suppress(ConfigError):  # the findings say so
+        with contextlib.suppress(ConfigError):  # the findings report it
             files[f"{one}/settings.json"] = _json(registry.load(one))
         lines = [line for _, line in merge_by_time([Tail(registry.home, one)], BUNDLE_LINES_MAX)]
         if lines:
@@ -121,7 +121,7 @@ def _state(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def _show(findings: Iterable[Finding]) -> None:
-    """The finding, then what it means and what to do; at the end how many there are of each kind."""
+    """Print each finding, its meaning and remedy; at the end the number of findings of each kind."""
     counts = {"problem": 0, "note": 0}
     for finding in findings:
         echo(f"{finding.level:<8} {finding.area:<13} {finding.what}")

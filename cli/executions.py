@@ -1,4 +1,4 @@
-"""executions: what has run and what waits, by key, handler, state or caller; to look at, cancel, signal, restart."""
+"""Command executions: runs of handlers, by key, handler, state or caller; show, cancel, signal, restart them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 def _query_options(function: Function) -> Function:
-    """Options that say which executions; the command gets a Query."""
+    """Add the options that select executions; the command gets a Query."""
 
     @functools.wraps(function)
     def with_query(
@@ -167,7 +167,7 @@ def executions(ctx: click.Context, name: list[str], query: Query, state: str, li
 
 
 def _print(found: list[Execution], of: list[str] | None = None) -> None:
-    """``of``: the instance of each."""
+    """Print executions as a table. ``of``: the instance of each."""
     rows = [execution_row(one) for one in found]
     if not found:
         echo("no execution is like that")

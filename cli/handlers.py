@@ -1,4 +1,4 @@
-"""handlers: the ``async def`` handlers that wait; to look at, to cancel, to signal, to try their effects at once."""
+"""Commands handlers and group: ``async def`` handlers that wait; named groups of ordered multicasts."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
     return ask_coordinator(settings, verb, request, timeout_s=REQUEST_TIMEOUT_S, not_running=not_running)
 
 
-# --- what a handler says ---------------------------------------------------------------------------------------------
+# --- contents of a handler -------------------------------------------------------------------------------------------
 
 
 def _row(one: Values) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def _lines(name: str, one: Values) -> Iterator[str]:
                 yield f"      {frame['text']}"
 
 
-# group: who is a member of a named group of ordered multicasts, and how one that is dead is expelled.
+# group: the members of a named group of ordered multicasts, and the expulsion of a dead one.
 
 
 ASKED_AT_ONCE_MAX = 8
@@ -339,14 +339,14 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
 
 
 def _asked(registry: Registry, name: str) -> dict[str, Values]:
-    """Ask each instance that runs here about the group; answers by instance. Raises FailedError."""
+    """Ask each instance that runs here about the group; return answers by instance. Raises FailedError."""
     running = [one for one in registry.names() if control.running(registry.load(one).folder) is not None]
 
     def ask(one: str) -> dict[str, Values]:
         try:
             return _groups(control.query(registry.load(one).folder, "handlers", TIMEOUT_S, argument={}))
         except ImmortalError:
-            return {}  # it has stopped, or its app does not work: `status` says so
+            return {}  # it has stopped, or its app does not work: `status` reports it
 
     with ThreadPoolExecutor(ASKED_AT_ONCE_MAX) as pool:
         answers = dict(zip(running, pool.map(ask, running), strict=True))

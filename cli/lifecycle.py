@@ -1,7 +1,7 @@
-"""stop, restart: of an instance, whoever started it.
+"""Commands stop, restart and migrate: end an instance, whoever started it, or hand it over.
 
-Where `immortal run` supervises, it is asked: a signal to the coordinator alone would look like a death to it. A
-coordinator that was started by hand is asked itself. Both take a last checkpoint and say goodbye to the app.
+A supervisor (`immortal run`) gets the request, since it would take a signal to its coordinator for a crash. A
+coordinator that was started by hand gets it itself. Both take a last checkpoint and end the app's session.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from immortal.protocol.command_line import FailedError, echo, echo_json, json_op
 from immortal.protocol.files import ProcessFile, is_living, is_near
 from immortal.protocol.safe_output import printable
 
-STOP_TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and then for processes that do not end
-PATIENCE_S = 2.0  # before it is said what is waited for
-ASK_TIMEOUT_S = 1.0  # a coordinator that is busy or just ends
+STOP_TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and for processes that do not end
+PATIENCE_S = 2.0  # before the command prints what it waits for
+ASK_TIMEOUT_S = 1.0  # a coordinator that is busy or is ending
 STOP_POLL_S = 0.05
-HEIR_S = 2.0  # for who follows to take over
+HEIR_S = 2.0  # for a follower to take over
 _WORKS = ("normal", "taking a checkpoint")
 
 
@@ -92,7 +92,7 @@ def restart(registry: Registry, name: str, timeout_s: float) -> None:
 
 
 class _Process:
-    """A process that is not our own, as a descriptor: a later one with its ID can't be meant."""
+    """Process that this one did not start, held by a descriptor: a later process with its ID can't be meant."""
 
     def __init__(self, known: ProcessFile) -> None:
         self._pid = known.pid
@@ -127,7 +127,7 @@ class _Process:
 
 
 class _Elsewhere(_Process):
-    """A coordinator in another container that shares the folder with this one: it is asked at its socket."""
+    """Coordinator in another container that shares the folder with this one: requests go to its socket."""
 
     def __init__(self, settings: InstanceSettings, known: ProcessFile) -> None:
         self._folder, self._known, self._descriptor = settings.folder, known, -1
@@ -141,7 +141,7 @@ class _Elsewhere(_Process):
 
 
 class _Waiting:
-    """Says what is waited for when it takes long, and gives up. ``what``: what the instance is to be."""
+    """Wait that reports its reason if it takes long, and ends at a limit. ``what``: the state that is waited for."""
 
     def __init__(
         self, settings: InstanceSettings, what: str, timeout_s: float, clock_s: Callable[[], float] = time.monotonic
@@ -153,7 +153,7 @@ class _Waiting:
         self._began_s = self._looked_s = clock_s()
 
     def go_on(self) -> None:
-        """Raises FailedError when the time is over."""
+        """Check the time, and report what is waited for. Raises FailedError at the limit."""
         now_s, name = self._clock_s(), self._settings.name
         if now_s - self._began_s >= self._timeout_s:
             raise FailedError(
@@ -186,7 +186,7 @@ def _status(settings: InstanceSettings) -> dict[str, Any] | None:
 
 
 def _working_status(settings: InstanceSettings, before: control.ControlFile | None) -> dict[str, Any] | None:
-    """Return the status of a coordinator that came after ``before``, as soon as its app works; else None."""
+    """Return the status of a coordinator that started after ``before``, once its app works; otherwise None."""
     now = control.running(settings.folder)
     if now is None or now == before:
         return None
@@ -206,7 +206,7 @@ def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) 
 
 
 def _refuse_strangers(settings: InstanceSettings) -> None:
-    """One that is just starting by hand says nothing of itself yet, and holds its log."""
+    """Raise FailedError if a process that can't be asked holds the log, such as one that is just starting by hand."""
     place = place_of(settings.log)
     if place.is_shared and (holder := place.holder()) is not None:
         raise FailedError(f"{settings.name!r} does not run on this machine; {holder} has it: ask there")
@@ -215,7 +215,7 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
 
 
 def _heir(settings: InstanceSettings) -> str | None:
-    """Return the host that has the instance now, if any; a follower that takes over needs a moment for that."""
+    """Return the host that has the instance now, if any, after a moment for a follower to take over."""
     place = place_of(settings.log)
     if not place.is_shared:
         return None
@@ -240,7 +240,7 @@ def checkpoint_at_stop(settings: InstanceSettings) -> str:
     return f", without a checkpoint of its last {behind} records: nothing is lost, the next start replays them"
 
 
-# migrate: an instance goes on at another machine, which follows its log.
+# migrate: another machine, which follows the log, takes the instance over.
 
 
 TIMEOUT_S = 10.0

@@ -276,7 +276,7 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
 
 
 def _log_place(registry: Registry, name_or_log: str) -> Place:
-    """Return the log of an instance, or the one that a folder or URL names. A registered name comes first."""
+    """Return the log of an instance, or the one that a folder or URL names. A registered name has priority."""
     if name_or_log not in registry.names():
         place = place_of(name_or_log)
         if place.exists():

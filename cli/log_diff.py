@@ -1,7 +1,7 @@
-"""Two logs record by record: where they first differ, and what only one of them holds. Both are only read.
+"""Comparison of two logs record by record: where they first differ, and what only one holds. Both are only read.
 
-Copies of one log have the same committer, and their records are compared byte by byte. The records of two logs that
-were made apart never have the same bytes: of these the messages and the trailers are compared.
+Copies of one log have the same committer; their records are compared byte by byte. The records of two logs that were
+written independently never have the same bytes; of these the messages and the trailers are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pair = tuple[str, str]
 
 
 class LogTotals(Struct):
-    """Totals of one log in the range that was compared."""
+    """Totals of one log in the compared range."""
 
     records: int = 0
     messages: int = 0
@@ -40,10 +40,10 @@ class LogTotals(Struct):
 
 
 class RecordDifference(Struct, frozen=True):
-    """A record that both logs have, but not the same.
+    """Difference of a record that both logs have.
 
-    ``what``: the parts that differ, of DAMAGE, MESSAGES, TIME, SOURCES and OUTPUTS. ``message_index``: of the first
-    message that differs, counted from 0; None if the messages are the same.
+    ``what``: the parts that differ, of DAMAGE, MESSAGES, TIME, SOURCES and OUTPUTS. ``message_index``: the first
+    different message, counted from 0; None if the messages are the same.
     """
 
     sequence_id: int
@@ -55,7 +55,7 @@ DAMAGE, MESSAGES, TIME, SOURCES, OUTPUTS = "damage", "messages", "time", "source
 
 
 class CheckpointDifference(Struct, frozen=True):
-    """Checkpoint ``checkpoint_id``; None where a log does not have it. ``what``: the fields that differ."""
+    """Difference of a checkpoint; None stands for a log that does not have it. ``what``: the fields that differ."""
 
     checkpoint_id: int
     first: CheckpointHeader | None
@@ -64,7 +64,7 @@ class CheckpointDifference(Struct, frozen=True):
 
 
 class LogDiff(Struct):
-    """Differences of two logs. The lists hold the first ``limit`` of each kind, the counts are of all."""
+    """Differences of two logs. The lists hold the first ``limit`` of each kind; the counts include all."""
 
     summaries: tuple[LogSummary, LogSummary]
     limit: int
@@ -85,9 +85,9 @@ class LogDiff(Struct):
 def diff_logs(
     first: LogReader, second: LogReader, *, limit: int = 20, progress: Callable[[int, int], None] | None = None
 ) -> LogDiff:
-    """Compare what the two logs hold as it begins. ``progress(records, total)`` is called now and then.
+    """Compare the contents that two logs have at the start. ``progress(records, total)`` is called now and then.
 
-    Raises DamagedLogError where a log can't be read at all; a damaged record is a difference.
+    Raises DamagedLogError if a log can't be read at all; a damaged record is a difference.
     """
     summaries = first.summary(), second.summary()
     diff = LogDiff(summaries, limit)
@@ -137,14 +137,14 @@ def _header_fields(one: CheckpointHeader, other: CheckpointHeader) -> Mapping[st
 
 
 def _rows(reader: LogReader, summary: LogSummary) -> Iterator[LoggedValue]:
-    """The records that are there, damaged or not, up to what was the last one."""
+    """Return the records that exist, damaged or not, up to the last one of ``summary``."""
     return (row for row in reader.records(last_sequence_id=summary.last_sequence_id) if row.value)
 
 
 def _merged(
     first: Iterator[LoggedValue], second: Iterator[LoggedValue]
 ) -> Iterator[tuple[LoggedValue | None, LoggedValue | None]]:
-    """Side by side by sequence ID; None where one has no such record."""
+    """Yield the records of two logs in pairs, by sequence ID; None if a log has no such record."""
     one, other = next(first, None), next(second, None)
     while one is not None or other is not None:
         if other is None or (one is not None and one.sequence_id < other.sequence_id):
@@ -227,7 +227,7 @@ def _first_different(first: Iterator[Item], second: Iterator[Item]) -> int | Non
 
 
 def _messages_of(value: bytes) -> Iterator[bytes]:
-    """All messages of a record but its time; how they are batched means nothing."""
+    """Yield all messages of a record except its time; how they are batched does not matter."""
     for batch in batches(record_of(value).content):
         offset = 0
         for _, _, end in decode_messages(batch.payload):
@@ -311,7 +311,7 @@ def _checkpoint_values(header: CheckpointHeader | None) -> dict[str, Any] | None
 
 
 def _described(readers: tuple[LogReader, LogReader], difference: RecordDifference) -> list[dict[str, Any] | None]:
-    """Describe the record in each log, or its one message that differs; None where a log has trimmed it."""
+    """Describe the record in each log, or its one message that differs; None if a log has trimmed it."""
     described: list[dict[str, Any] | None] = []
     for reader in readers:
         row = _row(reader, difference.sequence_id)

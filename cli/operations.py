@@ -1,4 +1,4 @@
-"""Commands to a running instance: checkpoint, upgrade, pause, resume, clock."""
+"""Commands for a running instance: checkpoint, upgrade, pause, resume, clock."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _mark(settings: InstanceSettings, to: int | None, app: str | None, project: 
 
 
 def _next_start(settings: InstanceSettings, command: str) -> str:
-    """Say what an operator does so that the next start upgrades. ``command``: that starts what does not run."""
+    """Return what an operator must do so that the next start upgrades. ``command``: starts a stopped instance."""
     name = settings.name
     if control.supervisor(settings.folder) is not None:
         return f"it runs now; for that start: immortal restart {name}"
@@ -147,7 +147,7 @@ def _state(settings: InstanceSettings) -> str:
     return f"{settings.name}: {version}; the upgrade to version {mark.to} failed: {mark.problem}"
 
 
-# pause, resume: an instance whose app gets no input for a while.
+# pause, resume: an instance whose app gets no input for some time.
 
 
 Values = dict[str, Any]
@@ -187,7 +187,7 @@ def _ask(registry: Registry, name: str, verb: str) -> Values:
     return ask_coordinator(registry.load(name), verb, {"who": operator_name()}, not_running=not_running)
 
 
-# clock: the time of a running instance, as it follows the clock of its machine.
+# clock: the time of a running instance, and how it follows its machine's clock.
 
 
 @click.command()

@@ -33,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def instance_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A click callback: an impossible name is wrong usage."""
+    """Validate an instance's name, as a click callback; an impossible name is a usage error."""
     if value is None:
         return None
     try:
@@ -44,12 +44,12 @@ def instance_name(ctx: click.Context, parameter: click.Parameter, value: str | N
 
 
 def instance_names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str | None, ...]:
-    """A click callback for several names, each once."""
+    """Validate several names, as a click callback, and keep each once."""
     return tuple(instance_name(ctx, parameter, one) for one in dict.fromkeys(value))
 
 
 def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A click callback, as the one above."""
+    """Validate an app's name (MODULE:CLASS), as a click callback."""
     try:
         return None if value is None else check_app(value)
     except ConfigError as error:
@@ -62,7 +62,7 @@ def app_or_hand(ctx: click.Context, parameter: click.Parameter, value: str | Non
 
 
 class _Ports(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """An app's port, and its send port behind a colon, as (port, send port or None)."""
+    """Parameter type of an app's port, and its send port after a colon: (port, send port or None)."""
 
     name = "port[:send port]"
 
@@ -74,14 +74,14 @@ class _Ports(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
 
 
 def app_port_option(name: str = "app") -> Callable[[Function], Function]:
-    """Ports of an app that is started by hand; None: free ones."""
+    """Return the option for the ports of an app that is started by hand; None: free ports."""
     return click.option(
         f"--{name}-port", type=_Ports(), metavar="PORT[:SEND_PORT]", help=f"Where the app of --{name} - comes in."
     )
 
 
 def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """A click callback: SEQ:INDEX, or some of them, as (record, message)."""
+    """Parse SEQ:INDEX, or several, to (record, message), as a click callback."""
     if value is None:
         return None
     return tuple(_message_id(text) for text in value) if isinstance(value, tuple) else _message_id(value)
@@ -95,7 +95,7 @@ def _message_id(text: str) -> tuple[int, int]:
 
 
 def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For a shell: the registered instances that begin so. None where the registry can't be read."""
+    """Return the registered instances that begin with ``incomplete``, for a shell; [] if the registry is unreadable."""
     with contextlib.suppress(ImmortalError):
         names = Registry(ctx.find_root().params["home"]).names()
         return [name for name in names if name.startswith(incomplete)]
@@ -124,9 +124,9 @@ def ask_coordinator(
     timeout_s: float = control.QUERY_TIMEOUT_S,
     not_running: str = "",
 ) -> dict[str, Any]:
-    """Return the answer of a running coordinator. ``not_running``: what to say where it does not run on any machine.
+    """Return the answer of a running coordinator. ``not_running``: the error's text if it runs on no machine.
 
-    Raises FailedError with what it says against it, ControlError.
+    Raises FailedError with the coordinator's refusal, ControlError.
     """
     try:
         answer = control.query(settings.folder, verb, timeout_s, argument=dict(request))
@@ -142,7 +142,7 @@ def ask_coordinator(
 
 
 class InstanceCommandGroup(Commands):
-    """A group that takes an instance's name, and by itself shows something of it."""
+    """Group of commands that takes an instance's name; without a subcommand it shows part of the instance."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Accept ``NAME --json`` too: click's groups take options only before their arguments."""
@@ -152,7 +152,7 @@ class InstanceCommandGroup(Commands):
 
 
 def pass_settings_of(load: Callable[[Registry, str], InstanceSettings]) -> Callable[[Callable[..., None]], Any]:
-    """Make a decorator for commands of such a group: they get the settings of its instance, as ``load`` has them."""
+    """Make a decorator for commands of such a group: they get their instance's settings from ``load``."""
 
     def pass_settings(function: Callable[..., None]) -> Callable[..., None]:
         @click.pass_context
@@ -200,7 +200,7 @@ def trust_pickle_option(function: Function) -> Function:
 
 
 def at_least_option(default: int) -> Callable[[Function], Function]:
-    """``default``: so many messages must have been compared for "the same"."""
+    """Return the option for how many messages must be compared for the verdict "the same"."""
     return click.option(
         "--at-least",
         type=click.IntRange(min=0),
@@ -223,7 +223,7 @@ def debugpy_option(help_text: str) -> Callable[[Function], Function]:
 
 
 def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
-    """Raises RegistryError where the instance has not been started yet, ConfigError."""
+    """Return the settings of an instance that has a log. Raises RegistryError if it has none, ConfigError."""
     from immortal.coordinator.log.open import log_exists
 
     settings = registry.load(name)
@@ -235,14 +235,14 @@ def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
 pass_registry = click.make_pass_decorator(Registry)
 
 
-# Options for settings: type, range, default and help as :mod:`immortal.coordinator.config.schema` says them.
+# Options for settings: type, range, default and help are those of :mod:`immortal.coordinator.config.schema`.
 
 
 _SETTING = re.compile(r"(?<![/\w])[a-z]+(_[a-z]+)+")  # in a text; options have names of their own
 
 
 class _Number(click.IntRange):
-    """A whole number in the setting's range, or a word of its own."""
+    """Parameter type of a whole number in the setting's range, or a word of its own."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting.least, setting.most)
@@ -260,7 +260,7 @@ class _Number(click.IntRange):
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """Parameter type of a text setting. A path may be relative to the working directory."""
+    """Parameter type of a text setting. A path can be relative to the working directory."""
 
     def __init__(self, setting: Setting) -> None:
         self.name = setting.about["metavar"]
@@ -269,7 +269,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         about, meant = self._setting.about, value
         if "free" in about:
-            return value  # for the registry to complete, and to judge
+            return value  # the registry completes and checks it
         is_place = about.get("path") == "log" and not is_in_folder(value)
         if "path" in about and not is_place and value not in ("", UNIX, *about.get("words", ())):
             prefix = UNIX if value.startswith(UNIX) else ""
@@ -308,12 +308,12 @@ def _as_option(match: re.Match[str]) -> str:
 
 
 def start_option(name: str) -> Callable[[Function], Function]:
-    """The option that changes setting ``name`` for one start; None where it is not given."""
+    """Return the option that changes setting ``name`` for one start; None if it is not given."""
     return _option(settings_of(InstanceSettings)[name], "that of the settings")
 
 
 def register_options(function: Function) -> Function:
-    """One for each setting that has a single value, as it stands in a file; None where it is not given."""
+    """Add an option for each setting that has a single value, as in a file; None if it is not given."""
     for setting in reversed(list(settings_of(InstanceSettings).values())):
         if setting.is_single:
             function = _option(setting)(function)
@@ -329,7 +329,7 @@ def said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """SEQ or TIME: a sequence ID as an int, or a :class:`Time`. A time without a zone is UTC."""
+    """Parameter type of a moment: a sequence ID as an int, or a :class:`Time`. A time without a zone is UTC."""
 
     name = "record|time"
 
@@ -342,18 +342,18 @@ class Moment(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             self.fail(str(error), param, ctx)
 
 
-# A progress bar for what takes long: on stderr, and only on a terminal.
+# A progress bar for long work: on stderr, and only on a terminal.
 
 
-DELAY_S = 1.0  # what is done sooner shows none
+DELAY_S = 1.0  # shorter work shows no bar
 
 Advance = Callable[[int, int | None], None]
-"""(done, total); total None: nobody knows."""
+"""Function of (done, total); total None: unknown."""
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Advance]:
-    """Yield a function that shows progress; call it from one thread at a time. The bar is gone at the end."""
+    """Yield a function that shows progress; call it from one thread at a time. The bar disappears at the end."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -1,4 +1,4 @@
-"""peers: where each peer of an instance is, how far its streams are, and the way out when a peer has another log."""
+"""Commands on an instance's peers: show their streams; reset or reclaim when a log was replaced by another."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class _Loss(Struct, frozen=True):
 
 
 def _as_seen_by(registry: Registry, peer: str, name: str) -> Peer | None:
-    """Return the streams with ``name`` from the view of ``peer``; None where that is not known here."""
+    """Return the streams with ``name`` as ``peer`` sees them; None if they are not known here."""
     if peer not in registry.names():
         return None
     settings = registry.load(peer)
@@ -221,7 +221,7 @@ def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, 
 
 
 def _of_log(summary: LogSummary, name: str) -> Peer:
-    """The fields of a live coordinator's answer, as far as the log has them."""
+    """Return the fields of a live coordinator's answer, as far as the log has them."""
     source, start = summary.sources.get(name), summary.stream_starts.get(name)
     return {
         "committer_id": summary.peers.get(name) or (source.committer_id if source else 0) or None,

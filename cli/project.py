@@ -72,7 +72,7 @@ def project_with(registry: Registry, name: str) -> Project | None:
     return project if is_its else None
 
 
-# init: a project that runs.
+# init: a new project that runs.
 
 
 @click.command()
@@ -135,9 +135,9 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool, debugpy: int | No
         try:
             return await development.run(services)
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one more wish must not spoil the exit status
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a later signal must not change the exit status
 
-    os.environ[KEEP_ALL_VARIABLE] = "1"  # for its services: what was tried here can be looked into
+    os.environ[KEEP_ALL_VARIABLE] = "1"  # for its services: earlier states can be inspected
     with hold(project.home, "immortal dev"):
         sys.exit(asyncio.run(run()))
 
@@ -148,7 +148,7 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool, debugpy: int | No
 TIMEOUT_S = 60.0
 OWN_LOG_NAME = ".project.log"
 _POLL_S = 0.05
-_PATIENCE_S = 1.0  # for a process that has just begun to say who it is
+_PATIENCE_S = 1.0  # for a process that has just started to publish its identity
 _SETTLED = ("ready", "failed", "stopped")
 RUNS_ALREADY = "runs already"
 
@@ -177,7 +177,7 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
         return
     found = _background(project)
     was = {} if found is None else found.states
-    services = project.services()  # what is wrong with it is said here
+    services = project.services()  # reports errors of the project here
     names = [one.name for one in services]
     pids = _supervisors(registry, names)
     gaps = _version_gaps(registry, services, upgrade=upgrade)
@@ -235,7 +235,7 @@ def _version_gaps(registry: Registry, services: Iterable[ServiceSpec], *, upgrad
 def _keep(project: Project, registry: Registry) -> None:
     from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL, ProjectDaemon
 
-    signal.signal(RELOAD_SIGNAL, signal.SIG_IGN)  # until it is understood: the first look is still to come
+    signal.signal(RELOAD_SIGNAL, signal.SIG_IGN)  # until there is a handler: the project is read after that anyway
     with hold(project.home, COMMAND):
         asyncio.run(ProjectDaemon(project, registry).run())
 
@@ -274,7 +274,7 @@ def _start_daemon(project: Project, timeout_s: float) -> int:
 
 
 def _holder_of(project: Project) -> RunLockHolder:
-    """Return the process that runs the project, after a short wait if need be. Raises FailedError if it is gone."""
+    """Return the process that runs the project, after a short wait if needed. Raises FailedError if it is gone."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while (found := holder(project.home)) is None:
         if time.monotonic() > deadline_s:
@@ -284,7 +284,7 @@ def _holder_of(project: Project) -> RunLockHolder:
 
 
 def _elsewhere(registry: Registry, name: str) -> str:
-    """Say who runs an instance that the project did not start, or that nobody does."""
+    """Say who runs an instance that the project did not start, or that it does not run."""
     with contextlib.suppress(RegistryError):
         found = control.supervisor(registry.load(name).folder) or control.running(registry.load(name).folder)
         if found is not None:
@@ -322,7 +322,7 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
 
 
 def _end(found: RunLockHolder, timeout_s: float) -> None:
-    """Ask the process ``found`` to stop, and wait until it has ended. Raises FailedError if it does not in time."""
+    """Stop the process ``found``, and wait until it has ended. Raises FailedError if it does not in time."""
     try:
         os.kill(found.pid, signal.SIGTERM)
     except ProcessLookupError:

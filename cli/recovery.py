@@ -1,4 +1,4 @@
-"""recover: what a recovery would do, and cutting a log off where a damaged record keeps it from going on."""
+"""Commands recover and skip: what a recovery would do; cut a log before a damaged record; skip a message."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _check(settings: InstanceSettings, as_json: bool, *, tries: bool) -> int:
 
 
 def _stop(verification: LogVerification) -> int | None:
-    """The record at which a recovery stops; None if it stops at none."""
+    """Return the record at which a recovery stops; None if it does not stop."""
     if verification.recovery_checkpoint_id is None:
         return None
     return verification.first_damage(verification.recovery_sequence_id + 1)
@@ -199,7 +199,7 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
 
 
 def _judged(cutter: LogCutter, name: str, sequence_id: int, *, force: bool) -> CutPlan:
-    """Raises CutRefusedError; where --force would help, it says what that would do."""
+    """Return the plan of a cut. Raises CutRefusedError; if --force would help, it says what that would do."""
     try:
         return cutter.plan(sequence_id, force=force)
     except CutRefusedError as error:
@@ -324,7 +324,7 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
 
 
 def _skip_verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: str) -> Verdict:
-    """Raises FailedError where that message can't be skipped."""
+    """Return the verdict on a skipped message. Raises FailedError if that message can't be skipped."""
     summary = store.summary()
     _require_replayed(summary, name, sequence_id)
     given = next((one for one in summary.verdicts if one.key == (sequence_id, index, 0, 0)), None)
@@ -365,15 +365,15 @@ def _require_replayed(summary: LogSummary, name: str, sequence_id: int) -> None:
     )
 
 
-# Whether the state of an instance can be saved: a live one says so itself, the log of a stopped one is replayed.
+# Check of an instance's state: a live one reports if it can be saved; a stopped one's log is replayed.
 
 
 STILL_S_MAX = 60.0
 
 
 class SavableStateCheck(Struct, frozen=True):
-    """``problem``: why it can't be saved, in words; ``note``: why that was not found out. "": none. ``message``: since
-    which one, (sequence ID, index)."""
+    """Result of a check that a state can be saved. ``problem``: why it can't; ``note``: why that is unknown; "": none.
+    ``message``: since which one, (sequence ID, index)."""
 
     problem: str = ""
     note: str = ""
@@ -381,7 +381,7 @@ class SavableStateCheck(Struct, frozen=True):
 
 
 def _patient(advance: Advance) -> Advance:
-    """Wrap ``advance`` so that a replay which stands still for STILL_S_MAX raises ReplayError: a handler may loop."""
+    """Wrap ``advance`` so that a replay without progress for STILL_S_MAX raises ReplayError: a handler can loop."""
     seen, since_s = -1, time.monotonic()
 
     def patient(records: int, total: int | None) -> None:
@@ -396,7 +396,7 @@ def _patient(advance: Advance) -> Advance:
 
 
 def check_state_is_savable(settings: InstanceSettings) -> SavableStateCheck:
-    """Raises nothing: what stands in the way is a note, but where nobody knows which app it is."""
+    """Check that a state can be saved. Raises nothing: obstacles are notes, except an unknown app."""
     try:
         if control.running(settings.folder) is not None:
             status = control.query(settings.folder, "status")
@@ -406,7 +406,7 @@ def check_state_is_savable(settings: InstanceSettings) -> SavableStateCheck:
         with own_logs.open_reader(settings) as reader:
             summary = reader.summary()
             if not summary.extensions or not summary.checkpoints:
-                return SavableStateCheck()  # it has none yet, or it is one of an app that knows only the base protocol
+                return SavableStateCheck()  # no state yet, or an app that knows only the base protocol
             try:
                 app = default_app(settings.name, settings.app, summary, summary.versions[-1].version)
             except ReplayError:

@@ -1,4 +1,4 @@
-"""register, unregister."""
+"""Commands register, unregister, registry and settings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 
 
 def _make_log(settings: InstanceSettings) -> str:
-    """The log of an instance that is new, where other machines reach it; what was done. Raises LogError."""
+    """Create a new instance's log if other machines reach it; return what was done. Raises LogError."""
     place = place_of(settings.log)
     if not place.is_shared:
         return ""
@@ -85,12 +85,12 @@ def _make_log(settings: InstanceSettings) -> str:
 
 
 def _relative(path: Path) -> str:
-    """Return a path relative to the working directory where that is shorter."""
+    """Return a path relative to the working directory if that is inside it."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)
 
 
-# registry: what many machines share of an instance, and how a folder's registry gets into a database.
+# registry: the shared parts of an instance on many machines, and a folder's registry as a database.
 
 
 @click.group(cls=Commands)
@@ -188,7 +188,7 @@ def _shared(registry: Registry) -> Copy:
     return registry.copy
 
 
-# settings: all that a settings file may say, from its schema.
+# settings: all settings of a file, from its schema.
 
 
 _HEADINGS = ("setting", "what it must be", "without it", "what it is for")

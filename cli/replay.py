@@ -1,4 +1,4 @@
-"""replay and verify: time travel, and the proof that it is exact. Both only read the log, also a live one."""
+"""Commands replay and verify: time travel, and the proof that it is exact. Both only read the log, also a live one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _checkpoint_option = click.option(
 
 
 class RecordOrTime(RecordPlace):
-    """A place in the log, or a time."""
+    """Parameter type of a place in the log, or a time."""
 
     name = "record[:message]|time"
 
@@ -317,14 +317,14 @@ def _verdict(name: str, *, is_same: bool, messages: int, warnings: list[str]) ->
 
 
 def _state(result: ReplayResult, app: str, code: Path | None) -> dict[str, Any]:
-    """The state in words; of an app that is not the SDK's only how much there is."""
+    """Return the state as text; for an app without the SDK only its size and checksum."""
     target = result.label if app == BY_HAND else app
     if result.description is not None and result.blob_path is not None and target:
         try:
             return show_state(target, result.blob_path, code)
         except ReplayError:
             if app != BY_HAND:
-                raise  # else its class may live elsewhere
+                raise  # otherwise its class can be on another machine
     return {"size_bytes": result.blob_size_bytes, "check": f"{result.blob_check or 0:016x}"}
 
 
@@ -339,7 +339,7 @@ def _announce(name: str) -> Callable[[str], None]:
 def _peers(
     registry: Registry, peer_logs: tuple[str, ...], stack: ExitStack, own: InstanceSettings
 ) -> Iterator[LogReader]:
-    """The readers of the logs that were given by an instance's name or as a folder."""
+    """Yield readers of the logs that were given by an instance's name or as a folder."""
     for given in peer_logs:
         place = place_of(registry.load(given).log if given in registry.names() else given)
         if not place.exists():
@@ -351,7 +351,7 @@ def _peers(
 
 @contextmanager
 def _signals(*, follow: bool, in_debugger: bool) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C ends the following, a second one all; in the debugger it is the app's. Yields whether to end."""
+    """Let Ctrl-C end the following, and a second one all; in the debugger it is the app's. Yields if to end."""
     asked = 0
 
     def take(number: int, frame: FrameType | None) -> None:

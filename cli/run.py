@@ -1,4 +1,4 @@
-"""run."""
+"""Command run: an instance's coordinator and app under one supervisor."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def run(
     now = app
 
     def commands() -> dict[Role, Command]:
-        """With the app as it is wanted by now: that of an upgrade, or the registered one, which was before it."""
+        """Return the commands with the app that is wanted now: an upgrade's, otherwise the registered one."""
         nonlocal now, upgrading
-        with contextlib.suppress(ImmortalError):  # as it was: the coordinator reads the same, and says what is wrong
+        with contextlib.suppress(ImmortalError):  # unchanged: the coordinator reads the same file and reports it
             mark = upgrade_mark.read(settings.folder)
             upgrading = mark is not None and mark.pending
             now = (mark.app if mark is not None and upgrading else None) or registry.load(name).app or now

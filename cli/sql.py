@@ -1,4 +1,4 @@
-"""`immortal sql`: DuckDB runs a query over logs and states, as of now or of an earlier moment."""
+"""Command sql: DuckDB runs a query over logs and states, as of now or of an earlier moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from immortal.pipeline.sql.database import Database
 
 
-ROWS_SHOWN_MAX = 1_000  # as a table, for people
+ROWS_SHOWN_MAX = 1_000  # in a table for people
 _ROWS_AT_ONCE = 1_000
 _ROWS_OF_A_GROUP = 100_000  # of a Parquet file
 

@@ -1,6 +1,6 @@
 """Commands that show what runs: status, health; ps and logs of a project.
 
-Live instances are asked, the logs of stopped ones are read.
+Live instances answer themselves; the logs of stopped ones are read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _pids(row: dict[str, Any]) -> str:
-    """The coordinator's, and that of the `immortal run` that would start it again."""
+    """Format the coordinator's process ID, and that of the `immortal run` that would restart it."""
     supervisor = f" under {row['supervisor_pid']}" if "supervisor_pid" in row else ""
     return f"{number_text(row.get('pid'))}{supervisor}"
 
@@ -137,10 +137,10 @@ def _output(one: dict[str, Any]) -> str:
     return text
 
 
-# health: whether an instance lives, and whether it is ready, as an exit status for probes.
+# health: an exit status for probes: does an instance live, and is it ready?
 
 
-SILENT_NS = 1_000_000_000  # who is waited for longer than that is named
+SILENT_NS = 1_000_000_000  # a process that is waited for longer is named
 _READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
 
 
@@ -178,7 +178,7 @@ def _answering(folder: Path) -> Path:
     return next((one for one in followers if control.running(one) is not None), folder)
 
 
-# ps: the services of a project, what runs and what does not.
+# ps: the services of a project, running or not.
 
 
 _COLUMNS = {
@@ -242,7 +242,7 @@ def _print_services(rows: list[dict[str, Any]]) -> None:
         echo_lines(row.get("problems", ()))
 
 
-# logs: what the services of a project that runs in the background have said.
+# logs: the output of a project's services in the background.
 
 
 _POLL_S = 0.2

@@ -1,4 +1,4 @@
-"""trace: what a viewer of traces shows of logs; also beside running coordinators."""
+"""Command trace: logs as traces for viewers, also beside running coordinators."""
 
 from __future__ import annotations
 

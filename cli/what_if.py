@@ -1,4 +1,4 @@
-"""what-if: replays the log of an instance with other code."""
+"""Command what-if: replays the logs of an instance or a fleet with other code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
 
 
 class _WhatIf(click.Command):
-    """With --fleet it is another command, with options of its own."""
+    """Command what-if; with --fleet it is another command, with options of its own."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -183,7 +183,7 @@ _HASH_SEED = "PYTHONHASHSEED"
 
 
 class _Change(click.ParamType):  # type: ignore[type-arg]
-    """NAME=MODULE:CLASS, as (name, app)."""
+    """Parameter type NAME=MODULE:CLASS, as (name, app)."""
 
     name = "name=module:class"
 
@@ -277,7 +277,7 @@ def _fleet(
     """
     if git_range is not None:
         sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
-    if os.environ.get(_HASH_SEED) != "0":  # the order of sets is that of the apps; and what ends the process is told
+    if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
         sys.exit(_in_child(ctx))
     from immortal.replay.fleet.opening import load_function, what_if
     from immortal.replay.fleet.outcome import outcome_lines
@@ -291,7 +291,7 @@ def _fleet(
     functions = {
         name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
     }
-    # What handlers print, they print for each run.
+    # Handlers would print their output for each run.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         seal_process(handler_limit)
         outcome = what_if(
@@ -324,7 +324,7 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
         done = _run_child(ctx, [*arguments, "--code", str(folder), "--json"])
         if done.returncode not in (0, DIFFERENT):
             lines = done.stderr.decode("utf-8", "replace").splitlines() or [f"status {done.returncode}"]
-            raise ReplayError(lines[-1].removeprefix("Error: "))  # of a wrong option the first ones say how to use it
+            raise ReplayError(lines[-1].removeprefix("Error: "))  # a wrong option prints its usage first
         try:
             outcome = decode_json(done.stdout, type=FleetOutcome)
         except DecodeError:

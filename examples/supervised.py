@@ -1,4 +1,4 @@
-"""Instances under `immortal run --restart`, for the programs here that kill them and read their logs afterwards."""
+"""Instances under `immortal run --restart`, for the example programs that kill them and read their logs later."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STOP_S = 60.0
 REGISTRY_NAME = "registry"
 console = Console()
 KEEP_ALL = ("--keep-checkpoints", "all")
-"""Options of an instance whose log is looked at afterwards: with every checkpoint the whole log is kept."""
+"""Options of an instance whose log is read later: with every checkpoint the whole log is kept."""
 APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"
 
 
 class RunError(Exception):
-    """The run can't go on; the text says why."""
+    """Raised when the run can't continue; the text says why."""
 
 
 def immortal(home: Path) -> list[str]:
@@ -39,9 +39,9 @@ def register(home: Path, name: str, *options: str) -> None:
 
 
 class Instance:
-    """A supervisor with its two processes; which these are is in its log lines.
+    """Supervisor with its two processes, which are known from its log lines.
 
-    ``folder``: where its app is. ``on_line``: gets what its app prints. ``inside``: wraps the command.
+    ``folder``: where its app is. ``on_line``: gets each line that its app prints. ``inside``: wraps the command.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Instance:
         self.last_lines: deque[str] = deque(maxlen=12)
         self.changed = threading.Condition()
         self.starts = 0  # of the two processes
-        self.ready = 0  # the last of the starts that has come as far as that
+        self.ready = 0  # the last of the starts that has become ready
         self._command = inside([*immortal(home), "run", name, app, "--restart", "--log-format", "json"])
         self._folder, self._environment, self._on_line = folder, environment, on_line
         self._readers: list[threading.Thread] = []
@@ -89,7 +89,7 @@ class Instance:
             self._on_line(line)
 
     def _read_log(self, supervisor: subprocess.Popen[str]) -> None:
-        """Keep the log, and know from it which processes run."""
+        """Keep the supervisor's log, and learn from it which processes run."""
         assert supervisor.stderr is not None
         with self.log_file.open("a") as log:
             for line in supervisor.stderr:
@@ -109,13 +109,13 @@ class Instance:
                     self.changed.notify_all()
 
     def until_ready(self) -> None:
-        """Wait until the last start has come as far as that. Raises RunError."""
+        """Wait until the last start has become ready. Raises RunError."""
         with self.changed:
             if not self.changed.wait_for(lambda: 0 < self.starts == self.ready, STOP_S):
                 raise self.failed(f"it did not come up within {STOP_S:.0f} s")
 
     def kill(self, role: str) -> bool:
-        """Kill a process with kill -9. False if there is none of that role just now: it is being started again."""
+        """Kill a process with kill -9. False if there is none of that role now, because it is being restarted."""
         if role == SUPERVISOR:
             self.supervisor.kill()
             self.supervisor.wait()
@@ -126,18 +126,18 @@ class Instance:
             return False
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it left by itself, after the other one of the two
+        except ProcessLookupError:  # it ended by itself, after the other one of the two
             return False
         return True
 
     def check(self) -> None:
-        """Raises RunError where the supervisor has ended."""
+        """Raise RunError if the supervisor has ended."""
         if self.supervisor.poll() is not None:
             raise self.failed(f"its supervisor ended with status {self.supervisor.returncode}")
 
     def stop(self) -> None:
         """Stop cleanly, with a last checkpoint. Raises RunError."""
-        with self.changed:  # one that starts, or is killed just now, would end at the signal with another status
+        with self.changed:  # a process that starts, or is being killed, would end at the signal with another status
             if not self.changed.wait_for(lambda: len(self._pids) == 2 and self.starts == self.ready, STOP_S):
                 raise self.failed(f"it did not come up within {STOP_S:.0f} s")
         self.supervisor.terminate()
@@ -153,7 +153,7 @@ class Instance:
         return RunError(f"{self.name}: {why}\nthe last lines of its log ({self.log_file}):\n{last}")
 
     def end(self) -> None:
-        """Whatever state it is in: nothing of it runs afterwards."""
+        """End all processes of the instance, whatever their state."""
         if self.supervisor.poll() is None:
             self.supervisor.kill()  # its two processes die with it
         self.supervisor.wait()
@@ -162,7 +162,7 @@ class Instance:
 
 
 def final_state(home: Path, name: str, folder: Path) -> Any:
-    """The attributes at the end of the log, as `immortal replay` shows them. Raises RunError."""
+    """Return the attributes at the end of the log, as `immortal replay` shows them. Raises RunError."""
     command = [*immortal(home), "replay", name, "--state", "--json"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 0:
@@ -176,10 +176,10 @@ def conclude(
     note: str = "",
     errors: tuple[type[Exception], ...] = (RunError,),
 ) -> int:
-    """Do ``work`` in a folder, print what is wrong, or else what it says; the exit status.
+    """Do ``work`` in a folder, print its problems or its result, and return the exit status.
 
-    ``keep``: a new folder that stays; without it the folder goes, unless something is wrong. ``note``: for who repeats
-    the run. ``errors``: of ``work``, which end it.
+    ``keep``: a new folder that stays; without it the folder is removed unless there are problems. ``note``: for a
+    repeat of the run. ``errors``: of ``work``, which end it.
     """
     if keep is None:
         folder = Path(tempfile.mkdtemp(prefix="immortal-example-"))

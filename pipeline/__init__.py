@@ -6,8 +6,8 @@
     spark = session()  # registers the format as well; register(spark) does it for a session of your own
     spark.read.format("immortal").option("table", "messages").load(".immortal")
 
-schema      the tables           source    what Spark asks: options, partitions
-session     a local session      stream    the live tail         writer    rows back to a log
+tables      the tables' columns    source    what Spark calls: options, partitions, the live tail
+session     a local session        writer    writes rows back to a log
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["register"]
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``format("immortal")`` known to ``spark``. Harmless when done before."""
-    from immortal.pipeline.source import ImmortalSource  # what needs no Spark must not wait for pyspark to be imported
+    """Register ``format("immortal")`` with ``spark``; doing it twice is harmless."""
+    from immortal.pipeline.source import ImmortalSource  # late: code that needs no Spark must not import pyspark
 
     spark.dataSource.register(ImmortalSource)

@@ -1,4 +1,4 @@
-"""Method names and arguments, by the class that handles them: the option decode."""
+"""Decoder of method names and arguments by the class that handles them: the option decode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from immortal.protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class DecodedCall:
-    """``problem`` says in words why there is no ``arguments_json``, which is an object by parameter name."""
+    """Decoded call or answer. ``problem`` says why ``arguments_json``, an object by parameter name, is missing."""
 
     method: str | None
     arguments_json: str | None = None
@@ -35,10 +35,10 @@ class DecodedCall:
 
 
 class ArgumentDecoder:
-    """Decodes calls by the annotations of one class's handlers, as its app does, and the answers that it gets.
+    """Decoder of calls to one class, and of answers to it, by the annotations of its handlers.
 
-    A call that waits for its answer has "$caller" and "$call", its number, beside its arguments. An answer has
-    "$call", and "value", or "raised" with the "arguments" of that exception. Runs no handler.
+    A call that waits for its answer has "$caller" and "$call" (the call's number) beside its arguments. An answer has
+    "$call", and "value", or "raised" with the "arguments" of that exception. No handler runs.
     """
 
     def __init__(self, definition: Definition) -> None:
@@ -46,7 +46,7 @@ class ArgumentDecoder:
         self._methods = {method_id: name for (to, method_id), name in method_names(definition).items() if to}
 
     def decode(self, kind: int, rpc_type: int, method_id: int, arguments: bytes | memoryview) -> DecodedCall:
-        """``kind``, ``rpc_type``: as in the message, an RpcKind and an RpcType."""
+        """Decode a message. ``kind`` (an RpcKind) and ``rpc_type`` (an RpcType) are the message's."""
         if kind != RpcKind.CALL:
             return self._answer(kind, method_id, arguments)
         definition = self._definition
@@ -61,13 +61,13 @@ class ArgumentDecoder:
             if rpc_type == RpcType.ASYNC:
                 named = {"$caller": values[0], "$call": values[1]}
                 values = values[2:]
-            named |= zip(codec.signature.parameters, values, strict=False)  # trailing defaults may be missing
+            named |= zip(codec.signature.parameters, values, strict=False)  # trailing defaults can be missing
             return DecodedCall(handler.name, msgspec.json.encode(named, enc_hook=show_custom).decode())
-        except Exception as error:  # types of the user's make what they like of strange bytes
+        except Exception as error:  # a user's types can raise anything for strange bytes
             return DecodedCall(handler.name, problem=f"the arguments of {codec.name} cannot be shown: {_reason(error)}")
 
     def _answer(self, kind: int, method_id: int, arguments: bytes | memoryview) -> DecodedCall:
-        """Values as they were sent: what they are to be is known to the handler that waits."""
+        """Decode an answer to plain values; only the handler that waits knows their types."""
         qualified = self._methods.get(method_id, f"method {method_id}")
         method = qualified.rpartition(".")[2] if method_id in self._methods else None
         try:
@@ -78,7 +78,7 @@ class ArgumentDecoder:
             elif kind == RpcKind.RETURNED_VALUE:
                 named |= {"value": rest[0]}
             return DecodedCall(method, msgspec.json.encode(named, enc_hook=show_custom).decode())
-        except Exception as error:  # a foreign app's bytes may be anything
+        except Exception as error:  # a foreign app can send any bytes
             return DecodedCall(method, problem=f"the answer of {qualified} cannot be shown: {_reason(error)}")
 
 
@@ -88,7 +88,7 @@ def _reason(error: Exception) -> str:
 
 @functools.cache
 def decoder_of(target: str) -> ArgumentDecoder:
-    """The decoder for the class that ``module:Class`` names. Raises LoadError, DefinitionError, SourceError."""
+    """Return the decoder for the class ``module:Class``. Raises LoadError, DefinitionError, SourceError."""
     try:
         definition = definition_of(load(target))
     except ImportError as error:
@@ -98,7 +98,7 @@ def decoder_of(target: str) -> ArgumentDecoder:
 
 
 def decode_targets(option: str) -> dict[str, str]:
-    """The option decode: "module:Class", or "counter=module:Class,reader=..." by instance. "" stands for all others."""
+    """Parse the option decode, "module:Class" or "counter=module:Class,...", by instance; "" means all others."""
     targets = {}
     for item in option.split(","):
         name, equals, target = item.rpartition("=")
@@ -111,7 +111,7 @@ def decode_targets(option: str) -> dict[str, str]:
 def decoder_for(given: str | None, registered: str | None) -> ArgumentDecoder | None:
     """Return a decoder for the class that was ``given`` (--app) or is registered; None if there is none.
 
-    Raises FailedError for a ``given`` one that can't be used. What the module prints as it is imported goes to stderr.
+    Raises FailedError if the ``given`` class can't be used. Output of the module's import goes to stderr.
     """
     app = given or registered
     if app is None:

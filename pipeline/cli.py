@@ -1,4 +1,4 @@
-"""`immortal pipeline`: the jobs over the logs of a whole fleet. What needs Spark is imported when a job runs."""
+"""`immortal pipeline`: jobs over the logs of a whole fleet. Modules that need Spark are imported when a job runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FOUND = 3
-"""The exit status where a job has found what should not be."""
+"""Exit status of a job that found violations."""
 
 _PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
 
 
 class _Group(Commands):
-    """Group of commands that end in one clear line, also where a JVM has thousands to say."""
+    """Group of commands that end with an error of one line, also if the JVM reports thousands."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -63,7 +63,7 @@ def _settings(ctx: click.Context, parameter: click.Parameter, values: Sequence[s
 
 
 def _paths(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> list[str]:
-    """Without any, the registry's home: all its instances."""
+    """Return the given paths; without any, the registry's home, which stands for all its instances."""
     home = getattr(ctx.find_root().obj, "home", None)
     if not values and home is None:
         raise click.MissingParameter(ctx=ctx, param=parameter)
@@ -95,7 +95,7 @@ def _open(paths: list[str]) -> Fleet:
 
 @contextmanager
 def _spark(master: str, settings: dict[str, str], name: str) -> Iterator[tuple[SparkSession, Progress]]:
-    """A session for one job. Its Java ends with it, unless it was there before."""
+    """Open a session for one job. Its JVM ends with it, unless the session existed before."""
     from pyspark.sql import SparkSession
 
     from immortal.pipeline.session import session
@@ -369,14 +369,14 @@ def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
     echo_lines(lines)
 
 
-# Progress of Spark's jobs on stderr; nothing if stderr is no terminal.
+# Progress of Spark's jobs on stderr; nothing is shown if stderr is no terminal.
 
 
 _UPDATE_INTERVAL_S = 0.5
 
 
 class Progress:
-    """``say`` names the step that begins; the tasks of Spark that are done are counted beside it."""
+    """Status line: the step that ``say`` named, and how many of Spark's tasks are done."""
 
     def __init__(self, status: Status | None) -> None:
         self._status = status
@@ -400,7 +400,7 @@ class Progress:
         try:
             tracker = self._spark.sparkContext.statusTracker()
             stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-        except Exception:  # Spark is about to stop, or runs elsewhere: it is only decoration
+        except Exception:  # Spark is stopping, or runs elsewhere; the count is only decoration
             return ""
         known = [stage for stage in stages if stage is not None]
         done, total = sum(stage.numCompletedTasks for stage in known), sum(stage.numTasks for stage in known)

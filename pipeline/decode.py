@@ -1,7 +1,7 @@
-"""Decodes records of a log into arrays: headers, trailers, messages. `log.record_decoder` decodes unusual ones.
+"""Decoder of a log's records into arrays: headers, trailers, messages.
 
-What is decoded here and there is the same (docs/LOG_FORMAT.md, docs/WIRE.md): a record that is not ``usual`` when
-all is done gets its rows, or the reason why it has none, from there.
+It decodes as `log.record_contents` (docs/LOG_FORMAT.md, docs/WIRE.md). A record that is not ``usual`` at the end is
+decoded there: that gives its rows, or the reason why it has none.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from immortal.protocol.timings import split_name
 from immortal.protocol.trailer import CRC_SIZE_BYTES, TRAILER_SIZE_BYTES_MIN, TRAILER_VERSION, BatchKind
 from immortal.protocol.varint import decode_zigzag_int
 
-PADDING = bytes(32)  # behind the last value, so that a gather of a few bytes never leaves the array
-_STEPS_MIN = 16  # a record with more batches or marks goes the plain way, unless there are many such
+PADDING = bytes(32)  # after the last value, so that a gather of a few bytes never leaves the array
+_STEPS_MIN = 16  # a record with more batches or marks is decoded by plain Python, unless many records have as many
 _BATCH_SIZE_BYTES_MIN, _MARK_SIZE_BYTES_MIN = 12, 10  # at least; docs/LOG_FORMAT.md
 
 
 @dataclass(slots=True)
 class Values:
-    """Values of consecutive keys, one behind the other in ``raw``, with PADDING at the end."""
+    """Values of consecutive keys, one after the other in ``raw``, with PADDING at the end."""
 
     raw: bytes
     sequence_ids: Longs  # the keys
@@ -45,7 +45,7 @@ class Values:
 
 @dataclass(slots=True)
 class Headers:
-    """Headers in front of values, and which of them are sound."""
+    """Headers of values, and flags that tell which of them are sound."""
 
     data: Bytes
     size_bytes: Longs
@@ -104,7 +104,7 @@ class Messages:
 
 
 def decode_headers(values: Values, committer_id: int) -> Headers:
-    """Each header, bounds-checked; its sequence ID must be the key's and its committer the log's."""
+    """Decode each header within bounds; its sequence ID must equal the key's, and its committer the log's."""
     data = np.frombuffer(values.raw, np.uint8)
     size_bytes = fixed(data, values.start + 4, "<i4").astype(np.int64)
     content_end = values.start + size_bytes
@@ -119,7 +119,7 @@ def decode_headers(values: Values, committer_id: int) -> Headers:
 
 
 def verify_checks(values: Values, headers: Headers) -> None:
-    """Compare the checks of all usual records and their trailers: those that do not match are so no longer."""
+    """Compare the checks of all usual records and their trailers; a record that does not match is no longer usual."""
     view = memoryview(values.raw)
     raw = values.raw
     usual = headers.usual
@@ -141,7 +141,7 @@ def verify_checks(values: Values, headers: Headers) -> None:
 
 
 def decode_trailers(values: Values, headers: Headers, *, with_marks: bool) -> Trailers:
-    """The trailers of the usual records; those that make no sense, or hold unusually many batches, are so no longer."""
+    """Decode the trailers of usual records. A damaged trailer, or one with very many batches, makes it unusual."""
     data, usual = headers.data, headers.usual
     end = values.end - CRC_SIZE_BYTES
     at = headers.content_end
@@ -194,7 +194,7 @@ def _decode_marks(data: Bytes, usual: Flags, count: Longs, at: Longs, end: Longs
 
 
 def _steps(usual: Flags, count: Longs) -> Iterator[Longs]:
-    """For each step the records that have so many entries; a few stragglers with very many go the plain way."""
+    """Yield, for each step, the records with more entries than that; a few with very many become unusual."""
     for step in itertools.count():
         active = np.flatnonzero(usual & (count > step))
         if step >= _STEPS_MIN and active.size < ITEMS_MIN:
@@ -206,7 +206,7 @@ def _steps(usual: Flags, count: Longs) -> Iterator[Longs]:
 
 
 def _name(data: Bytes, at: Longs, end: Longs) -> tuple[Longs, Longs, Flags]:
-    """A name's first byte, the one behind its last, ok."""
+    """Return a name's first offset, the offset after it, and if it is ok."""
     size, start, ok = zigzag(data, at, end)
     ok &= (size >= 0) & (size <= NAME_SIZE_BYTES_MAX)
     size = np.where(ok, size, 0)
@@ -232,9 +232,9 @@ def of_usual(rows: Rows, usual: Flags) -> Rows:
 
 
 def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tuple[pa.Array, list[str]]:
-    """The names of ``rows``: (index of each in the list, the different ones). Wrong ones make their records unusual.
+    """Decode the names of ``rows``: (index of each, distinct names). A wrong name makes its record unusual.
 
-    Clients' without the context of a trace.
+    A client's name loses its trace context.
     """
     encoded = binaries(values.raw, rows.name_start, rows.name_end).dictionary_encode()
     names: list[str] = []
@@ -256,7 +256,7 @@ def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tup
 
 
 def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messages:
-    """The messages of the usual records. Records that hold anything but RPCs and batches of them are so no longer."""
+    """Decode the messages of usual records. A record with anything but RPCs and batches of them is no longer usual."""
     data, usual = headers.data, headers.usual
     usual[batches.record[batches.kind == BatchKind.INITIAL]] = False
     at, end = batch_ranges(values, headers, batches)
@@ -265,7 +265,7 @@ def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messa
     counted = np.bincount(batch, minlength=len(at))
     usual[batches.record[counted != batches.count]] = False
 
-    size, type_at, _ = zigzag(data, start, end[batch])  # message_starts has seen that these are right
+    size, type_at, _ = zigzag(data, start, end[batch])  # message_starts has checked that these are right
     message_end = type_at + size
     kind = data.take(type_at + 1, mode="clip").astype(np.int64)
     method_id, rpc_type_at, ok = zigzag(data, type_at + 2, message_end)
@@ -293,9 +293,9 @@ def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messa
 
 
 def batch_ranges(values: Values, headers: Headers, batches: Batches) -> tuple[Longs, Longs]:
-    """For each batch of a trailer where its messages begin and end; the batches of unusual records are empty.
+    """Return where the messages of each batch begin and end; the batches of unusual records are empty.
 
-    Batches are the top-level messages in order, without the record's time, which comes first where there is one.
+    Batches are the top-level messages in order, without the record's time, which is the first message if present.
     """
     data, usual = headers.data, headers.usual
     content_start = np.where(usual, values.start + HEADER_SIZE_BYTES, headers.content_end)
@@ -319,7 +319,7 @@ def batch_ranges(values: Values, headers: Headers, batches: Batches) -> tuple[Lo
     inner = np.where(is_replayable, behind_both, behind)
     usual[record[several & ~ok]] = False
 
-    # Only now are the top-level messages and the trailer's batches known to go together, one by one.
+    # Only now is it known that the top-level messages and the trailer's batches correspond one to one.
     mine, theirs = usual[record], usual[batches.record]
     at = np.zeros(len(theirs), np.int64)
     stop = np.zeros(len(theirs), np.int64)
@@ -331,11 +331,10 @@ def batch_ranges(values: Values, headers: Headers, batches: Batches) -> tuple[Lo
     return at, stop
 
 
-# Many small things decoded at once: numpy takes one step in all of them, then the next.
+# Many small values decoded at once: numpy takes one step for all of them, then the next.
 #
-# ``data`` is an array of bytes, ``at`` and ``end`` are offsets in it, one of each for every item. Nothing here trusts
-# what it reads: offsets outside of ``data`` read its last byte, and whatever leaves its ``end`` comes back as not
-# ``ok``.
+# ``data`` is an array of bytes; ``at`` and ``end`` are offsets in it, one of each for every item. No input is trusted:
+# an offset outside ``data`` reads its last byte, and an item that goes past its ``end`` is returned as not ``ok``.
 
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -346,7 +345,7 @@ ITEMS_MIN = 32  # with fewer, a step of numpy costs more than plain Python needs
 
 
 def zigzag(data: Bytes, at: Longs, end: Longs, bits: int = 32) -> tuple[Longs, Longs, Flags]:
-    """A ZigZagInt (or, with 64 ``bits``, a ZigZagLong) at each offset: (values, offsets behind them, ok)."""
+    """Decode a ZigZagInt (or, with 64 ``bits``, a ZigZagLong) at each offset: (values, offsets after them, ok)."""
     size_bytes_max = 5 if bits == 32 else 10
     last_byte_max = (1 << (bits - 7 * (size_bytes_max - 1))) - 1
     first = data.take(at, mode="clip")
@@ -371,7 +370,7 @@ def zigzag(data: Bytes, at: Longs, end: Longs, bits: int = 32) -> tuple[Longs, L
 
 
 def fixed(data: Bytes, at: Longs, dtype: str) -> npt.NDArray[Any]:
-    """The little-endian number at each offset, such as "<q"."""
+    """Read the little-endian number at each offset; ``dtype`` is such as "<q"."""
     size_bytes = np.dtype(dtype).itemsize
     gathered = data.take(at[:, None] + np.arange(size_bytes), mode="clip")
     return gathered.view(dtype).ravel()
@@ -409,7 +408,7 @@ def message_starts(data: Bytes, raw: bytes, at: Longs, end: Longs) -> tuple[Long
 
 
 def _walk(data: bytes, offset: int, end: int) -> tuple[list[int], bool]:
-    """:func:`message_starts` of one range."""
+    """Find the messages of one range, as :func:`message_starts`."""
     starts = []
     while offset < end:
         starts.append(offset)
@@ -430,7 +429,7 @@ def _walk(data: bytes, offset: int, end: int) -> tuple[list[int], bool]:
 
 
 def ordinals(owner: Longs) -> Longs:
-    """For each item of a sorted array its number among those of the same owner, from 0."""
+    """Number the items of each owner from 0; ``owner`` is sorted."""
     if not owner.size:
         return owner
     first = np.concatenate(([True], owner[1:] != owner[:-1]))
@@ -439,9 +438,9 @@ def ordinals(owner: Longs) -> Longs:
 
 
 def binaries(raw: bytes, start: Longs, end: Longs) -> pa.Array:
-    """A binary array of ``raw[start:end]`` for each pair; the pairs are in order and do not overlap.
+    """Return a binary array of ``raw[start:end]`` for each pair; the pairs are in order and do not overlap.
 
-    Arrow copies them: what is wanted and what lies between alternate in one array, of which every second is taken.
+    Arrow copies them: one array alternates between wanted bytes and the bytes between, and every second item is taken.
     """
     if not len(start):
         return pa.array([], pa.binary())

@@ -1,4 +1,4 @@
-"""Errors of the pipeline, and one clear line for errors that Spark wraps in hundreds."""
+"""Errors of the pipeline, and the reduction of Spark's long errors to one line."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from immortal.protocol.errors import ImmortalError
 
 
 class PipelineError(ImmortalError):
-    """The root of this package's errors."""
+    """Base class of the pipeline's errors."""
 
 
 class SourceError(PipelineError):
-    """A request to the data source can't be carried out: a path, an option, rows that make no log."""
+    """Raised when a request to the data source can't be carried out: a path, an option, rows that make no log."""
 
 
 class LogChangedError(PipelineError):
-    """A log lost records while they were read: it was trimmed or replaced."""
+    """Raised when a log lost records while they were read: it was trimmed or replaced."""
 
 
 class JavaError(PipelineError):
-    """No Java was found that Spark runs on."""
+    """Raised when no Java was found that Spark runs on."""
 
 
 class SparkError(PipelineError):
-    """Spark failed, for a reason of its own or of the user's code."""
+    """Raised when Spark failed, for a reason of its own or of the user's code."""
 
 
 # The last line of a Python traceback: module.Class: message. Spark puts spaces or its own prefix before it.
@@ -36,10 +36,10 @@ _LINE_SIZE_MAX = 500
 
 
 def one_line_error(error: BaseException) -> ImmortalError:
-    """Return the error with a text of one line; an error of ours comes back as it was raised.
+    """Return ``error`` as an error with one line of text; an ImmortalError is returned unchanged.
 
-    Errors of ours that were raised in a Python worker reach the driver as text in a traceback of Python within one of
-    the JVM: that text is found again.
+    An ImmortalError of a Python worker reaches the driver as text, in a Python traceback within one of the JVM. This
+    finds that text again.
     """
     if isinstance(error, ImmortalError):
         return error

@@ -1,4 +1,4 @@
-"""Finds the Java that runs Spark. `python -m immortal.pipeline.java` needs nothing but Python."""
+"""Finder of the Java that runs Spark. `python -m immortal.pipeline.java` needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ADVICE = "on Debian: apt-get install openjdk-17-jre-headless (scripts/setup --s
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """``home`` is what JAVA_HOME must be for it; None where PATH leads to it already."""
+    """Java installation. ``home`` is the value that JAVA_HOME needs; None if PATH leads to it already."""
 
     home: Path | None
     version: int
 
 
 def find_java() -> Java:
-    """The first of JAVA_HOME, PATH and /usr/lib/jvm that is new enough. Raises JavaError, which says what was found.
+    """Return the first new enough Java of JAVA_HOME, PATH and /usr/lib/jvm. Raises JavaError, with what was found.
 
-    A JAVA_HOME that is set is taken or refused: whoever set it wants no other.
+    A JAVA_HOME that is set is used or refused: its user wants no other Java.
     """
     if home := os.environ.get("JAVA_HOME"):
         version = java_version(Path(home) / "bin" / "java")
@@ -58,7 +58,7 @@ def _candidates() -> Iterator[tuple[Path | None, Path]]:
 
 
 def java_version(executable: Path) -> int | None:
-    """The major version that ``executable`` says it has; None where it does not run."""
+    """Return the major version that ``executable`` reports; None if it does not run."""
     try:
         answer = subprocess.run(
             [executable, "-version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False

@@ -1,7 +1,7 @@
-"""From what a user gives to logs: URLs of logs, databases and archives, log folders, an instance's folder, a registry's
-home, patterns of them.
+"""Find the logs that a user names, and read their records in bounded pieces beside a live writer.
 
-Logs open for reading in a worker of Spark, and their values in bounded pieces beside a live writer.
+A user gives URLs of logs, databases and archives, log folders, folders of an instance, a registry's home, or patterns
+of them. A worker of Spark keeps logs open for later tasks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from immortal.protocol.varint import Readable
 
 
 def paths_of(options: Mapping[str, str]) -> list[str]:
-    """The options path (several separated by commas) and paths (a JSON list, as Spark writes load([...]))."""
+    """Return the paths in the options path (separated by commas) and paths (a JSON list, as load([...]) writes it)."""
     paths = [part.strip() for part in options.get("path", "").split(",")]
     if listed := options.get("paths"):
         try:
@@ -48,12 +48,12 @@ def paths_of(options: Mapping[str, str]) -> list[str]:
 
 
 def folder_of(url: str) -> str:
-    """The folder that ``file://`` means, as Spark writes paths; anything else as it is."""
+    """Return the folder of a ``file://`` URL, as Spark writes paths; any other text unchanged."""
     return url.removeprefix("file://")
 
 
 def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
-    """Every log at ``paths``, folders absolute, sorted, each once. Raises SourceError where there is none."""
+    """Return every log at ``paths``, folders absolute, sorted, each once. Raises SourceError if there is none."""
     if not paths:
         raise SourceError("no path was given: load() takes log folders, or a registry's home")
     found: dict[str, str] = {}
@@ -77,7 +77,7 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
 
 
 def _urls(url: str, *, may_be_none: bool) -> list[str]:
-    """The logs that are in no folder: the one that is named, or all of a database or an archive. Raises SourceError."""
+    """Return the logs that are in no folder: the named one, or all of a database or archive. Raises SourceError."""
     try:
         place = place_of(url)
         names = place.instances()
@@ -104,7 +104,7 @@ def _nothing_at(path: str, matches: list[str]) -> str:
 
 
 def _folders(path: Path) -> Iterator[Path | str]:
-    """Log folders, and the URLs of logs that are in none."""
+    """Yield log folders, and the URLs of logs that are in none."""
     if log_exists(path):
         yield path
         return
@@ -149,7 +149,7 @@ OPEN_LOGS_MAX = 64  # each takes two file descriptors
 
 @dataclass(frozen=True, slots=True)
 class LogRange:
-    """The records ``first`` to ``end`` - 1 of a log, as they were when the range was made."""
+    """Records ``first`` to ``end`` - 1 of a log, as they were when the range was created."""
 
     folder: str
     instance: str
@@ -170,9 +170,9 @@ _open: OrderedDict[str, tuple[tuple[int, object], LogReader]] = OrderedDict()
 
 
 def open_shared(folder: str) -> LogReader:
-    """The log open in this process, which LMDB allows once for each file. It stays open for later tasks.
+    """Return the log, opened once in this process, as LMDB requires. It stays open for later tasks.
 
-    Raises what :func:`immortal.coordinator.log.open_reader` raises.
+    Raises the errors of :func:`immortal.coordinator.log.open_reader`.
     """
     place = place_of(folder)
     version = (os.getpid(), place.version())
@@ -180,7 +180,7 @@ def open_shared(folder: str) -> LogReader:
     if known is not None and known[0] == version and _is_same(known[1], version[1]):
         _open[folder] = known
         return known[1]
-    if known is not None and known[0][0] == os.getpid():  # else it is the parent's, which fork has copied
+    if known is not None and known[0][0] == os.getpid():  # otherwise it is the parent's, copied by fork
         known[1].close()
     log = open_reader(place)
     if version[1] is not None or place.is_shared:
@@ -191,13 +191,13 @@ def open_shared(folder: str) -> LogReader:
 
 
 def _is_same(log: LogReader, version: object) -> bool:
-    """Tell whether this is still the same log; where no version says so, its records do."""
+    """Return True if this is still the same log; if no version tells, compare the log's identity."""
     if version is not None:
         return True
     try:
         with log.view() as view:
             return read_identity(view, log.where, None) == log.identity
-    except LogError:  # it is opened anew, which says what is wrong
+    except LogError:  # opening it again will say what is wrong
         return False
 
 
@@ -208,14 +208,14 @@ def close_shared() -> None:
 
 
 def whole_range(folder: str) -> LogRange:
-    """All records that the log has now. Raises as :func:`open_shared`."""
+    """Return the range of all records that the log has now. Raises as :func:`open_shared`."""
     log = open_shared(folder)
     first, last = log.ends()
     return LogRange(folder, log.identity.instance_name, log.identity.committer_id, first, last + 1)
 
 
 def open_range(wanted: LogRange) -> LogReader:
-    """The log that ``wanted`` is of. Raises LogChangedError where another has taken its place."""
+    """Return the log of the range ``wanted``. Raises LogChangedError if another log has taken its place."""
     try:
         log = open_shared(wanted.folder)
     except LogError as error:
@@ -231,9 +231,9 @@ def open_range(wanted: LogRange) -> LogReader:
 
 
 def read_range(wanted: LogRange) -> Iterator[Values | Gap]:
-    """All values of the range in order, unchecked; what is missing is told where it should be.
+    """Yield all values of the range in order, unchecked, and a Gap for missing records at their place.
 
-    Raises LogChangedError when records were trimmed away since the range was made.
+    Raises LogChangedError if records were trimmed away after the range was created.
     """
     log = open_range(wanted)
     try:
@@ -245,7 +245,7 @@ def read_range(wanted: LogRange) -> Iterator[Values | Gap]:
 def read_open(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
     """Read a range of an open log, as :func:`read_range`. Raises ForgedLogError too if the log has a key."""
     expected = wanted.first
-    are_small = True  # what comes is taken to be like what came before
+    are_small = True  # the next values are expected to be as large as the last ones
     while expected < wanted.end:
         with log.view(copies=are_small) as view:
             values = _piece(view, expected, wanted.end)
@@ -257,7 +257,7 @@ def read_open(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
         log.count_bytes_touched(len(values.raw))
         are_small = len(values.raw) < len(values.sequence_ids) * SMALL_SIZE_BYTES
         parts = [part for part in _contiguous(values) if part.sequence_ids[0] >= expected]
-        if not parts:  # a damaged key led back: there is no way on from here
+        if not parts:  # a damaged key led back: reading can't continue
             yield _gap(log, wanted, expected, wanted.end - 1)
             return
         for part in parts:
@@ -289,11 +289,11 @@ def _gap(log: LogReader, wanted: LogRange, first: int, last: int) -> Gap:
 
 
 def _piece(view: View, first: int, end: int) -> Values | None:
-    """The next values: about PIECE_SIZE_BYTES of them, at least one if there is one."""
+    """Return the next values: about PIECE_SIZE_BYTES, at least one value if there is one; None if there is none."""
     keys: list[Readable] = []
     found: list[Readable] = []
     rest_bytes = PIECE_SIZE_BYTES
-    rows_max = min(PIECE_ROWS_MAX, end - first)  # what comes behind them is not even fetched
+    rows_max = min(PIECE_ROWS_MAX, end - first)  # later rows are not even fetched
     for key, value in view.scan("records", SEQUENCE_KEY.pack(first)):
         keys.append(key)
         found.append(value)
@@ -315,7 +315,7 @@ def _piece(view: View, first: int, end: int) -> Values | None:
 
 
 def _contiguous(values: Values) -> Iterator[Values]:
-    """Cut where a sequence ID does not follow the one before."""
+    """Cut ``values`` at each sequence ID that does not follow the one before."""
     cuts = np.flatnonzero(np.diff(values.sequence_ids) != 1) + 1
     if not cuts.size:
         yield values
@@ -325,16 +325,16 @@ def _contiguous(values: Values) -> Iterator[Values]:
         yield Values(values.raw, values.sequence_ids[part], values.start[part], values.end[part])
 
 
-# Where in a log a moment is, and how large a range is, from a few looks at it.
+# Estimates from a few reads of a log: the record at a moment, the size of a range.
 
 
 def first_at(wanted: LogRange, time_ns: int) -> int:
-    """Find the range's first record at a time, as `record_decoder.first_record_at`."""
+    """Return the range's first record at or after a time, as `record_contents.first_record_at`."""
     return first_record_at(open_range(wanted), time_ns, wanted.first, wanted.end)
 
 
 def size_bytes(wanted: LogRange) -> int:
-    """About how much the range takes on disk: its share of the log's pages."""
+    """Return about how many bytes the range takes on disk: its share of the log's pages."""
     with open_range(wanted).view() as view:
         size, entries = view.size("records")
     return size * (wanted.end - wanted.first) // max(entries, 1)

@@ -1,6 +1,6 @@
-"""A Spark session with defaults for one machine: quiet, on loopback only, quick to start.
+"""Spark session with defaults for one machine: quiet, on loopback only, quick to start.
 
-The tables of `immortal sql` as views of Spark: what waits, timers, effects, clients, states; all of one moment.
+:func:`make_views` gives the tables of `immortal sql` as views: messages that wait, timers, effects, clients, states.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ _EVERYWHERE = {
 
 
 def session(master: str = "local[*]", app_name: str = "immortal", **conf: str) -> SparkSession:
-    """A session with the format "immortal" registered; the one that runs already, where there is one.
+    """Return a session with the format "immortal" registered; the running session, if there is one.
 
     ``master``: as Spark takes it ("local[2]", "spark://host:7077", ...). ``conf``: settings by their full names,
-    ``**{"spark.driver.memory": "4g"}``; they go before the defaults.
-    Raises JavaError, SparkError.
+    ``**{"spark.driver.memory": "4g"}``; they override the defaults. Raises JavaError, SparkError.
     """
     running = SparkSession.getActiveSession()
     if running is not None:
@@ -83,11 +82,11 @@ def _start(master: str, app_name: str, settings: dict[str, str], *, here: bool) 
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers with the packages of this environment
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     spark_conf = SparkConf(loadDefaults=False).setMaster(master).setAppName(app_name).setAll(list(settings.items()))
-    # The JVM writes warnings to stderr before any setting can silence it; what it says is of use only when it fails.
+    # The JVM writes warnings to stderr before a setting can silence it; they are of use only if it fails.
     with tempfile.TemporaryFile() as said:
         try:
             gateway = launch_gateway(spark_conf, {"stderr": said})  # type: ignore[no-untyped-call]
-            if here and gateway.proc is not None:  # None: whoever started us has started the JVM as well
+            if here and gateway.proc is not None:  # None: our starter has started the JVM as well
                 _lower_priority(gateway.proc.pid)
             return SparkContext(conf=spark_conf, gateway=gateway)
         except PySparkRuntimeError as error:
@@ -97,7 +96,7 @@ def _start(master: str, app_name: str, settings: dict[str, str], *, here: bool) 
 
 
 def _lower_priority(pid: int) -> None:
-    """Let instances on this machine go first. Spark's workers inherit it from the threads that start them."""
+    """Lower the priority of the JVM, so that instances run first. Spark's workers inherit it from their threads."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(ProcessLookupError):
@@ -119,12 +118,11 @@ def make_views(
     at: str | int = "",
     instances: Sequence[str] = (),
 ) -> None:
-    """Write ``tables`` to ``folder`` as Parquet files, and make a view of each: "waiting", "counter", "counter.words".
+    """Write ``tables`` to ``folder`` as Parquet files, and create a view of each: "waiting", "counter.words".
 
-    ``at``: as of then, a time such as "2026-01-31T12:00:00Z" or a record of the only instance; now, if it is not given.
-    ``instances``: only these; all that have a log, if none are. ``folder`` is where Spark's workers see it as well, and
-    has no files of these tables yet. A name with a dot takes backquotes in queries. Needs the extra sql. Raises
-    SourceError.
+    ``at``: a time such as "2026-01-31T12:00:00Z", or a record of the only instance; default: now. ``instances``: only
+    these; without any, all that have a log. ``folder`` must be visible to Spark's workers, and hold no files of these
+    tables yet. In queries a name with a dot needs backquotes. Needs the extra sql. Raises SourceError.
     """
     place = Path(folder)
     if not tables or isinstance(tables, str):

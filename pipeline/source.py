@@ -68,7 +68,7 @@ class Options:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Options:
-        """Raises SourceError, which names the option, what it was and what was expected."""
+        """Check ``options``. Raises SourceError, which names the option, its value and what was expected."""
         for name in options:
             if name.lower() not in _OPTIONS:
                 raise SourceError(f"there is no option {name!r}: there are {', '.join(sorted(_OPTIONS))}")
@@ -93,12 +93,12 @@ class Options:
         )
 
     def takes(self, instance: str) -> bool:
-        """Is the log of ``instance`` to be read?"""
+        """Return True if the options ask for the log of ``instance``."""
         return not self.instances or instance in self.instances
 
 
 def number(options: Mapping[str, str], name: str, default: int) -> int:
-    """An option that is a number, not negative. Raises SourceError."""
+    """Return the value of an option that is a number, 0 or more. Raises SourceError."""
     value = options.get(name)
     if value is None:
         return default
@@ -108,7 +108,7 @@ def number(options: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _time_ns(options: Mapping[str, str], name: str, default: int, rest_ns: int = 0) -> int:
-    """An option that is a time: ISO 8601, UTC unless it says otherwise; or a number of ns. Raises SourceError."""
+    """Return an option's time in ns: ISO 8601 (UTC by default) or a number of ns. Raises SourceError."""
     value = options.get(name, "")
     if not value or value.isdigit():
         return number(options, name, default)
@@ -123,7 +123,7 @@ def _time_ns(options: Mapping[str, str], name: str, default: int, rest_ns: int =
 
 
 class ImmortalSource(DataSource):
-    """``spark.read.format("immortal")``: pipeline/tables.py has the tables, docs/reference/pipeline.md the options."""
+    """Data source ``immortal``: pipeline/tables.py has the tables, docs/reference/pipeline.md the options."""
 
     @classmethod
     def name(cls) -> str:
@@ -145,7 +145,7 @@ class ImmortalSource(DataSource):
 
 
 class RangePartition(InputPartition):
-    """One task: a range of one log."""
+    """Partition of one task: a range of one log."""
 
     def __init__(self, wanted: LogRange) -> None:
         super().__init__(None)
@@ -153,13 +153,13 @@ class RangePartition(InputPartition):
 
 
 class RangeReader:
-    """Reads ranges of logs as rows of one table; goes to the workers."""
+    """Reader of ranges of logs as rows of one table; Spark sends it to the workers."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.options = options
         self.columns = _checked_columns(options.table, schema)
         for target in options.decode.values():
-            decoder_of(target)  # what cannot be imported should be said here, once, not by each task
+            decoder_of(target)  # a failed import is reported here, once, not by each task
 
     def read(self, wanted: LogRange) -> Iterator[pa.RecordBatch]:
         options = self.options
@@ -183,7 +183,7 @@ class RangeReader:
 
 
 def _checked_columns(table: str, schema: StructType) -> pa.Schema:
-    """The columns that are asked for. Raises SourceError unless they are columns of the table."""
+    """Return the requested columns. Raises SourceError unless they are columns of the table."""
     types = {field.name: field.dataType for field in SCHEMAS[table]}
     for field in schema:
         if types.get(field.name) != field.dataType:
@@ -196,10 +196,10 @@ def _checked_columns(table: str, schema: StructType) -> pa.Schema:
 
 
 class Reader(DataSourceReader):
-    """A batch read. What the logs hold when it is planned is what it reads.
+    """Reader of a batch: it reads what the logs hold when the read is planned.
 
-    It has no ``pushFilters``: Spark keeps one reader for each ``load()``, so what a filter of one query left out, the
-    next queries of that DataFrame would not see (docs/decisions/0075-filters-do-not-reach-the-source.md).
+    It has no ``pushFilters``: Spark keeps one reader for each ``load()``. Rows that one query's filter left out would
+    be missing in later queries of that DataFrame (docs/decisions/0075-filters-do-not-reach-the-source.md).
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
@@ -223,7 +223,7 @@ class Reader(DataSourceReader):
         return parts
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, RangePartition):  # where there are none at all, Spark makes up an empty one
+        if isinstance(partition, RangePartition):  # without any partition, Spark passes an empty one
             yield from self._ranges.read(partition.wanted)
 
 
@@ -235,7 +235,7 @@ def within_time(wanted: LogRange, first_ns: int, last_ns: int) -> LogRange:
 
 
 def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:
-    """Ranges of about ``partition_bytes``; of a smaller log one for each processor, where that is worth a task."""
+    """Split into ranges of about ``partition_bytes``; a smaller log into one for each processor, if worth a task."""
     rows = wanted.end - wanted.first
     if rows <= 0:
         return []
@@ -247,10 +247,10 @@ def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:
     return [replace(wanted, first=first, end=end) for first, end in itertools.pairwise(bounds)]
 
 
-# The live tail: ``spark.readStream.format("immortal")``, resumed from its offsets exactly where it was.
+# The live tail: ``spark.readStream.format("immortal")``, which resumes exactly at its offsets.
 #
-# An offset says for each log which record is next, and of which log (its committer): {folder: {"committer_id": 7,
-# "next": 42}}. What lies between two offsets is the same whenever it is read, since a log is only appended to.
+# An offset holds, for each log, its committer and the next record: {folder: {"committer_id": 7, "next": 42}}. The
+# records between two offsets are the same at each read, since a log is only appended to.
 
 
 class Place(TypedDict):
@@ -264,7 +264,7 @@ Offset = dict[str, Place]
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads what is appended to the logs; those that turn up at the paths later are read from their first record.
+    """Reader of records that are appended to the logs; a log that is created later is read from its first record.
 
     Options of its own: ``maxRecordsPerBatch``, shared by all logs; ``startingOffset``, "earliest" or "latest".
     """
@@ -299,12 +299,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {each.folder: _place(each, self._end(each)) for each in self._logs()}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Raises LogChangedError where a log was replaced, or has lost records that were not read yet."""
+        """Return the next offset. Raises LogChangedError if a log was replaced, or lost records not read yet."""
         waiting: dict[str, int] = {}
         places = dict(start)
         for each in self._logs():
             if self._target is not None and each.folder not in self._target:
-                continue  # it came after what is available now
+                continue  # the log was created after the moment that counts as available now
             place = places.setdefault(each.folder, _place(each, self._first(each)))
             _require_same(each, place)
             _require_there(each, place["next"])
@@ -376,7 +376,7 @@ def _require_there(each: LogRange, end: int) -> None:
 
 
 def shares(waiting: Mapping[str, int], count_max: int) -> dict[str, int]:
-    """``count_max`` divided among those who wait: equal parts, and what one does not need goes to the others."""
+    """Divide ``count_max`` among those who wait: equal parts; the rest of a smaller need goes to the others."""
     taken: dict[str, int] = {}
     rest = count_max
     by_need = sorted(waiting.items(), key=lambda item: (item[1], item[0]))

@@ -1,8 +1,8 @@
-"""Logs of a made-up fleet, to try and to measure the pipeline with: services call one another, and none has to run.
+"""Synthetic logs of a fleet, to try and measure the pipeline: services call one another, but none has to run.
 
-Their records, trailers, positions, marks and checksums fit together as those of real coordinators do: what a service
-makes of a record has positions behind the marks of that record, a message is logged after it was sent, impulses take
-positions and are left out of checksums. At the end some messages are still in flight.
+Records, trailers, positions, marks and checksums are consistent as those of real coordinators: a service's calls for a
+record have positions after that record's marks, a message is logged after it was sent, impulses take positions and are
+left out of checksums. At the end some messages are still in flight.
 
     python -m immortal.pipeline.synthetic_logs FOLDER --services 20 --messages 100000
 """
@@ -41,8 +41,8 @@ from immortal.protocol.varint import encode_zigzag
 START_NS = 1_767_225_600_000_000_000  # 2026-01-01
 STEP_NS = 1_000_000  # between two records of the fleet
 _HANDLING_NS_MIN, _HANDLING_NS_MAX = 20_000, 200_000  # from the record to the calls it causes
-_WIRE_NS_MIN, _WIRE_NS_MAX = 50_000, 3_000_000  # how long a batch is under way
-_COMMIT_SIZE_BYTES = 4 << 20  # records are written in transactions of about that
+_WIRE_NS_MIN, _WIRE_NS_MAX = 50_000, 3_000_000  # time of a batch in flight
+_COMMIT_SIZE_BYTES = 4 << 20  # records are written in transactions of about this size
 METHOD_IDS = (1, 2, 3, 200)  # the last one has two bytes
 _NUMBER = struct.Struct(">Q")
 _EPOCH = 1
@@ -50,7 +50,7 @@ _EPOCH = 1
 
 @dataclass(slots=True)
 class Input:
-    """One batch of a record: where it came from, and its messages, packed."""
+    """Batch of a record: its source, and its messages, packed."""
 
     kind: int
     name: str  # of the sender; "" is oneself
@@ -66,7 +66,7 @@ class Input:
 
 @dataclass(slots=True)
 class PlannedRecord:
-    """A record before it has a sequence ID: whoever writes it gives it the next one."""
+    """Record before it has a sequence ID: its writer gives it the next one."""
 
     time_ns: int
     inputs: list[Input]
@@ -75,7 +75,7 @@ class PlannedRecord:
 
 @dataclass(slots=True)
 class Ending:
-    """Contents of a log's tables behind its last record."""
+    """Contents of a log's tables after its last record."""
 
     acknowledged: dict[str, int] = field(default_factory=dict)
     impulses: list[ImpulseBatch] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Ending:
 
 
 def encode_planned(record: PlannedRecord, committer_id: int, sequence_id: int) -> bytes:
-    """Record and trailer, as a coordinator stores them."""
+    """Return the record and its trailer, as a coordinator stores them."""
     chunks = [encode_record_time(record.time_ns)]
     for batch in record.inputs:
         if batch.kind == BatchKind.INITIAL:
@@ -100,7 +100,7 @@ def encode_planned(record: PlannedRecord, committer_id: int, sequence_id: int) -
 
 
 class PlannedLog:
-    """Writes the records of one service to a new log in ``folder``."""
+    """Writer of one service's records to a new log in ``folder``."""
 
     def __init__(self, folder: Path, name: str, committer_id: int) -> None:
         self._committer_id = committer_id
@@ -127,7 +127,7 @@ class PlannedLog:
             self._commit()
 
     def finish(self, ending: Ending, committer_ids: dict[str, int]) -> None:
-        """Write what is behind the last record, with a checkpoint, and close the log."""
+        """Write the tables after the last record, with a checkpoint, and close the log."""
         transaction = self._transaction
         transaction.acknowledged.update(ending.acknowledged)
         transaction.impulses += ending.impulses
@@ -152,7 +152,7 @@ class PlannedLog:
 
 @dataclass(slots=True)
 class _Stream:
-    """An output stream: its messages wait here from the handler's call to the sending."""
+    """Output stream whose messages wait from the handler's call until they are sent."""
 
     position: int = 0
     checksum: int = 0
@@ -180,7 +180,7 @@ class _Service:
 
 
 class Fleet:
-    """A fleet under simulation, the same for the same arguments. Iterate :meth:`records`, then ask for the endings."""
+    """Simulated fleet, the same for the same arguments. Iterate :meth:`records`, then get the endings."""
 
     def __init__(self, services: int = 20, messages: int = 10_000, seed: int = 1, batch_messages_max: int = 24) -> None:
         self.names = [f"service-{index:0{len(str(services - 1))}}" for index in range(services)]
@@ -192,7 +192,7 @@ class Fleet:
         self._number = 0
 
     def records(self) -> Iterator[tuple[str, PlannedRecord]]:
-        """(service, its next record), in the order of their times."""
+        """Yield (service, its next record), in the order of their times."""
         now_ns = START_NS
         for name in self.names:
             now_ns += STEP_NS
@@ -215,7 +215,7 @@ class Fleet:
                 self._send(service, now_ns)
 
     def ending(self, name: str) -> Ending:
-        """Return the tables at the end of the log of ``name``; acknowledgements may be late."""
+        """Return the tables at the end of the log of ``name``; acknowledgements can be late."""
         service = self._services[name]
         acknowledged = {}
         for destination in service.streams:
@@ -227,7 +227,7 @@ class Fleet:
         return Ending(acknowledged, service.impulses, outputs)
 
     def _inputs(self, service: _Service, now_ns: int) -> list[Input]:
-        """Return the input of one record: impulses from outside, calls to oneself, what has arrived."""
+        """Return the input of one record: impulses from outside, calls to oneself, batches that have arrived."""
         inputs = []
         if self._random.random() < 0.3:
             count = self._count()
@@ -256,7 +256,7 @@ class Fleet:
         return marks
 
     def _handle(self, service: _Service, batch: Input) -> None:
-        """Draw the calls that ``batch`` leads to, to peers and sometimes itself: 0.9 for each call, on average."""
+        """Draw the calls that ``batch`` causes, to peers and sometimes itself: 0.9 for each call, on average."""
         if self._random.random() < (0.9 if batch.kind == BatchKind.STREAM else 1.0):
             destination = self._random.choice(self.names)
             destination = ONESELF if destination == service.name else destination
@@ -295,7 +295,7 @@ class Fleet:
         return self._random.randint(1, self._batch_messages_max)
 
     def _calls(self, count: int, rpc_type: int) -> bytes:
-        """``count`` calls of one method whose arguments are numbers, each number once: no two messages are equal."""
+        """Return ``count`` calls of one method with numbers as arguments, each number once: no messages are equal."""
         front = encode_incoming_data(self._random.choice(METHOD_IDS), rpc_type, b"")
         padding = b"\xc0" * self._random.choice((0, 0, 0, 40, 120))
         size = 1 + len(front) + 2 + _NUMBER.size + len(padding)
@@ -309,7 +309,7 @@ class Fleet:
 
 
 def write_fleet(folder: Path, fleet: Fleet) -> list[Path]:
-    """Run ``fleet`` and write its logs to folder/NAME/log; the folders of the logs."""
+    """Run ``fleet`` and write its logs to folder/NAME/log; return the logs' folders."""
     paths = {name: folder / name / "log" for name in fleet.names}
     logs = {name: PlannedLog(paths[name], name, fleet.committer_ids[name]) for name in fleet.names}
     for name, record in fleet.records():

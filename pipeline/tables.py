@@ -1,6 +1,6 @@
-"""The tables of a log: names of columns, their Arrow types, their order. Spark's own form of them is in `source`.
+"""Tables of a log: the columns' names, Arrow types and order, and the rows that the log's values give.
 
-Values of the log into rows of a table, as Arrow batches that hold no columns but those that are asked for.
+Rows are Arrow batches with only the requested columns. Spark's form of the columns is in `source`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RECORDS = pa.schema(
         ("size_bytes", pa.int32()),  # header and content, as in the header
         ("message_count", pa.int32()),
         ("ok", pa.bool_()),
-        ("reason", pa.string()),  # what is damaged; null while ok
+        ("reason", pa.string()),  # the damage; null if ok
     ]
 )
 
@@ -65,7 +65,7 @@ MESSAGES = pa.schema(
         ("index", pa.int32()),  # in its record, from 0; -1: the whole record is damaged
         ("time_ns", pa.int64()),  # the record's
         ("kind", pa.string()),  # "stream", "impulse", "initial" or "client"
-        ("source", pa.string()),  # who sent it; the own name for oneself, impulses and the initial message
+        ("source", pa.string()),  # the sender; the own name for oneself, impulses and the initial message
         ("position", pa.int64()),  # in the stream source -> instance; impulses have a count of their own
         ("sent_ns", pa.int64()),
         ("rpc_kind", pa.string()),  # "call"; an answer is "returned_value", "returned_nothing" or "raised"
@@ -84,7 +84,7 @@ OUTPUTS = pa.schema(
         ("instance", pa.string()),
         ("sequence_id", pa.int64()),
         ("destination", pa.string()),  # the own name for oneself
-        ("position", pa.int64()),  # the last one that this stream had given out
+        ("position", pa.int64()),  # the last one that this stream had assigned
         ("checksum", pa.int64()),  # CRC-64/XZ up to there, as a signed 64-bit number
     ]
 )
@@ -116,12 +116,12 @@ Columns = dict[str, Callable[[], pa.Array]]
 
 Row = dict[str, Any]
 
-WHOLE_RECORD = -1  # the index of the one row of a damaged record in the table of messages
+WHOLE_RECORD = -1  # index of the only row of a damaged record in the table of messages
 
 
 @dataclass(frozen=True, slots=True)
 class TableReader:
-    """Makes the rows of one table from the values of one log."""
+    """Converter of one log's values to the rows of one table."""
 
     table: str
     schema: pa.Schema
@@ -131,7 +131,7 @@ class TableReader:
     arguments: ArgumentDecoder | None
 
     def batches(self, values: Values) -> Iterator[pa.RecordBatch]:
-        """The rows of ``values``, in order. Raises DamagedLogError for damage that the table cannot show."""
+        """Yield the rows of ``values``, in order. Raises DamagedLogError for damage that the table cannot show."""
         headers = decode_headers(values, self.committer_id)
         if self.check:
             verify_checks(values, headers)
@@ -153,7 +153,7 @@ class TableReader:
         yield from both.take(pa.array(order)).combine_chunks().to_batches()
 
     def damaged(self, sequence_id: int, reason: str) -> Iterator[pa.RecordBatch]:
-        """The row that says that a record, or several from there on, cannot be read. Raises as :meth:`batches`."""
+        """Yield the row that says that a record, or several from it on, cannot be read. Raises as :meth:`batches`."""
         if rows := self._damaged_rows(sequence_id, reason):
             yield self._from_rows(rows)
 
@@ -186,7 +186,7 @@ class TableReader:
         trailers = decode_trailers(values, headers, with_marks=True)
         batches, usual = trailers.batches, headers.usual
         for rows in (batches, trailers.marks):
-            decode_names(values, headers, rows)  # one that is no UTF-8 makes its record unusual
+            decode_names(values, headers, rows)  # a name that is no UTF-8 makes its record unusual
         record = np.flatnonzero(usual)
         time_ns = trailers.time_ns[record]
         columns = self._constants(
@@ -243,7 +243,7 @@ class TableReader:
         return columns, record
 
     def _decoded(self, values: Values, messages: Messages) -> Columns:
-        """The columns that the option decode fills."""
+        """Return the columns that the option decode fills."""
         decoder = self.arguments
         names = {"method", "arguments_json", "reason"} if decoder is not None else {"method", "arguments_json"}
         if decoder is None or not names & set(self.schema.names):
@@ -339,15 +339,15 @@ class TableReader:
 
 
 def signed(checksum: int) -> int:
-    """A CRC as Spark's long holds it."""
+    """Return a CRC as Spark's long holds it."""
     return checksum - (1 << 64) if checksum >= 1 << 63 else checksum
 
 
-# The table of checkpoints: each header, and whether the blob behind it is what it says.
+# The table of checkpoints: each header, and if its blob agrees with it.
 
 
 def read(log: LogReader, wanted: LogRange, check: bool, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """A row for each checkpoint, oldest first. Raises DamagedLogError where their table cannot be read."""
+    """Yield a row for each checkpoint, oldest first. Raises DamagedLogError if their table cannot be read."""
     with log.view() as view:
         headers = list(log_reading.stored_headers(view))
     for checkpoint_id, stored in headers:
@@ -358,7 +358,7 @@ def read(log: LogReader, wanted: LogRange, check: bool, columns: pa.Schema) -> I
             header = stored.header
             reason = _problem(log, stored) if check else None
             if reason is not None and not _is_there(log, checkpoint_id):
-                continue  # its live writer trimmed it meanwhile
+                continue  # its live writer has trimmed it
             row |= {
                 "sequence_id": header.sequence_id,
                 "time_ns": header.time_ns,

@@ -1,7 +1,7 @@
-"""Rows back to a log: each task writes its rows, sorted, to an LMDB file of its own; the commit joins them.
+"""Writer of rows to a log: each task writes its rows, sorted, to an LMDB file of its own; the commit joins them.
 
 Rows of the table ``raw`` give the records byte for byte. Rows of ``messages`` give new records with the same messages,
-without output marks and record times. Checkpoints are not written: such a log is there to be read and verified.
+without output marks and record times. Checkpoints are not written: such a log is only read and verified.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Value = TypeVar("Value", str, int)
 
 
 class PartWritten(WriterCommitMessage):
-    """Output of one task. ``folder`` is None where it had no rows."""
+    """Output of one task. ``folder`` is None if it had no rows."""
 
     def __init__(self, folder: str | None, instances: set[str], committer_ids: set[int]) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class PartWritten(WriterCommitMessage):
 
 
 class Writer(DataSourceArrowWriter):
-    """``df.write.format("immortal").mode("append").save(folder)``: makes the log in ``folder``, which has none yet."""
+    """Writer of ``df.write.format("immortal").mode("append").save(folder)``; ``folder`` must hold no log yet."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> None:
         paths = paths_of(options)
@@ -78,7 +78,7 @@ class Writer(DataSourceArrowWriter):
         self._staging = self._folder.parent / f".{self._folder.name}.{uuid.uuid4().hex}"
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> PartWritten:
-        """In a worker. Raises SourceError for rows that make no log."""
+        """Write the rows of one task, in a worker. Raises SourceError for rows that make no log."""
         part = self._staging / f"part-{uuid.uuid4().hex}"
         instances: set[str] = set()
         committer_ids: set[int] = set()
@@ -105,7 +105,7 @@ class Writer(DataSourceArrowWriter):
                     raise _twice(key)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """On the driver, when all tasks are done: make the log beside its place, then move it there."""
+        """Build the log beside its place when all tasks are done, then move it there; on the driver."""
         written = [message for message in messages if isinstance(message, PartWritten) and message.folder is not None]
         try:
             self._require_no_log()
@@ -142,7 +142,7 @@ class Writer(DataSourceArrowWriter):
                 raise SourceError(f"the value of record {first_sequence_id} is no record: {error}") from None
         committer_id = _only("committers", committer_ids) if committer_ids else None
         rows = itertools.chain([first], rows)
-        # What comes before was trimmed from the log that the rows are from: this one says so too.
+        # Records before the first one were trimmed from the log that the rows are from: this log says so too.
         store = create_log(
             self._staging / "log", instance, committer_id=committer_id, first_sequence_id=first_sequence_id
         )
@@ -185,7 +185,7 @@ def _message_rows(batch: pa.RecordBatch) -> Rows:
 
 
 def _open_part(folder: Path, *, readonly: bool = False) -> lmdb.Environment:
-    """Open one task's output: sorted rows, and no log. It is read once and thrown away, so nothing is synced."""
+    """Open one task's output: sorted rows, and no log. It is read once and removed, so nothing is synced."""
     if readonly:
         return lmdb.open(str(folder), readonly=True, lock=False)
     return lmdb.open(str(folder), map_size=_PART_MAP_SIZE_BYTES, sync=False, mode=FILE_MODE)
@@ -213,7 +213,7 @@ def _twice(key: bytes) -> SourceError:
 
 
 def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
-    """Rows of messages, by sequence ID and index, as records."""
+    """Convert rows of messages, sorted by sequence ID and index, to records."""
     group: list[dict[str, object]] = []
     current = None
     for key, value in rows:
@@ -227,7 +227,7 @@ def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
 
 
 def _fill(store: RowLogStore, values: Rows, first_sequence_id: int, committer_id: int) -> None:
-    """Raises SourceError for a gap, DamagedLogError for a damaged record."""
+    """Write ``values`` to ``store``. Raises SourceError for a gap, DamagedLogError for a damaged record."""
     expected = first_sequence_id
     transaction = Transaction()
     size_bytes = 0
@@ -242,7 +242,7 @@ def _fill(store: RowLogStore, values: Rows, first_sequence_id: int, committer_id
                 client_id = batch.name.removeprefix(CLIENTS)
                 known = ClientPosition(batch.last_position, batch.last_position, trailer.time_ns)
                 transaction.clients[client_id] = known
-            elif batch.kind != BatchKind.INITIAL:  # whose log it came from is not in the record: 0 is "not known"
+            elif batch.kind != BatchKind.INITIAL:  # the record does not name the sender's log: 0 is "not known"
                 name = batch.name if batch.kind == BatchKind.STREAM else IMPULSES
                 transaction.sources[name] = SourcePosition(0, 0, batch.last_position)
         transaction.records.append((sequence_id, value))
@@ -271,7 +271,7 @@ decode_row = decoding.Decoder(dict[str, Any]).decode
 
 
 def row_key(sequence_id: int | None, index: int | None = 0, *, whole: bool = False) -> bytes:
-    """Where a row stands in its log, in an order that is that of bytes. Raises SourceError."""
+    """Return the key of a row in its log; keys sort by their bytes. Raises SourceError."""
     try:
         return SEQUENCE_KEY.pack(sequence_id) if whole else _MESSAGE_KEY.pack(sequence_id, index)
     except struct.error:
@@ -280,7 +280,7 @@ def row_key(sequence_id: int | None, index: int | None = 0, *, whole: bool = Fal
 
 
 def encode_record_of(rows: Sequence[Row], instance: str, committer_id: int) -> bytes:
-    """The record and trailer of its messages' ``rows``, in order. Raises SourceError."""
+    """Return the record and trailer of the messages in ``rows``, in order. Raises SourceError."""
     sequence_id, time_ns = rows[0]["sequence_id"], rows[0]["time_ns"]
     for index, row in enumerate(rows):
         if row.get("ok") is False:
@@ -297,7 +297,7 @@ def encode_record_of(rows: Sequence[Row], instance: str, committer_id: int) -> b
 
 
 def _batches(rows: Sequence[Row], instance: str) -> Iterator[tuple[BatchSource, bytes]]:
-    """Neighbours that continue one stream, sent at one time, make a batch."""
+    """Yield batches of neighbours that continue one stream and were sent at one time."""
 
     def origin(numbered: tuple[int, Row]) -> tuple[object, ...]:
         number, row = numbered

@@ -1,4 +1,4 @@
-"""The pictures of the docs, made from real runs: the demo, and the page of time travel.
+"""Pictures of the docs, made from real runs: the demo, and the page of time travel.
 
     scripts/pictures [FOLDER]    the default is docs/pictures
 
@@ -27,14 +27,14 @@ TIMEOUT_S = 300.0
 SIZE_BYTES_MAX = 300_000
 VIEWPORT_WIDTH_PX, VIEWPORT_HEIGHT_PX = 1180, 760
 HEADER_HEIGHT_PX = 40
-"""The line with the registry's folder, which is left out."""
+"""Height of the line with the registry's folder, which is left out."""
 PICTURE_HEIGHT_PX = 510
 MOMENT = "/i/stock/travel?at=2:0"
 ORDERS = (("tea", 2), ("rice", 3), ("tea", 4))
 
 
 def demo(file: Path) -> None:
-    """Run scripts/demo and draw what it prints."""
+    """Run scripts/demo and draw its output."""
     command = [sys.executable, "examples/wordcount/demo.py", "--seed", SEED]
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
     done = subprocess.run(
@@ -53,7 +53,7 @@ def demo(file: Path) -> None:
 
 
 def time_travel(file: Path, chromium: str) -> None:
-    """The page of `immortal web` for one moment of the stock that `immortal init` makes."""
+    """Draw the page of `immortal web` for one moment of the stock that `immortal init` makes."""
     from playwright.sync_api import sync_playwright
 
     immortal = [sys.executable, "-m", "immortal.coordinator"]

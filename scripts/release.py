@@ -5,7 +5,7 @@
 
 Wheels are built from the sdist: a pure one for every Python, and a compiled one for each Python from 3.11 to 3.14 that
 is found, on the path or of pyenv. Compilers and other build tools come from the package index. The SBOM (CycloneDX)
-lists what the image has: the wheel, and deploy/requirements.lock. Nothing is uploaded.
+lists the packages of the image: the wheel, and deploy/requirements.lock. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from scripts.stopwatch import copy_checkout
 ROOT = Path(__file__).parents[1]
 MINORS = (11, 12, 13, 14)
 FOLDER_VARIABLE = "IMMORTAL_TEST_RELEASE"
-"""A release that tests/scenarios/test_installed.py tries, instead of a wheel of its own."""
+"""Variable with a release for tests/scenarios/test_installed.py to try, instead of a wheel of its own."""
 SUMS, NOTES = "SHA256SUMS", "NOTES.md"
 BUILD_TIMEOUT_S = 1200  # mypyc and a C compiler, on a slow and busy machine
 
 
 class ReleaseError(Exception):
-    """A release can't be built from what is here."""
+    """Raised when a release can't be built from these files."""
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """Run a command that sees nothing of the checkout; return what it prints. Raises ReleaseError."""
+    """Run a command that sees nothing of the checkout; return its output. Raises ReleaseError."""
     left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", PURE_VARIABLE)
     inherited = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
@@ -59,10 +59,10 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 def interpreters() -> dict[str, str]:
-    """Executables by version, such as "3.12"; the own one first."""
+    """Return executables by version, such as "3.12"; the own one first."""
     found = {f"3.{sys.version_info[1]}": sys.executable}
     for executable in _candidates():
-        program = "import ensurepip, venv, sys; print('%d.%d' % sys.version_info[:2])"  # a shim of pyenv may not run
+        program = "import ensurepip, venv, sys; print('%d.%d' % sys.version_info[:2])"  # a shim of pyenv can fail
         done = subprocess.run([executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         if done.returncode == 0 and (version := done.stdout.strip()) in {f"3.{minor}" for minor in MINORS}:
             found.setdefault(version, executable)
@@ -89,7 +89,7 @@ def build_sdist(sources: Path, out: Path) -> Path:
 
 
 def build_wheel(source: Path, out: Path, python: str | Path, *options: str, pure: bool = False) -> Path:
-    """Build a wheel of an sdist or a folder; return its path. Raises ReleaseError where it is no compiled one."""
+    """Build a wheel of an sdist or a folder; return its path. Raises ReleaseError if it was not compiled."""
     before = set(out.glob("*.whl"))
     variables = {PURE_VARIABLE: "1"} if pure else {}
     command = (python, "-m", "pip", "wheel", "--no-deps", *options, "--wheel-dir", out, source)
@@ -101,7 +101,7 @@ def build_wheel(source: Path, out: Path, python: str | Path, *options: str, pure
 
 
 def write_sbom(wheel: Path, python: str, path: Path, scratch: Path) -> None:
-    """Write the SBOM of an environment that has what the image has."""
+    """Write the SBOM of an environment with the packages of the image."""
     tools = environment(scratch / "tools", sys.executable)
     run(tools, "-m", "pip", "install", "cyclonedx-bom>=7,<8", cwd=scratch)
     image = environment(scratch / "image", python, "--without-pip")
@@ -113,13 +113,13 @@ def write_sbom(wheel: Path, python: str, path: Path, scratch: Path) -> None:
 
 
 def write_sums(out: Path) -> None:
-    """Write what `sha256sum --check` reads, of all files in a folder."""
+    """Write the checksums of all files in a folder, for `sha256sum --check`."""
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(out.iterdir())]
     (out / SUMS).write_text("".join(lines))
 
 
 def notes_of(changelog: str, version: str, *, is_draft: bool) -> str:
-    """Return the section of the version, or for a draft what is unreleased. Raises ReleaseError where it is not so."""
+    """Return the section of the version, or for a draft the unreleased one. Raises ReleaseError if there is none."""
     sections: dict[str, str] = {
         title.split(" - ")[0]: text.strip()
         for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*(?:\n|$))*)", changelog, re.MULTILINE)

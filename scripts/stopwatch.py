@@ -2,11 +2,11 @@
 
     scripts/stopwatch                       in a fresh copy of this checkout, which makes its environment first
     scripts/stopwatch --wheel FILE.whl      in an empty folder, with a fresh environment and that wheel
-    scripts/stopwatch --environment FOLDER  in an empty folder, with an environment that is there: the commands alone
+    scripts/stopwatch --environment FOLDER  in an empty folder, with an existing environment: the commands alone
 
-What is counted is what a person waits for: each command until its prompt is back, or until the line is there that says
-what it was typed for. The person's own time, to read and to save a file, is not. Prints the seconds of each step, and
-ends with status 1 where the sum is above --limit-s, or a step does not come to its end. It needs no package.
+Counted is the time that a person waits: for each command until its prompt is back, or until the line that it was typed
+for is printed. The person's own time, to read and to save a file, is not counted. Prints the seconds of each step, and
+ends with status 1 if the sum is above --limit-s, or a step does not end. It needs no package.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
 class StopwatchError(Exception):
-    """A step did not come to its end."""
+    """Raised when a step does not end."""
 
 
 class Terminal:
-    """A shell at a terminal of its own."""
+    """Shell at a terminal of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._ours, theirs = os.openpty()
@@ -67,7 +67,7 @@ class Terminal:
         os.write(self._ours, f"{line}\n".encode())
 
     def run(self, line: str) -> str:
-        """Type a command, and wait until it has ended with status 0; what it printed. Raises StopwatchError."""
+        """Type a command, and wait until it has ended with status 0; return its output. Raises StopwatchError."""
         self.enter(line)
         shown = self.see(PROMPT)
         self.enter("echo status=$?")
@@ -81,11 +81,11 @@ class Terminal:
         os.write(self._ours, b"\x03")
 
     def see(self, text: str) -> str:
-        """Return what the terminal printed since the last call, up to and with ``text``. Raises StopwatchError."""
+        """Return the terminal's output since the last call, up to and with ``text``. Raises StopwatchError."""
         return self._see(re.compile(f"(?s)(.*?{re.escape(text)})"))
 
     def see_pattern(self, pattern: str) -> str:
-        """The first group of what has come since the last look."""
+        """Return the first group of ``pattern`` in the output since the last call. Raises StopwatchError."""
         return self._see(re.compile(pattern))
 
     def _see(self, pattern: re.Pattern[str]) -> str:
@@ -108,7 +108,7 @@ class Terminal:
         return bool(read)
 
     def close(self) -> None:
-        """The shell, and what runs in it: they hang up."""
+        """Hang up the shell and the processes in it."""
         os.close(self._ours)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._shell.pid, signal.SIGHUP)
@@ -128,7 +128,7 @@ class Terminal:
 
 
 class Stopwatch:
-    """The seconds of each step, in the order in which they were taken."""
+    """Stopwatch that prints the seconds of each step, and adds them up."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -143,7 +143,7 @@ class Stopwatch:
 
 
 def first_program(readme: str) -> tuple[str, list[str], list[str]]:
-    """The README's first class, and the commands that are typed at two terminals for its program."""
+    """Return the README's first class, and the commands that are typed at two terminals for its program."""
     program = re.search(r"^```python\n.*?(^class .*?)```", readme, re.DOTALL | re.MULTILINE)
     section = readme.partition("## A first program")[2].partition("\n## ")[0]
     typed = re.findall(r"^```\n(.*?)```", section, re.DOTALL | re.MULTILINE)
@@ -154,7 +154,7 @@ def first_program(readme: str) -> tuple[str, list[str], list[str]]:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy the files that git has, as they are now; no environment, and nothing compiled."""
+    """Copy git's files as they are now; no environment, and nothing compiled."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -171,7 +171,7 @@ def copy_checkout(folder: Path) -> None:
 
 
 def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float:
-    """The seconds of all commands. Raises StopwatchError."""
+    """Run all steps, and return their seconds. Raises StopwatchError."""
     watch = Stopwatch()
     source, at_first, at_second = first_program((ROOT / "README.md").read_text())
     if at_first[-1] != "immortal dev" or sum(line.startswith("kill -9 ") for line in at_second) != 1:
@@ -203,7 +203,7 @@ def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float
         for command in at_second:
             if command.startswith("kill -9 "):
                 with watch.step("kill -9 of all four processes, until both have recovered"):
-                    second.run(f"kill -9 {' '.join(pids)} || true")  # an app may have ended with its coordinator
+                    second.run(f"kill -9 {' '.join(pids)} || true")  # an app can have ended with its coordinator
                     for _ in range(2):
                         first.see_pattern(r"(info +recovered)")
             elif command.startswith("immortal call "):
@@ -220,7 +220,7 @@ def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float
 
 
 def end_compiling(folder: Path) -> None:
-    """End what scripts/setup still does in the background: its folder is removed."""
+    """End the compilation of scripts/setup in the background: its folder is removed."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         os.killpg(os.getpgid(int((folder / ".venv" / ".compiling").read_text())), signal.SIGKILL)
 

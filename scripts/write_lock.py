@@ -1,4 +1,4 @@
-"""From pip's report of what it would install (see scripts/lock) to the lines of requirements-dev.lock."""
+"""Writer of requirements-dev.lock, from pip's report of a dry run (see scripts/lock)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def lock_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """For which Python and machine it is, then one line for each package; nothing of where the files came from.
+    """Yield a line for the Python and machine, then one line for each package, without the files' addresses.
 
-    Raises ValueError for a package that has no hash, other than the project itself.
+    Raises ValueError for a package without a hash, except the project itself.
     """
     here = report["environment"]
     python = f"{here['implementation_name']} {here['python_version']}"

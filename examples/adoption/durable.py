@@ -1,4 +1,4 @@
-"""A web server that indexes documents, as an immortal: what is under way when it dies goes on when it is back.
+"""A web server that indexes documents, as an immortal: work in progress at a crash continues after the restart.
 
 python durable.py [PORT]
 curl -d '{"urls": ["http://127.0.0.1:9000/a.txt"]}' http://127.0.0.1:8000/index
@@ -44,10 +44,10 @@ class Indexing(Immortal):
 
 
 def index_document(url: str) -> int:
-    with urlopen(url) as answer:  # noqa: S310 (the documents that it is asked for)
+    with urlopen(url) as answer:  # noqa: S310 (a document that a client named)
         pages = answer.read().decode().split("\f")
     rows = [(url, number, page) for number, page in enumerate(pages)]
-    with open_index() as index:  # a document that is indexed twice is there once
+    with open_index() as index:  # a document that is indexed twice is in it once
         index.executemany("INSERT OR REPLACE INTO pages VALUES (?, ?, ?)", rows)
     return len(pages)
 

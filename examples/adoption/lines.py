@@ -1,7 +1,7 @@
 """Counts the lines of plain.py that had to change to make it durable: python lines.py [PLAIN DURABLE]
 
-A line of code of DURABLE counts that PLAIN does not have, also where it was only moved or indented further. Blank
-lines, comments and docstrings are no code. What PLAIN has and DURABLE does not is told as well.
+A line of code of DURABLE counts if PLAIN lacks it, also if it was only moved or indented further. Blank lines, comments
+and docstrings are no code. Lines of PLAIN that DURABLE lacks are printed as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Changes(NamedTuple):
 
 
 def code_lines(source: str) -> list[str]:
-    """The lines with code, with their indentation."""
+    """Return the lines with code, with their indentation."""
     lines = source.splitlines()
     numbers: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,4 +1,4 @@
-"""A web server that indexes documents, without durable execution: what is under way when it dies is lost.
+"""A web server that indexes documents, without durable execution: work in progress at a crash is lost.
 
 python plain.py [PORT]
 curl -d '{"urls": ["http://127.0.0.1:9000/a.txt"]}' http://127.0.0.1:8000/index
@@ -40,10 +40,10 @@ def index_documents(urls: list[str]) -> int:
 
 
 def index_document(url: str) -> int:
-    with urlopen(url) as answer:  # noqa: S310 (the documents that it is asked for)
+    with urlopen(url) as answer:  # noqa: S310 (a document that a client named)
         pages = answer.read().decode().split("\f")
     rows = [(url, number, page) for number, page in enumerate(pages)]
-    with open_index() as index:  # a document that is indexed twice is there once
+    with open_index() as index:  # a document that is indexed twice is in it once
         index.executemany("INSERT OR REPLACE INTO pages VALUES (?, ?, ?)", rows)
     return len(pages)
 

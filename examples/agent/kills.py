@@ -2,9 +2,9 @@
 
     python examples/agent/kills.py [--trips N] [--kills N] [--seed S]
 
-The app and the coordinator of the agent run under `immortal run --restart`, and are killed with kill -9 by turns. In
-the end each trip must have its plan and one booking, and its history each request and tool call once. What was made
-more than once is counted: no more than what was under way at a kill.
+The app and the coordinator of the agent run under `immortal run --restart`, and are killed with kill -9 in turns. At
+the end each trip must have its plan and one booking, and its history each request and tool call once. Steps that ran
+more than once are counted: there can be no more than were in progress at a kill.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KILL = "kill"
 
 
 class Instance(supervised.Instance):
-    """An instance that waits until a kill is recovered from."""
+    """Instance of the agent, whose ``kill`` waits until the process is started again."""
 
     def kill(self, role: str) -> bool:
         self.until_ready()
@@ -56,7 +56,7 @@ async def plan_all(cities: list[str], home: Path) -> list[str]:
 
 
 def kill_all(travel: Instance, kills: int, seed: int, is_over: threading.Event, steps: Path) -> list[str]:
-    """The roles of those that were killed. Each kill adds a line to the steps."""
+    """Kill processes, and return their roles. Each kill adds a line to the steps."""
     source = random.Random(seed)
     killed = []
     for number in range(kills):
@@ -71,9 +71,9 @@ def kill_all(travel: Instance, kills: int, seed: int, is_over: threading.Event, 
 
 
 def repeats(lines: list[str]) -> tuple[int, list[str]]:
-    """Count steps that were made again, and list those whose earlier result the run had used."""
+    """Count repeated steps, and list those whose earlier result the run had used."""
     found, count = [], 0
-    before: dict[str, int] = {}  # by key: the last line of it
+    before: dict[str, int] = {}  # by key: its last line
     for index, line in enumerate(lines):
         if line == KILL:
             continue

@@ -7,7 +7,7 @@ immortal run travel trips:Travel --restart
 immortal call travel plan "Lisbon"
 
 The model answers by rule, so it needs no network. With TRIPS_STEPS=FILE each request and each call of a tool that runs
-outside the handlers adds a line to the file: its effect's key, and what it was.
+outside the handlers adds a line to the file: its effect's key, and its text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import immortal
 from immortal import Immortal, effect_context, peer, query, rpc
 from immortal.integrations.pydantic_ai import ImmortalDurability
 
-STEP_S = 0.1  # a model takes its time
+STEP_S = 0.1  # a real model takes time
 
 
 def note(step: str) -> None:
-    """One write: lines of several threads and lives do not mix."""
+    """Append a step to the file in one write, so that lines of several threads and processes do not mix."""
     time.sleep(STEP_S)
     if path := os.environ.get("TRIPS_STEPS"):
         with open(path, "a") as steps:
@@ -36,7 +36,7 @@ def note(step: str) -> None:
 
 
 class Airline(Immortal):
-    bookings: dict[str, list[int]]  # by city: the prices; more than one would be a trip that was booked twice
+    bookings: dict[str, list[int]]  # by city: the prices; more than one means that a trip was booked twice
 
     def __init__(self) -> None:
         self.bookings = {}
@@ -52,7 +52,7 @@ class Airline(Immortal):
 
 
 def by_rule(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
-    """In place of a model: it looks for both, books the flight, and sums up."""
+    """Answer in place of a model: look for flight and hotel, book the flight, and sum up."""
     city = str(messages[0].parts[0].content)  # type: ignore[union-attr]
     found = {
         part.tool_name: part.content
@@ -80,14 +80,14 @@ def flight(city: str) -> int:
 
 @agent.tool_plain
 def hotel(city: str) -> str:
-    """A hotel there."""
+    """Return the name of a hotel in the city."""
     note(f"hotel {city}")
     return f"Hotel {city} Central"
 
 
 @agent.tool(metadata={"immortal": False})
 async def book(ctx: RunContext[Any], city: str, euros: int) -> int:
-    """In the handler: the airline is called exactly once."""
+    """Book the flight. This runs in the handler, so the airline is called exactly once."""
     bookings: int = await ctx.deps.airline.book(city, euros)
     return bookings
 

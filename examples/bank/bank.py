@@ -1,7 +1,7 @@
-"""Three banks, and a teller that moves money between them. No line of it is about failure.
+"""Three banks, and a teller that moves money between them. The code handles no failures.
 
-A transfer takes from one bank and gives to another. Where the second refuses, because the account is closed, the money
-goes back: that is all the compensation there is, since a call is never lost and never done twice.
+A transfer takes money from one bank and gives it to another. If the second refuses, because the account is closed, the
+money is returned. That is all the compensation needed, since a call is never lost and never done twice.
 
     cd examples/bank
     immortal register north --peer 'tcp://127.0.0.1:*'      immortal run north bank:Bank --restart
@@ -9,7 +9,7 @@ goes back: that is all the compensation there is, since a call is never lost and
     immortal register west --peer 'tcp://127.0.0.1:*'       immortal run west bank:Bank --restart
     immortal register teller --peer 'tcp://127.0.0.1:*'     immortal run teller bank:Teller --restart
 
-BANK_TRANSFERS: how many transfers the teller is to make (100). BANK_SEED: which ones (1).
+BANK_TRANSFERS: number of transfers (100). BANK_SEED: seed that draws the transfers (1).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOSED = 10  # of them, the last ones
 OPENING_BALANCE = 1000
 LARGEST_AMOUNT = 400  # so that some accounts run dry
 AT_ONCE = 512  # transfers that have begun and are not settled
-WAIT_S = 0.005  # between two looks at how many are settled
+WAIT_S = 0.005  # between two checks of how many are settled
 
 TRANSFERS = int(os.environ.get("BANK_TRANSFERS", "100"))
 SEED = int(os.environ.get("BANK_SEED", "1"))
@@ -45,7 +45,7 @@ class AccountClosedError(Exception):
 class Bank(Immortal):
     balances: dict[int, int]
     closed: set[int]
-    entries: dict[int, list[int]]  # by transfer: what it has added to, or taken from, accounts of this bank
+    entries: dict[int, list[int]]  # by transfer: the amounts added to, or taken from, accounts of this bank
 
     def __init__(self) -> None:
         self.balances = dict.fromkeys(range(ACCOUNTS), OPENING_BALANCE)
@@ -81,7 +81,7 @@ class Order(NamedTuple):
 
 
 def order(number: int) -> Order:
-    """The transfer with this number: always the same one."""
+    """Return the transfer with this number, always the same one."""
     source = random.Random(SEED * 1_000_003 + number)
     payer_bank, payee_bank = source.sample(BANKS, 2)
     payer, payee = source.randrange(ACCOUNTS), source.randrange(ACCOUNTS)
@@ -116,7 +116,7 @@ class Teller(Immortal):
         try:
             await payee_bank.credit(number, order.payee, order.amount)
         except AccountClosedError:
-            await payer_bank.credit(number, order.payer, order.amount)  # back to where it came from
+            await payer_bank.credit(number, order.payer, order.amount)  # back to the payer
             await immortal.step(self.settle, number, "returned")
         else:
             await immortal.step(self.settle, number, "done")
@@ -127,7 +127,7 @@ class Teller(Immortal):
 
     @on_primary
     def take_orders(self, impulses: Impulses) -> None:
-        """Orders come in; not too many at a time, so that few wait when a crash comes."""
+        """Take orders, not too many at a time, so that few wait when a crash occurs."""
         taken = self.ordered
         told = -1
         while told < TRANSFERS:

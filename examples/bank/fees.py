@@ -1,4 +1,4 @@
-"""A bank that keeps 1 of each credit: what would have been different, had it been so from the start?
+"""A bank that keeps 1 of each credit: what would be different if it had done so from the start?
 
 immortal what-if north --app fees:Bank
 """

@@ -2,9 +2,9 @@
 
     python examples/bank/run.py [--transfers N] [--kills N] [--seed S] [--keep FOLDER]
 
-Twelve processes: three banks and a teller, each an app and its coordinator under `immortal run --restart`. Any of them
-is killed, the supervisors too; those are started again by this program. Kills are drawn by seed over the number of
-transfers that are settled.
+Twelve processes run: three banks and a teller, each an app and its coordinator under `immortal run --restart`. Any of
+them is killed, the supervisors too; this program restarts supervisors. A seed draws the kills over the number of
+settled transfers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import supervised
 from supervised import APP, COORDINATOR, REGISTRY_NAME, SUPERVISOR, console
 
 POLL_S = 0.02
-STALLED_S = 60.0  # nothing has moved for so long: give up
+STALLED_S = 60.0  # without progress for so long, the run fails
 TELLER = "teller"
 APPS = dict.fromkeys(bank.BANKS, "bank:Bank") | {TELLER: "bank:Teller"}
 FOLDER = Path(__file__).parent
@@ -38,7 +38,7 @@ ROLES = (APP, COORDINATOR, SUPERVISOR)
 
 
 class Instance(supervised.Instance):
-    """An instance of the bank. ``settled``: transfers, as the teller prints it."""
+    """Instance of the bank. ``settled``: number of transfers that the teller has printed."""
 
     def __init__(self, name: str, home: Path, environment: Mapping[str, str]) -> None:
         self.settled = 0
@@ -54,7 +54,7 @@ class Instance(supervised.Instance):
 
 @dataclass
 class Kill:
-    """One kill -9: due when so many transfers are settled."""
+    """One kill -9, due when ``settled`` transfers are settled."""
 
     settled: int
     name: str
@@ -62,7 +62,7 @@ class Kill:
 
 
 def draw_kills(count: int, transfers: int, source: random.Random) -> list[Kill]:
-    """``count`` kills at random moments: of each role of each instance, before any is hit a second time."""
+    """Draw ``count`` kills at random moments: each role of each instance once, before any is hit a second time."""
     kinds = [(name, role) for name in APPS for role in ROLES]
     drawn: list[tuple[str, str]] = []
     while len(drawn) < count:

@@ -1,6 +1,6 @@
-"""A client that follows a table, and says what it has when it is asked: python reader.py TABLE [PUBLISHER ...]
+"""A client that follows a table, and prints its copy on request: python reader.py TABLE [PUBLISHER ...]
 
-On stdin: the number of an update. On stdout, once it has come: a line with JSON, see `main`.
+On stdin: the number of an update. On stdout, once that update has arrived: a line with JSON, see `main`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(table: str, *publishers: str) -> None:
             until = int(line)
             clone.wait(until)
             while last < until or values != clone.snapshot()[1]:
-                change = next(changes)  # ends the process where none comes
+                change = next(changes)  # ends the process if there is no change in time
                 backwards += change.number < last
                 last = max(last, change.number)
                 if change.value is not None:

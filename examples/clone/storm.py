@@ -1,11 +1,11 @@
-"""Copies of a table that is killed, behind a forwarder that is killed, with a reader that freezes; all are compared.
+"""Copies of a table, while the table and a forwarder are killed and a reader freezes; all are compared.
 
     python examples/clone/storm.py [--updates N] [--readers N] [--kills N] [--freeze SECONDS] [--seed S]
 
-Half of the readers follow the table, half a forwarder. Table and forwarder end by kill -9 so many times each, and are
-started again. One reader is frozen (SIGSTOP) meanwhile. Two writers update the same keys. In the end each copy must be
-what the writers were told: status 1 if one is not, if a reader saw changes in another order, or if one that was not
-frozen had to take a whole copy more than once from the table.
+Half of the readers follow the table, half a forwarder. Table and forwarder are each killed (kill -9) --kills times, and
+restarted. One reader is frozen (SIGSTOP) meanwhile. Two writers update the same keys. At the end each copy must equal
+the confirmed updates of the writers. Status 1: one does not, a reader saw changes in another order, or one that was not
+frozen took a whole copy from the table more than once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 
 
 class Service:
-    """A process that is killed and started again."""
+    """Process that is killed and restarted."""
 
     def __init__(self, folder: Path, *command: str) -> None:
         self._command = [sys.executable, "-m", *command]
@@ -46,7 +46,7 @@ class Service:
         )
 
     def kill(self) -> None:
-        """kill -9; what it has started dies with it."""
+        """Kill the process with kill -9; processes that it has started die with it."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
@@ -90,7 +90,7 @@ class Reader:
 
 
 class Writers:
-    """Two of them. ``told``: by number, what was changed."""
+    """Two writers. ``told``: confirmed changes by number."""
 
     def __init__(self, home: Path, updates: int, seed: int) -> None:
         self.told: dict[int, tuple[str, int | None]] = {}
@@ -136,7 +136,7 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
         forwarder = Service(folder, "immortal.patterns.clone", "forward", NAME)
         started.append(forwarder)
         place = forwarder.first_line().split()[-1]
-        forwarder._command += ["--listen", place]  # the same place when it is started again
+        forwarder._command += ["--listen", place]  # the same endpoint after a restart
         readers += [Reader(folder, *([place] if index % 2 else [])) for index in range(options.readers)]
         writers = Writers(home, options.updates, options.seed)
         frozen = readers[-1]

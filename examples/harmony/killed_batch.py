@@ -1,4 +1,4 @@
-"""A batch whose workers, cluster and collector are killed all along; then every result is compared.
+"""A batch whose workers, cluster and collector are killed all the time; then every result is compared.
 
 python examples/harmony/killed_batch.py [--tasks N] [--kills K] [--workers W] [--instances I] [--seed S]
 
@@ -35,7 +35,7 @@ CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "steps": "immortal.pa
 
 class Service(Instance):
     def kill_one(self, chance: random.Random) -> None:
-        """Kill the coordinator or the app, which comes back by itself."""
+        """Kill the coordinator or the app; its supervisor restarts it."""
         self.kill(chance.choice(ROLES))
 
 
@@ -49,7 +49,7 @@ class Workers:
         return subprocess.Popen(command, cwd=HERE, env=self._environment)
 
     def kill_one(self, chance: random.Random) -> None:
-        """Start another worker in its place."""
+        """Kill a worker, and start another one in its place."""
         index = chance.randrange(len(self._processes))
         self._processes[index].kill()
         self._processes[index].wait()
@@ -62,7 +62,7 @@ class Workers:
 
 
 def kill_all_along(cluster: Ventilator, size: int, plan: list[Workers | Service], chance: random.Random) -> None:
-    """One of ``plan`` at each further part of the batch that is done."""
+    """Kill one of ``plan`` each time that another equal part of the batch is done."""
     for index, victim in enumerate(plan):
         while cluster.progress("collatz").done < size * (index + 1) // (len(plan) + 1):
             time.sleep(0.02)

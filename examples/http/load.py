@@ -3,10 +3,10 @@
     python examples/http/load.py [--seconds S] [--kills N] [--web-kills N] [--connections N] [--seed S]
                                  [--failing PERCENT] [--killing PERCENT]
 
-The app and its coordinator run under `immortal run --restart`; the kills are shared out between them by turns. The web
-server is killed as well, and started again here. Each order has an Idempotency-Key and is sent until it is answered. In
-the end each must be in the shop once, with the receipt that the answer named, and no other may be there: neither those
-whose handler raised, nor those whose handler ended its process, each of which must have been told so.
+The app and its coordinator run under `immortal run --restart` and are killed in turns. The web server is killed as
+well, and restarted here. Each order has an Idempotency-Key and is sent until it is answered. At the end each order must
+be in the shop once, with the receipt that the answer named, and no other order: neither those whose handler raised, nor
+those whose handler ended its process. The clients of these must have got that error.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ GIVE_UP_S = 60.0  # for one order, from its first request
 START_S = 30.0
 POLL_S = 0.02
 BOOK = "book"
-FAILING = ("vase", "firework")  # their handler raises, or ends its process
+FAILING = ("vase", "firework")  # the handler raises, or ends its process
 
 
 @dataclass
 class Figures:
-    """``answered``: the receipt of each order."""
+    """Figures of a run. ``answered``: the receipt of each order."""
 
     answered: dict[str, int] = field(default_factory=dict)
-    failed: Counter[str] = field(default_factory=Counter)  # orders that were told so, by item
+    failed: Counter[str] = field(default_factory=Counter)  # orders that were answered with a failure, by item
     repeated: int = 0  # requests that were sent again
     slowest_s: float = 0.0
     kills: list[str] = field(default_factory=list)
 
 
 class Web:
-    """The web server on a socket that stays open here, so that requests wait while it is started again."""
+    """Web server on a socket that stays open here, so that requests wait while it is restarted."""
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        # Who is given a descriptor takes it for a Unix socket and does not ask for this: answers would be 40 ms late.
+        # uvicorn takes a passed descriptor for a Unix socket and does not set this: answers would be 40 ms late.
         self.listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._environment = environment
@@ -111,7 +111,7 @@ async def order(session: aiohttp.ClientSession, url: str, number: str, item: str
                 if response.status not in (503, 504):
                     raise RunError(f"order {number}: HTTP status {response.status}: {answer}")
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
-            pass  # killed in the middle: whether it was done is not known here, and need not be
+            pass  # killed during the request: it is unknown if the order was placed, and need not be known
         if time.monotonic() - began_s > GIVE_UP_S:
             raise RunError(f"order {number} had no answer within {GIVE_UP_S:g} s")
         figures.repeated += 1
@@ -119,7 +119,7 @@ async def order(session: aiohttp.ClientSession, url: str, number: str, item: str
 
 
 async def until(condition: object, what: str) -> None:
-    """Raises RunError."""
+    """Wait until ``condition`` holds. Raises RunError after START_S."""
     deadline_s = time.monotonic() + START_S
     assert callable(condition)
     while not condition():
@@ -129,7 +129,7 @@ async def until(condition: object, what: str) -> None:
 
 
 async def kill_all(shop: Instance, web: Web, figures: Figures, roles: list[str], seconds: float) -> None:
-    """One kill after the other, evenly over the time; the next one when the one before is recovered from."""
+    """Kill one process after the other, evenly over the time, each when the last kill is recovered from."""
     for role in roles:
         await asyncio.sleep(seconds / (len(roles) + 1))
         await until(lambda: shop.ready == shop.starts, "a recovery")
@@ -144,7 +144,7 @@ async def kill_all(shop: Instance, web: Web, figures: Figures, roles: list[str],
 
 
 async def load(shop: Instance, web: Web, options: argparse.Namespace, roles: list[str]) -> tuple[Figures, float]:
-    """Order until the time is over and all kills are done; what came of it, and how many seconds it took."""
+    """Order until the time is over and all kills are done; return the figures and the seconds."""
     figures = Figures()
     await until(lambda: shop.ready, "the first start of the shop")
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
@@ -168,7 +168,7 @@ async def load(shop: Instance, web: Web, options: argparse.Namespace, roles: lis
 
 
 def differences(figures: Figures, orders: dict[str, list[int]], stock: dict[str, int]) -> list[str]:
-    """Between what was answered and what the shop has."""
+    """List the differences between the answers and the orders in the shop."""
     found = []
     for number, receipt in figures.answered.items():
         receipts = orders.get(number, [])
@@ -185,7 +185,7 @@ def differences(figures: Figures, orders: dict[str, list[int]], stock: dict[str,
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
-    """Raises RunError."""
+    """Run the load and the kills, and return the exit status. Raises RunError."""
     source = random.Random(options.seed)
     roles = [("app", "coordinator")[(index + options.seed) % 2] for index in range(options.kills)]
     roles += ["web server"] * options.web_kills

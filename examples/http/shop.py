@@ -1,4 +1,4 @@
-"""The service behind the web server: orders, each of which is to be taken once.
+"""The service behind the web server: a shop that takes each order once.
 
 immortal register shop --peer 'tcp://127.0.0.1:*'
 immortal run shop shop:Shop --restart
@@ -15,12 +15,12 @@ STOCK = 1_000_000_000  # of each item, at first
 
 
 class SoldOut(Exception):  # noqa: N818 (what happened, not what is wrong)
-    """An order asks for more than there is. Arguments: item, how much there is."""
+    """Raised when an order asks for more than there is. Arguments: item, how much there is."""
 
 
 class Shop(Immortal):
     stock: dict[str, int]
-    orders: dict[str, list[int]]  # the receipts of each order; more than one would be an order that was taken twice
+    orders: dict[str, list[int]]  # the receipts of each order; more than one means that it was taken twice
     receipts: int
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Shop(Immortal):
 
     @rpc(raises=[SoldOut])
     def place(self, order: str, item: str, count: int = 1) -> int:
-        """Take the order; the number of its receipt."""
+        """Take the order; return the number of its receipt."""
         there = self.stock.get(item, 0)
         if there < count:
             raise SoldOut(item, there)
         self.stock[item] = there - count
         self.receipts += 1
         self.orders.setdefault(order, []).append(self.receipts)
-        if item == "vase":  # two that are wrong, after all has been changed: what is left of it? Nothing
+        if item == "vase":  # two that fail after all has been changed: nothing of the changes stays
             raise RuntimeError("it broke when it was packed")
         if item == "firework":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +45,7 @@ class Shop(Immortal):
 
     @rpc
     def fill(self, item: str, count: int) -> int:
-        """Put ``count`` more on the shelf; how much there is then."""
+        """Put ``count`` more on the shelf; return how much there is then."""
         self.stock[item] = self.stock.get(item, 0) + count
         return self.stock[item]
 

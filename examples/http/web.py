@@ -1,10 +1,10 @@
-"""HTTP over the shop: a web server that may be killed at any moment, since it keeps nothing.
+"""HTTP for the shop: a web server that can be killed at any moment, since it keeps no state.
 
 uvicorn web:app
 
 POST /orders {"order": "17", "item": "book"} takes an order. With the header Idempotency-Key it is taken once, however
-often the request is sent, to whichever process of this server, before or after crashes, and the answer is the same.
-What goes wrong is told as problem details (RFC 9457): `docs/how-to/integrations.md`.
+often the request is sent, to any process of this server, before or after crashes, and the answer is the same.
+Errors are problem details (RFC 9457): `docs/how-to/integrations.md`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from immortal.integrations.asgi import ImmortalMiddleware, Service
 
-shop = Service(Shop, "shop", timeout=20.0)  # a crash of the shop in the middle is well within
+shop = Service(Shop, "shop", timeout=20.0)  # long enough for a crash and recovery of the shop
 
 
 async def place(request: Request) -> JSONResponse:

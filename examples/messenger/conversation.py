@@ -1,4 +1,4 @@
-"""A conversation of two turns: a desk offers a price, and waits for the answer to this very offer."""
+"""A conversation of two turns: a desk offers a price, and waits for the answer to exactly this offer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SEAT_PRICE = 30
 
 
 class Desk:
-    """Sells seats."""
+    """Desk that sells seats."""
 
     def __init__(self) -> None:
         self.free_count = 5
 
     def loop(self, received: Received) -> None:
-        if received.replied:  # by offered(), which has had it before
+        if received.replied:  # by offered(), which got the message first
             return
         count = int(received.parts[0])
         price = SEAT_PRICE * count

@@ -24,7 +24,7 @@ def main() -> None:
     poller = select.poll()
     poller.register(messenger.fileno(), select.POLLIN)  # beside the program's other descriptors
     while len(replies) < 4:
-        deadline_ns = messenger.next_deadline_ns()  # the next retry, if nothing comes before
+        deadline_ns = messenger.next_deadline_ns()  # the next retry, if no message arrives before
         timeout_ms = None if deadline_ns is None else max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000 + 1)
         poller.poll(timeout_ms)
         messenger.process()

@@ -10,7 +10,7 @@ RECORDS = 1000
 
 
 class Replica:
-    """Keeps what the primary sends it, in order."""
+    """Replica that keeps the primary's records, in order."""
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
@@ -21,7 +21,7 @@ class Replica:
 
 
 class ModelServer:
-    """Fits y = slope * x to what it was shown."""
+    """Server that fits y = slope * x to the observed points."""
 
     def __init__(self) -> None:
         self.xy = self.xx = 0.0

@@ -1,7 +1,7 @@
-"""An order book that five instances keep alike: three traders send them orders, as ordered multicasts.
+"""An order book in five equal copies: three traders send orders to five instances, as ordered multicasts.
 
-Each book matches the orders as they come, so one pair of orders in another order would make other trades. There is no
-leader among the books and nothing that all orders pass: only their order is the same everywhere.
+Each book matches the orders as they arrive, so another order of two of them would make other trades. The books have no
+leader, and no single place that all orders pass: only their order is the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from immortal import Immortal, initial, peer, rpc
 ORDERS = int(os.environ.get("ORDERBOOK_ORDERS", "1000"))  # of each trader
 NAME = os.environ.get("ORDERBOOK_TRADER", "trader")
 ORDERS_PER_TURN = 20
-SEEN_EACH = 500  # a book says how many orders it has seen
+SEEN_EACH = 500  # a book prints how many orders it has seen
 
 
 class Book(Immortal):
-    """``bids`` and ``asks``: (price, number of the order, quantity left), best first; bids have negative prices."""
+    """Order book. ``bids``, ``asks``: (price, order's number, quantity left), best first; bids have negative prices."""
 
     bids: list[tuple[int, int, int]]
     asks: list[tuple[int, int, int]]
@@ -37,7 +37,7 @@ class Book(Immortal):
 
     @rpc
     def place(self, trader: str, number: int, price: int, quantity: int) -> int:
-        """``quantity`` above 0 buys, below 0 sells; what was traded at once."""
+        """Buy (``quantity`` above 0) or sell (below 0); return the quantity that was traded at once."""
         if number != self.by_trader.get(trader, 0) + 1:
             raise ValueError(f"order {number} of {trader} came after {self.by_trader.get(trader, 0)}")
         self.by_trader[trader] = number
@@ -89,7 +89,7 @@ class Trader(Immortal):
 
     @rpc
     async def buy(self, price: int, quantity: int) -> tuple[int, ...]:
-        """Return what all five books have traded at once: five equal numbers."""
+        """Return the quantities that all five books have traded at once: five equal numbers."""
         number = await immortal.step(self.next_number)
         books = immortal.multicast([self.b1, self.b2, self.b3, self.b4, self.b5])
         return await books.place.all(NAME, number, price, quantity)

@@ -21,14 +21,14 @@ from supervised import APP, COORDINATOR, REGISTRY_NAME, RunError, console
 
 BOOKS = ("b1", "b2", "b3", "b4", "b5")
 TRADERS = ("t1", "t2", "t3")
-STALLED_S = 60.0  # nothing has moved for so long
+STALLED_S = 60.0  # without progress for so long, the run fails
 POLL_S = 0.05
 FOLDER = Path(__file__).parent
 ROLES = (APP, COORDINATOR)
 
 
 class Instance(supervised.Instance):
-    """``seen``: orders, as a book prints it."""
+    """Instance of a book or a trader. ``seen``: number of orders that a book has printed."""
 
     def __init__(self, name: str, home: Path, environment: Mapping[str, str]) -> None:
         self.seen = 0
@@ -41,7 +41,7 @@ class Instance(supervised.Instance):
 
 
 def run(folder: Path, orders: int, kills: int, source: random.Random) -> float:
-    """Seconds until all books have all orders. Raises RunError."""
+    """Run until all books have all orders; return the seconds. Raises RunError."""
     home = folder / REGISTRY_NAME
     names = (*BOOKS, *TRADERS)
     environment = {**os.environ, "ORDERBOOK_ORDERS": str(orders)}
@@ -80,7 +80,7 @@ def _until_done(instances: Mapping[str, Instance], orders: int, kills: int, sour
 
 
 def check(states: Mapping[str, Any], orders: int) -> None:
-    """Raises RunError."""
+    """Check that all books are equal and have all orders. Raises RunError."""
     first = states[BOOKS[0]]
     for name, state in states.items():
         if state != first:

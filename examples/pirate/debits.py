@@ -1,9 +1,9 @@
-"""Debits at three servers that die with their replies on the way; then every coin is counted.
+"""Debits at three servers that die before their replies are sent; then every coin is counted.
 
 python examples/pirate/debits.py [--debits N] [--seed S]
 
 Each server is a process that ends by kill -9 after some replies, drawn by seed, when the debit is durable and its reply
-has not left. It is started again at the same endpoint. The three share one store. Status 1: the balance is wrong.
+is not sent. It is restarted at the same endpoint. The three share one store. Status 1: the balance is wrong.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from immortal.patterns.pirate import Policy, connect
 
 SERVERS = 3
 LIVES_REPLIES_MAX = 30  # a server dies at one of its first replies, up to this one
-POLICY = Policy(tries=20, heartbeat_s=0.1)  # the debit is done once however often it is tried
+POLICY = Policy(tries=20, heartbeat_s=0.1)  # the debit is done once, however often it is tried
 
 
 class Keeper:
-    """One server: a process, and the next whenever it has died."""
+    """Keeper of one server: it starts a new process whenever the last one has died."""
 
     def __init__(self, store: Path, seed: int) -> None:
         self.deaths = 0
@@ -51,7 +51,7 @@ class Keeper:
                     self.endpoint = line.strip()
                     self._listens.set()
             if process.wait() != -signal.SIGKILL:
-                break  # it has said why
+                break  # the process has printed its error
         self._listens.set()
 
     def _start(self) -> subprocess.Popen[str] | None:

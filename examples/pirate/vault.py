@@ -1,8 +1,8 @@
-"""A plain server that debits an account, and can be told to die in the worst moment.
+"""A plain server that debits an account, and can be told to die at the worst moment.
 
 python vault.py STORE ENDPOINT [--dies-at N]
 
-With --dies-at it ends by kill -9 as its Nth reply is about to leave: the debit is durable, its client hears nothing.
+With --dies-at it ends by kill -9 just before its Nth reply: the debit is durable, its client hears nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BALANCE = 1_000_000  # of each account, at first
 
 
 def debit(request: Request) -> bytes:
-    """Take so many coins from an account; what is left. The body is ``b"ACCOUNT COINS"``."""
+    """Take coins from an account; return what is left. The body is ``b"ACCOUNT COINS"``."""
     account, coins = request.body.split()
     left = int(request.rows.get(account, b"%d" % BALANCE)) - int(coins)
     if left < 0:
@@ -28,7 +28,7 @@ def debit(request: Request) -> bytes:
 
 
 class Vault(Server):
-    """Counts its replies; the one ``dies_at`` is never sent."""
+    """Server that counts its replies; it dies before it sends the reply ``dies_at``."""
 
     dies_at = 0
 

@@ -1,9 +1,9 @@
-"""A worker of the example: it squares numbers, and misbehaves at random as it gets a task.
+"""A worker of the example: it squares numbers, and misbehaves at random when it gets a task.
 
     python examples/queue/hands.py QUEUE [--crash 0.05] [--stall 0.05] [--seed S] [--heartbeat SECONDS]
 
-A crash is kill -9 by itself in the middle of a task; storm.py starts it again. A stall is a second in which it does
-nothing; then it goes on as if nothing had been.
+A crash is kill -9 by itself during a task; storm.py restarts the worker. A stall is a second in which the worker does
+nothing; then it continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def square(number: int) -> int:
 
 
 def poison() -> None:
-    """No worker lives through it."""
+    """Kill the worker that runs this task."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

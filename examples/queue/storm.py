@@ -2,9 +2,9 @@
 
     python examples/queue/storm.py [--tasks N] [--workers N] [--kills N] [--pause SECONDS] [--seed S]
 
-Each worker is a process that is started again when it has died, after a pause. A stall is longer than the tasks'
-timeout, so the task goes to the next worker and the late reply is dropped. The queue, its supervisor included, ends by
-kill -9 so many times. One task kills every worker that gets it, and ends as a dead letter. Status 1: a result is wrong.
+Each worker is a process that is restarted after a pause when it has died. A stall is longer than the tasks' timeout, so
+the task goes to the next worker and the late reply is dropped. The queue, with its supervisor, is killed (kill -9)
+--kills times. One task kills every worker that gets it, and becomes a dead letter. Status 1: a result is wrong.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from supervised import SUPERVISOR, Instance, register
 
 NAME = "jobs"
-TIMEOUT_S = 0.5  # of a try: below a stall
-TRIES = 50  # of tasks that can be done: misbehaving workers make no dead letters of them
+TIMEOUT_S = 0.5  # of a try: shorter than a stall
+TRIES = 50  # of ordinary tasks: enough that misbehaving workers make no dead letters of them
 POISON_TRIES = 2
 RESULT_S = 120.0
 
 
 class Keeper:
-    """One worker: a process, and the next one after a pause whenever it has died."""
+    """Keeper of one worker: it starts a new process, after a pause, whenever the last one has died."""
 
     def __init__(self, home: Path, seed: int, pause_s: float) -> None:
         self.said: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class Keeper:
 
 
 async def _run(home: Path, broker: Instance, tasks: int, kills: int) -> tuple[int, str]:
-    """(wrong results, why the poisonous task failed)"""
+    """Run tasks and kills; return (number of wrong results, why the poisonous task failed)."""
     async with connect(NAME, home=home, timeout=None) as jobs:
         poison = await jobs.submit("poison", tries=POISON_TRIES, dedup="poison")
         submitted = [

@@ -1,7 +1,7 @@
 """The same shop with `count = 3`: each tenant is in one of three instances, by its name.
 
-Three processes work and recover apart. What concerns two tenants may concern two instances: it is a handler that waits,
-and others see the state between its steps.
+Three processes work and recover independently. A handler for two tenants can need two instances: it is a handler that
+waits, and others see the state between its steps.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import one
 import immortal
 from immortal import peer, rpc
 
-COUNT = 3  # as in immortal.toml: another number would look for tenants where their state is not
+COUNT = 3  # as in immortal.toml: another number would look for tenants in the wrong instances
 
 
 def place_of(tenant: str) -> str:
-    """The instance that has this tenant, on each machine and for ever: so not by hash()."""
+    """Return the instance of a tenant, the same on each machine and for ever: so not by hash()."""
     return f"shops-{1 + hashlib.sha256(tenant.encode()).digest()[0] % COUNT}"
 
 
@@ -28,7 +28,7 @@ class Shop(one.Shop):
 
     @rpc
     async def lend(self, lender: str, borrower: str, item: str, count: int) -> bool:
-        """Called where the lender is. In between the goods are with nobody; they arrive, whatever crashes."""
+        """Lend goods; called at the lender's instance. In between nobody has them; they arrive despite any crash."""
         if not await immortal.step(self.order, lender, item, count):
             return False
         shops = {"shops-1": self.first, "shops-2": self.second, "shops-3": self.third}

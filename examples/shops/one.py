@@ -1,7 +1,7 @@
 """One instance for all tenants: the state has a place for each of them.
 
-A handler sees all tenants at once, so what concerns several of them is one plain handler. They share one log, one
-process and its recovery: a tenant with many calls holds up the others.
+A handler sees all tenants at once, so work for several of them is one plain handler. They share one log, one process
+and its recovery: a tenant with many calls delays the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shop(Immortal):
 
     @rpc
     def lend(self, lender: str, borrower: str, item: str, count: int) -> bool:
-        """From one tenant to another: at once, or not at all."""
+        """Move goods from one tenant to another, completely or not at all."""
         if not self.order(lender, item, count):
             return False
         self.deliver(borrower, item, count)

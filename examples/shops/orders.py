@@ -1,4 +1,4 @@
-"""The same orders for both shops, and what is left in the end.
+"""The same orders for both shops, and the goods that are left at the end.
 
 cd examples/shops
 immortal up && python orders.py; immortal down

@@ -2,10 +2,10 @@
 
     scripts/demo [FILES...] [--crashes N] [--seed S] [--keep FOLDER] [--peer tcp]
 
-Four processes: Reader and Counter, each with its coordinator, each pair under `immortal run --restart`. Kills are drawn
-by seed over the progress of the instance that they hit (lines read, or counted), so that all fall before the end.
-With `--peer tcp` each pair is in a network of its own, with a cable between the two, as on two machines: what goes over
-it is encrypted.
+Four processes run: Reader and Counter, each with its coordinator, each pair under `immortal run --restart`. A seed
+draws the kills over the progress of their instance (lines read, or counted), so that all occur before the end. With
+`--peer tcp` each pair is in a network of its own, with a cable between the two, as on two machines: the traffic is
+encrypted.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from supervised import APP, COORDINATOR, REGISTRY_NAME, RunError, console
 
 LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
-STALLED_S = 60.0  # nothing has moved for so long: give up
-PEER_PORT = 7400  # in a network of its own nobody else has it
+STALLED_S = 60.0  # without progress for so long, the run fails
+PEER_PORT = 7400  # no other process has it in a network of its own
 READER, COUNTER = "reader", "counter"
 APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
 SIDES = {name: side for side, name in enumerate(APPS)}
@@ -56,7 +56,7 @@ KINDS = tuple((name, role) for name in APPS for role in (APP, COORDINATOR))
 
 
 def default_files() -> list[Path]:
-    """Python's own standard library: all but its tests, then of these as many as make up LINES_WANTED lines."""
+    """Return the files of Python's standard library: all but its tests, then tests up to LINES_WANTED lines."""
     library = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "__pycache__"}
     found = [path for path in sorted(library.rglob("*.py")) if not left_out & set(path.relative_to(library).parts)]
@@ -88,7 +88,7 @@ def plain_count(files: Sequence[Path]) -> tuple[Counter[str], int]:
 
 @dataclass
 class Kill:
-    """One kill -9: due when the instance's progress, 0 to 1, has got to ``moment``."""
+    """One kill -9, due when the instance's progress, 0 to 1, reaches ``moment``."""
 
     name: str
     role: str
@@ -98,9 +98,9 @@ class Kill:
 
 
 class Instance(supervised.Instance):
-    """An instance, watched through its log lines and the coordinator's own status.
+    """Instance that is watched through its log lines and its coordinator's status.
 
-    ``networks``: where each instance has its own.
+    ``networks``: set if each instance has its own.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Instance(supervised.Instance):
     ) -> None:
         self.folder, self.total, self.kills, self.networks = folder, total, kills, networks
         self.status: dict[str, Any] = {}
-        self.lines = 0  # how far it is
+        self.lines = 0  # its progress
         self.error: str | None = None
         self.done: list[Kill] = []
         inside = list if networks is None else partial(networks.inside, SIDES[name])
@@ -124,7 +124,7 @@ class Instance(supervised.Instance):
         self.watcher.start()
 
     def _watch(self) -> None:
-        """Ask for the status, and kill when a kill is due and the one before is recovered from."""
+        """Query the status, and kill when a kill is due and the last one is recovered from."""
         try:
             if self.networks is not None:
                 self.networks.enter(SIDES[self.name])
@@ -158,13 +158,13 @@ class Instance(supervised.Instance):
             self.status = status
 
     def _progress(self, status: dict[str, Any]) -> int:
-        """Reader: the calls that it has made; Counter: those that are in its log."""
+        """Return the lines done: for Reader the calls that it has made, for Counter those in its log."""
         if self.name == READER:
             return int(status["outputs"].get(COUNTER, {}).get("position", 0))
         return int(status["inputs"].get(READER, {}).get("position", 0))
 
     def is_complete(self) -> bool:
-        """Tell whether all lines went through and every kill is recovered from."""
+        """Return True if all lines went through and every kill is recovered from."""
         status = self.status
         if len(self.done) < len(self.kills) or not status or status["backlog_records"]:
             return False
@@ -183,7 +183,7 @@ class Instance(supervised.Instance):
 
 
 def draw_kills(crashes: int, source: random.Random) -> list[Kill]:
-    """``crashes`` kills, each kind at least once where there are four or more, at random moments."""
+    """Draw ``crashes`` kills at random moments; each kind occurs at least once if there are four or more."""
     kinds = list(source.sample(KINDS, min(crashes, len(KINDS))))
     kinds += [source.choice(KINDS) for _ in range(crashes - len(kinds))]
     kills = [Kill(name, role, source.uniform(0.02, 0.95)) for name, role in kinds]
@@ -196,9 +196,9 @@ def draw_kills(crashes: int, source: random.Random) -> list[Kill]:
 def run(
     folder: Path, files: Sequence[Path], total: int, kills: list[Kill], *, keep: bool, networks: Networks | None
 ) -> float:
-    """Feed, kill, wait until all is counted, stop cleanly; returns the seconds until all was counted.
+    """Feed, kill, wait until all is counted, stop cleanly; return the seconds until all was counted.
 
-    ``keep``: the logs are wanted afterwards, so they are never trimmed. ``networks``: each instance has its own.
+    ``keep``: never trim the logs, which are read later. ``networks``: set if each instance has its own.
     """
     home = folder / REGISTRY_NAME
     listing = folder / "files.txt"
@@ -211,7 +211,7 @@ def run(
         peer = "tcp://127.0.0.1:*" if networks is None else f"tcp://{ADDRESSES[SIDES[name]]}:{PEER_PORT}"
         settings = registry.register(name, peer, **trimming)
         if networks is not None:
-            keys.make(settings.folder)  # outside loopback nobody starts without
+            keys.make(settings.folder)  # required outside loopback
         folders[name] = settings.folder
     instances: list[Instance] = []
     try:
@@ -274,7 +274,7 @@ def stop_cleanly(instances: Sequence[Instance]) -> None:
 
 
 def final_state(folder: Path, name: str) -> dict[str, Any]:
-    """The attributes that the clean stop has just written as the last checkpoint."""
+    """Return the attributes in the checkpoint that the clean stop has just written."""
     settings = Registry(folder / REGISTRY_NAME).load(name)
     with open_reader(settings.log, name) as reader:
         summary = reader.summary()
@@ -292,11 +292,11 @@ def decode_state(blob: bytes) -> dict[str, Any]:
     return state
 
 
-# --- what is printed -------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:
-    """The differences; none when all is equal."""
+    """Return the differences; none if all is equal."""
     words = final_state(folder, COUNTER)["words"]
     lines = final_state(folder, READER)["lines"]
     console.print(f"plain Counter: {expected.total():,} words, {len(expected):,} distinct, {total:,} lines")

@@ -1,4 +1,4 @@
-"""Two network namespaces with a cable between them: two machines, as far as the network goes. Needs root."""
+"""Two network namespaces with a cable between them, which act as two machines on a network. Needs root."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-ADDRESSES = ("10.231.78.1", "10.231.78.2")  # nobody else sees them
+ADDRESSES = ("10.231.78.1", "10.231.78.2")  # visible only inside
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _CABLE = "cable"
 
 
 class NetworksError(Exception):
-    """The two networks cannot be made here; the text says why."""
+    """Raised when the two networks can't be created here; the text says why."""
 
 
 class Networks:
-    """Made when entered, gone when left with all that is in them."""
+    """Two networks, created on entry, and removed on exit with all that is in them."""
 
     def __init__(self) -> None:
         self._names = [f"immortal-demo-{os.getpid()}-{side}" for side in range(len(ADDRESSES))]
 
     def __enter__(self) -> Networks:
-        """Raises NetworksError."""
+        """Create the networks. Raises NetworksError."""
         try:
             for name in self._names:
                 _ip("netns", "add", name)
@@ -43,11 +43,11 @@ class Networks:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def inside(self, side: int, command: Sequence[str]) -> list[str]:
-        """``command`` as it runs in the network of that side."""
+        """Return ``command`` as it runs in the network of that side."""
         return ["ip", "netns", "exec", self._names[side], *command]
 
     def enter(self, side: int) -> None:
-        """Take the calling thread, and those that it starts, into the network of that side, for good."""
+        """Move the calling thread, and those that it starts, into the network of that side, for good."""
         descriptor = os.open(f"/run/netns/{self._names[side]}", os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):

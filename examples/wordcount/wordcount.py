@@ -1,4 +1,4 @@
-"""Two services that count words: Reader feeds lines, Counter counts. No line of it is about failure.
+"""Two services that count words: Reader feeds lines, Counter counts. The code handles no failures.
 
     cd examples/wordcount
     immortal register counter --peer 'tcp://127.0.0.1:*'      immortal run counter wordcount:Counter
@@ -17,7 +17,7 @@ from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
 def input_files() -> list[Path]:
-    """The input, in order."""
+    """Return the input files, in order."""
     listing = os.environ.get("WORDCOUNT_FILES")
     if listing is None:
         return [Path(__file__)]
@@ -29,7 +29,7 @@ def text_of(file: Path) -> str:
 
 
 def lines_of(files: Sequence[Path], start: int) -> Iterator[str]:
-    """All lines of all files, one after the other, from line ``start`` (the first is 0) on."""
+    """Yield all lines of all files, one after the other, from line ``start`` (the first is 0) on."""
     for file in files:
         lines = text_of(file).splitlines()
         yield from lines[start:]

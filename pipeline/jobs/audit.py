@@ -1,9 +1,7 @@
-"""From what each stream came to, and what the logs' tables say, to what is wrong with a fleet.
+"""Audit of a fleet: was every message executed exactly once, in order, and after its cause?
 
-Was everything executed exactly once, in order, and after its cause? Over the logs of a whole fleet.
-
-Spark reads the logs and sorts what they say by stream; each stream is then checked by itself (stream_audit). What is
-left for the driver is small: what each stream came to, what is wrong, and which records must lie behind which.
+Spark reads the logs and sorts their evidence by stream; stream_audit checks each stream by itself. The driver combines
+what is left and small: figures of each stream, findings, and which records must be later than which.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StreamReport:
-    """One stream. ``in_flight``: made, and not executed yet; ``unknown``: it was in damaged records."""
+    """Report on one stream. ``in_flight``: messages made, not executed yet; ``unknown``: in damaged records."""
 
     sender: str
     receiver: str
@@ -73,7 +71,7 @@ class AuditReport:
     notes: list[str]
 
     def to_json(self, first: int) -> dict[str, Any]:
-        """Plain values, with the ``first`` violations in full."""
+        """Return plain values, with the ``first`` violations in full."""
         return {
             "sound": not self.violation_count,
             "logs": [{k: v for k, v in asdict(log).items() if k != "damages"} for log in self.logs],
@@ -85,16 +83,16 @@ class AuditReport:
         }
 
 
-# One log against itself: are all its records there, and sound?
+# One log against itself: is each record there, and sound?
 
 
 DAMAGES_PER_LOG_MAX = 10_000
-"""Damages of a log that are kept in words; of more only the count is."""
+"""Maximum of damages of a log that are described; further ones are only counted."""
 
 
 @dataclass(slots=True)
 class LogReport:
-    """One log, as far as it was read."""
+    """Report on one log, as far as it was read."""
 
     instance: str
     records: int = 0
@@ -105,7 +103,7 @@ class LogReport:
     damages: list[tuple[int, int, str]] = field(default_factory=list)  # first record, last, what
 
     def take(self, row: Row) -> None:
-        """Rows of a log come in the order of its records; no items stand for missing ones, up to the next row."""
+        """Take the next row, in the order of the log's records; no items: records are missing up to the next row."""
         expected = self.last + 1
         if self.records == self.damaged == 0:
             self.first = row.sequence_id
@@ -133,18 +131,18 @@ class LogReport:
             self.damages.append((first, last, what))
 
 
-# From what each stream came to, and what the logs' tables say, to what is wrong.
+# Judgement of the fleet, by the results of each stream and the tables of the logs.
 
 
 _BY_MARKS = ("content", "causality")
-"""Checks that use the sender's marks: their numbers are others where the stream was reset."""
+"""Checks that use the sender's marks, whose numbers differ if the stream was reset."""
 
 VIOLATIONS_MAX = 100_000
-"""Findings that are kept; of more only the count is."""
+"""Maximum of violations that are kept; further ones are only counted."""
 
 
 def judge(results: Iterable[Result], states: Mapping[str, LogState]) -> AuditReport:
-    """Results of all streams, and what the logs' tables say, into a report."""
+    """Return the report on a fleet, from the results of all streams and the tables of the logs."""
     return _Judge(states).judge(results)
 
 
@@ -208,7 +206,7 @@ class _Judge:
             self._logs.setdefault(name, LogReport(name))
 
     def _expected_streams(self) -> Iterator[tuple[str, str]]:
-        """Streams of which the tables know, whatever the records say."""
+        """Yield the streams that the tables know, whatever the records say."""
         for name, state in self._states.items():
             for sender, (_, position) in state.sources.items():
                 if position:
@@ -250,7 +248,7 @@ class _Judge:
             if finding.kind == "lost" and self._explain(report, finding):
                 continue
             self._add(_violation(finding, sender, receiver))
-        self._counts += Counter(figures.counts) - kept  # those of which only the number is known
+        self._counts += Counter(figures.counts) - kept  # findings of which only the number is known
         if receiver_state is not None:
             self._judge_end(report, figures, sender_state, receiver_state)
         if sender_state is not None and not sender_state.live and receiver not in sender_state.offsets:
@@ -259,7 +257,7 @@ class _Judge:
         return report
 
     def _explain(self, report: StreamReport, finding: Finding) -> bool:
-        """Tell whether the messages may have been executed in records that are trimmed or damaged."""
+        """Return True if the messages can have been executed in records that are trimmed or damaged."""
         log = self._logs[report.receiver]
         if finding.behind_record < 0 and log.first > 0:
             return True
@@ -271,7 +269,7 @@ class _Judge:
     def _judge_end(
         self, report: StreamReport, figures: StreamFigures, sender_state: LogState | None, receiver_state: LogState
     ) -> None:
-        """Judge messages behind the last executed one: they are in flight, or lost."""
+        """Judge messages after the last executed one: they are in flight, or lost."""
         sender, receiver = report.sender, report.receiver
         log = self._logs[receiver]
         by_receiver = receiver_state.sources.get(sender, (0, 0))[1]
@@ -292,7 +290,7 @@ class _Judge:
         report.in_flight = max(0, figures.made - offset - max(known, figures.last))
 
     def _judge_unmarked(self, report: StreamReport, figures: StreamFigures, sender_state: LogState) -> None:
-        """Calls behind the last mark that were sent before the sender last said how far its streams were."""
+        """Report calls after the last mark that were sent before the sender last logged its streams' positions."""
         known = max(figures.made, sender_state.checkpointed.get(report.receiver, 0))
         last_said_ns = self._last_mark_ns[report.sender]
         for first, last, sent_ns, record in figures.unmarked:
@@ -305,7 +303,7 @@ class _Judge:
                 self._add(violation)
 
     def _judge_identities(self) -> None:
-        """Each log knows the others by their committer IDs."""
+        """Check that each log knows the others by their committer IDs."""
         for name, state in sorted(self._states.items()):
             known = [(sender, committer, "sender") for sender, (committer, _) in state.sources.items() if committer]
             known += [(receiver, committer, "receiver") for receiver, committer in state.peers.items()]
@@ -356,14 +354,14 @@ def _violation(finding: Finding, sender: str, receiver: str) -> Violation:
     return Violation(finding.kind, sender, receiver, finding.first, finding.last, finding.record, finding.text)
 
 
-# Whether the records of several logs can have been written in any order at all.
+# Test if the records of several logs can have been written in any order at all.
 
 
 def impossible_orders(needs: Mapping[tuple[str, str], list[Needs]], known: set[str]) -> list[Violation]:
-    """Records that cannot have been written in any order: each waits for another one to come first.
+    """Return the records that cannot have been written in any order: each waits for another one.
 
-    ``needs``: by (sender, receiver), the receiver's record and the sender's record that lies before it; ``known``: the
-    instances whose logs are there. Every log is advanced as far as what its next record needs is there.
+    ``needs``: by (sender, receiver), the receiver's record and the sender's record that must be earlier; ``known``: the
+    instances whose logs are there. Each log is advanced while the records that its next record needs are there.
     """
     waiting_for: dict[str, list[tuple[int, str, int]]] = defaultdict(list)  # receiver: (record, sender, its record)
     for (sender, receiver), each in needs.items():
@@ -408,7 +406,7 @@ def impossible_orders(needs: Mapping[tuple[str, str], list[Needs]], known: set[s
 
 
 TOLERANCE_MS = 1_000
-"""By default clocks may differ by this much: where they are kept right they differ less."""
+"""Default for how much clocks can differ: synchronized clocks differ less."""
 
 _SIGN = 1 << 64
 
@@ -429,7 +427,7 @@ _RESULTS_PER_BATCH = 10_000
 
 
 def audit(spark: SparkSession, fleet: Fleet, *, tolerance_ms: int = TOLERANCE_MS) -> AuditReport:
-    """Audit all streams of ``fleet``. ``tolerance_ms``: by how much the machines' clocks may differ."""
+    """Audit all streams of ``fleet``. ``tolerance_ms``: by how much the machines' clocks can differ."""
     return judge(results_of(spark, fleet.evidence(spark), tolerance_ms * 1_000_000), fleet.states)
 
 
@@ -449,7 +447,7 @@ def results_of(spark: SparkSession, evidence: DataFrame, tolerance_ns: int = 0) 
 
 
 def audit_partition(batches: Iterable[pa.RecordBatch], tolerance_ns: int) -> Iterator[pa.RecordBatch]:
-    """Sorted evidence of whole streams into results."""
+    """Convert sorted evidence of whole streams to results."""
     results: list[Result] = []
     for result in audit_rows(map(Row._make, rows_of(batches)), tolerance_ns):
         results.append(result)

@@ -2,7 +2,7 @@
 
 Each row belongs to one stream, sender to receiver, and is one of
 
-    MARK   in the sender's log: how far the stream had got, and its checksum
+    MARK   in the sender's log: the stream's position and checksum
     BATCH  in the receiver's log: messages that it executed
     LOG    about the log of ``receiver`` itself (``sender`` is empty): ``items`` sound records from ``sequence_id`` on,
            or, with a reason, one that is damaged
@@ -43,7 +43,7 @@ from immortal.protocol.trailer import BatchKind, BatchSource
 
 MARK, BATCH, LOG = 0, 1, 2
 WHOLE_LOG = ""
-"""The sender in rows of LOG."""
+"""Sender in rows of LOG."""
 
 EVIDENCE = pa.schema(
     [
@@ -65,7 +65,7 @@ EVIDENCE = pa.schema(
 
 
 class Row(NamedTuple):
-    """One row of evidence; what does not apply stays 0."""
+    """Row of evidence; a value that does not apply is 0."""
 
     sender: str
     receiver: str
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
 
 def evidence_of_log(ranges: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """For mapInArrow: rows of LogRange's fields into evidence."""
+    """Convert rows of LogRange's fields to evidence; for mapInArrow."""
     for batch in ranges:
         for row in batch.to_pylist():
             wanted = LogRange(**row)
@@ -98,12 +98,12 @@ def evidence_of_log(ranges: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
 
 
 def gap_rows(instance: str, gap: Gap) -> pa.RecordBatch:
-    """The one row that says which records are missing."""
+    """Return the row that names the missing records."""
     return _from_rows([Row(WHOLE_LOG, instance, LOG, gap.first, reason=gap.reason)])
 
 
 def evidence_of_raw(batches: Iterator[pa.RecordBatch], committer_ids: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
-    """For mapInArrow: rows of the table "raw" into evidence; ``committer_ids`` by instance."""
+    """Convert rows of the table "raw" to evidence; ``committer_ids``: by instance. For mapInArrow."""
     for batch in batches:
         instances = batch.column("instance").to_pylist()
         cuts = [index for index in range(1, len(instances)) if instances[index] != instances[index - 1]]
@@ -124,7 +124,7 @@ def _values(rows: pa.RecordBatch) -> Values:
 
 
 def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iterator[pa.RecordBatch]:
-    """All rows of ``values``, in no order."""
+    """Yield all rows of evidence in ``values``, in no order."""
     headers = decode_headers(values, committer_id)
     verify_checks(values, headers)
     trailers = decode_trailers(values, headers, with_marks=True)
@@ -175,7 +175,7 @@ def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iter
 
 
 def _runs(sequence_ids: Longs, time_ns: Longs, instance: str) -> Iterator[Row]:
-    """Sound records that follow one another are one row, with the time of the last."""
+    """Yield one row for each run of consecutive sound records, with the time of its last record."""
     cuts = (np.flatnonzero(np.diff(sequence_ids) != 1) + 1).tolist()
     for first, end in zip([0, *cuts], [*cuts, len(sequence_ids)], strict=True):
         if first < end:
@@ -209,7 +209,7 @@ def _from_rows(rows: list[Row]) -> pa.RecordBatch:
 
 
 def evidence_of_record(instance: str, sequence_id: int, value: bytes, committer_id: int) -> Iterator[Row]:
-    """The rows of one record, with one of LOG; of a damaged record only that one."""
+    """Yield the evidence of one record, with a row of LOG; a damaged record gives only that row."""
     try:
         header, trailer = verify_value(value, sequence_id, committer_id)
         batches = list(packed_batches(value[HEADER_SIZE_BYTES : header.size_bytes], trailer))

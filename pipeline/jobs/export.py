@@ -1,11 +1,11 @@
-"""Exports logs to Parquet, partitioned by instance and day: each run adds what is new since the last one.
+"""Export of logs to Parquet, partitioned by instance and day: each run adds what is new since the last run.
 
     FOLDER/_immortal_export.json                      what is exported so far; written last, in one step
     FOLDER/TABLE/instance=NAME/day=DAY/run-N-*.parquet
 
-A run writes to a staging folder, reads that back and compares it with the logs, moves the files into place under its
-own number and then writes the state. A run that is cut off leaves files of a number that the state does not know: the
-next one removes them.
+A run writes to a staging folder, reads it back and compares it with the logs, moves the files into place under its own
+number, then writes the state. An interrupted run leaves files whose number is not in the state; the next run removes
+them.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _DAY_NS = 86_400_000_000_000
 
 
 class ExportError(PipelineError):
-    """The written export differs from the logs, or the export can't continue."""
+    """Raised when the written export differs from the logs, or when the export can't continue."""
 
 
 @dataclass(slots=True)
 class InstanceExport:
-    """Export of one instance in one run. ``check`` is the xor of its records' CRCs, as the table raw has them."""
+    """One instance in one run. ``check`` is the xor of its records' CRCs, as in the table raw."""
 
     first: int = 0  # records of this run
     last: int = -1
@@ -85,9 +85,9 @@ def export(
     tables: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ExportReport:
-    """Bring the export in ``folder`` up to what the logs hold now. ``tables``: at first all, then as they were.
+    """Bring the export in ``folder`` up to date with the logs. ``tables``: all at first, later those of the export.
 
-    Raises SourceError for a folder that is none of ours, ExportError where log and Parquet differ, or where a log was
+    Raises SourceError if the folder holds no export of ours, ExportError if log and Parquet differ, or if a log was
     replaced or set back since the last run.
     """
     logs = prepare(fleet, folder, tables)
@@ -98,7 +98,7 @@ def export(
 
 
 def prepare(fleet: Fleet, folder: Path, tables: Sequence[str] | None) -> LogFleet:
-    """Check what was asked for, and make the folder; return the logs to export. Needs no Spark. Raises SourceError."""
+    """Check the request, and create the folder; return the logs to export. Needs no Spark. Raises SourceError."""
     if not isinstance(fleet, LogFleet):
         raise SourceError("what is to be exported is an export already: give logs")
     for table in tables or ():
@@ -144,7 +144,7 @@ class _Run:
         return self._report
 
     def _new_ranges(self) -> list[LogRange]:
-        """Return the ranges of each log that are not exported yet."""
+        """Return the part of each log that is not exported yet."""
         ranges = []
         for state in self._fleet.states.values():
             name = state.instance
@@ -177,7 +177,7 @@ class _Run:
         writer.mode("overwrite").parquet(str(self._staging / table))
 
     def _compare(self, table: str, ranges: Sequence[LogRange]) -> None:
-        """Check for each instance that what was written agrees with its log, which is read once more."""
+        """Check that each instance's written rows agree with its log, which is read once more."""
         staged = self._staging / table
         if not any(staged.glob("instance=*")):
             written: dict[str, dict[str, int]] = {}
@@ -209,7 +209,7 @@ class _Run:
                     os.fsync(file.fileno())
                 target = self._folder / path.relative_to(self._staging).parent
                 make_folder(target)
-                restrict_mode(path, FILE_MODE)  # the workers of Spark have an umask of their own
+                restrict_mode(path, FILE_MODE)  # Spark's workers have a umask of their own
                 path.replace(target / f"{RUN_PREFIX}{self._report.run:08d}-{path.name}")
         shutil.rmtree(self._staging, ignore_errors=True)
 
@@ -233,7 +233,7 @@ class _Run:
 
 
 def _make_folder(folder: Path, tables: list[str]) -> None:
-    """Make the folder and an empty state, so that files left by a broken run are known to be ours."""
+    """Create the folder and an empty state, so that a broken run's files are known to be ours."""
     if (folder / EXPORT_FILE_NAME).exists():
         return
     if folder.is_file():
@@ -269,7 +269,7 @@ def _remove_leftovers(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
-    """Return for each instance the number of rows, and a checksum of them that does not depend on their order."""
+    """Return the number of rows of each instance, and a checksum that does not depend on their order."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     columns = [F.col(column) for column in sorted(frame.columns)]  # Parquet puts partitions last
@@ -292,14 +292,14 @@ def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
 def read_for_export(
     batches: Iterator[pa.RecordBatch], table: str, checkpoint_ids: Mapping[str, int]
 ) -> Iterator[pa.RecordBatch]:
-    """Turn rows of LogRange's fields into rows of ``table``, with the columns that an export adds; for mapInArrow."""
+    """Convert rows of LogRange's fields to rows of ``table``, with the columns that an export adds; for mapInArrow."""
     reader = RangeReader(Options.of({"table": table}), SCHEMAS[table])
     for batch in batches:
         for row in batch.to_pylist():
             wanted = LogRange(**row)
             if table == "raw":
                 for values in read_range(wanted):
-                    if not isinstance(values, Gap):  # a gap has no bytes; the table of records shows it
+                    if not isinstance(values, Gap):  # a gap has no bytes; the table records shows it
                         yield _raw(values, wanted)
             elif table == "outputs":
                 for values in read_range(wanted):
@@ -318,7 +318,7 @@ def _with_day(rows: pa.RecordBatch, time_ns: pa.Array) -> pa.RecordBatch:
 
 
 def _raw(values: Values, wanted: LogRange) -> pa.RecordBatch:
-    """Return records as bytes; damaged ones too, without a day."""
+    """Return records as bytes, also damaged ones, which have no day."""
     headers = decode_headers(values, wanted.committer_id)
     verify_checks(values, headers)
     time_ns = decode_trailers(values, headers, with_marks=False).time_ns

@@ -1,7 +1,7 @@
-"""Audits ordered multicasts: all executed them in one order, after their causes, and nobody else did.
+"""Audit of ordered multicasts: all destinations, and no others, execute them in one order, after their causes.
 
-Each log says which runs were executed where: at which place of the one order, (timestamp, sender, number). Workers take
-that out of the streams; what is left for the driver is a few numbers for each run.
+Each log shows which runs were executed, and their places in the one order: (timestamp, sender, number). Workers extract
+that from the streams; the driver gets a few numbers for each run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from immortal.protocol.system_methods import EXECUTED_METHOD_ID, ORDERED_METHOD_
 from immortal.protocol.varint import encode_zigzag
 
 ORDERED = "ordered"
-"""Name of this kind of results among those of the workers."""
+"""Kind of the results on ordered multicasts."""
 
 _CALL = bytes((RpcKind.CALL,))
 _MARKS_OF_OTHERS = tuple(_CALL + encode_zigzag(one) for one in (ORDERED_METHOD_ID, ORDERING_METHOD_ID))
@@ -32,11 +32,11 @@ _PROPOSED_HERE, _PROPOSAL, _EXECUTED = "proposed here", "proposal", "executed"
 
 Key = tuple[int, str, int]  # timestamp, sender, number
 Places = dict[tuple[str, int], tuple[int, int, str]]
-"""Runs, by sender and number: timestamp, count of calls, and the log that said so first."""
+"""Runs by (sender, number): timestamp, count of calls, and the first log that showed the run."""
 
 
 class _Word(NamedTuple):
-    """Fact about a run of multicasts from one message of a log. ``source``: sender of that message."""
+    """Fact on a run of multicasts, from one message of a log. ``source``: sender of that message."""
 
     record: int
     batch: int
@@ -53,7 +53,7 @@ class _Word(NamedTuple):
 
 
 def ordered_results(row: Row) -> Iterator[Result]:
-    """Yield the facts on ordered multicasts in a batch; a batch without them costs a search for a few bytes."""
+    """Yield the facts on ordered multicasts in a batch; without any, it costs a search for a few bytes."""
     payload = row.payload
     if payload is None:
         return
@@ -92,7 +92,7 @@ def _words(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str
 
 
 class OrderingAudit:
-    """Collects the results of the workers, and finds the violations in them. ``first``: record of each log."""
+    """Collector of the workers' results, which finds the violations in them."""
 
     def __init__(self) -> None:
         self._words: dict[str, list[_Word]] = defaultdict(list)
@@ -101,7 +101,7 @@ class OrderingAudit:
         self._words[receiver] += [_Word(record, batch, at, source, *word) for at, *word in decoding.load_json(body)]
 
     def executed(self, log: str) -> list[tuple[str, int, int, int]]:
-        """Return the runs that this log has executed, in its order: sender, number, timestamp, count of calls."""
+        """Return the runs that a log has executed, in its order: sender, number, timestamp, count of calls."""
         words = sorted(word for word in self._words[log] if word.kind == _EXECUTED)
         return [(word.sender, word.number, word.timestamp, word.calls) for word in words]
 
@@ -126,7 +126,7 @@ class OrderingAudit:
 
 
 def _one_place(log: str, executed: Iterable[_Word], places: Places) -> Iterator[Violation]:
-    """Check consistency: a run is the same, and has the same place, in all logs."""
+    """Check consistency: a run has the same calls and the same place in all logs."""
     for word in executed:
         timestamp, count, other = places.setdefault((word.sender, word.number), (word.timestamp, word.calls, log))
         if count != word.calls:
@@ -141,7 +141,7 @@ def _one_place(log: str, executed: Iterable[_Word], places: Places) -> Iterator[
 
 
 def _in_order(log: str, executed: Iterable[_Word]) -> Iterator[Violation]:
-    """Check consistency: each log has the runs in the one order."""
+    """Check consistency: each log executed its runs in the one order."""
     last: Key = (0, "", 0)
     for word in executed:
         key = (word.timestamp, word.sender, word.number)
@@ -156,7 +156,7 @@ def _in_order(log: str, executed: Iterable[_Word]) -> Iterator[Violation]:
 
 
 def _sent_here(log: str, words: Iterable[_Word]) -> Iterator[Violation]:
-    """Check locality: only its destinations execute a run. (What an instance sends to itself takes no message.)"""
+    """Check locality: only its destinations execute a run. (Runs of an instance to itself need no message.)"""
     sent = set()
     for word in words:
         if word.kind == _PROPOSED_HERE and word.sender == word.source:
@@ -181,10 +181,10 @@ def _senders(places: Places) -> Iterator[Violation]:
 
 
 def _after_causes(log: str, words: Iterable[_Word], places: Places) -> Iterator[Violation]:
-    """Check causality: what an instance sent after a run that it had executed comes after that.
+    """Check causality: a run that an instance sent after it had executed another run has a later place.
 
-    When its log shows a proposal for its run n, it has sent RUNS_IN_FLIGHT_MAX more at most: later runs were sent
-    behind all that it had executed by then.
+    When its log shows a proposal for its run n, it has sent at most RUNS_IN_FLIGHT_MAX more runs: later runs were sent
+    after all that it had executed by then.
     """
     own = {number: timestamp for (sender, number), (timestamp, _, _) in places.items() if sender == log}
     if not own:

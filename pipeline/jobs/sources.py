@@ -1,4 +1,4 @@
-"""Sources of a job: the logs of a fleet, or an export of them in Parquet. Both give the same tables."""
+"""Sources of a job: the logs of a fleet, or an export of them in Parquet. Both have the same tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 EXPORT_FILE_NAME = "_immortal_export.json"
-"""File with an export's own description. Spark does not read files whose names begin with an underscore."""
+"""File with the state of an export. Spark ignores files whose names begin with an underscore."""
 
 EXPORT_VERSION = 1
 RUN_PREFIX = "run-"
@@ -90,7 +90,7 @@ class LogState:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The records ``first`` to ``last`` of some instances."""
+    """Records ``first`` to ``last`` of some instances."""
 
     instances: Sequence[str]
     first: int
@@ -98,7 +98,7 @@ class Wanted:
 
 
 class Fleet(ABC):
-    """Instances by name, and the tables of them all."""
+    """Instances by name, and their tables."""
 
     states: Mapping[str, LogState]
 
@@ -111,10 +111,9 @@ class Fleet(ABC):
         only: Wanted | None = None,
         decode: str | None = None,
     ) -> DataFrame:
-        """A table of pipeline.schema, or some ``columns`` of it: of a log the others are not even decoded, and what is
-        not among ``only`` is not read. ``decode``: as the option of the data source; of logs only.
+        """Return a table of pipeline.tables, or some ``columns`` of it (a log's other columns are not decoded).
 
-        Raises SourceError.
+        ``only``: no other records are read. ``decode``: the data source's option, for logs only. Raises SourceError.
         """
         return self._table(spark, name, columns, only, decode)
 
@@ -122,15 +121,15 @@ class Fleet(ABC):
     def _table(
         self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
     ) -> DataFrame:
-        """Do as :meth:`table`."""
+        """Return a table, as :meth:`table`."""
 
     @abstractmethod
     def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
-        """The rows of immortal.pipeline.jobs.evidence, in no order; of the records between two times, both included."""
+        """Return the rows of pipeline.jobs.evidence, in no order, of the records between two times, both included."""
 
 
 class LogFleet(Fleet):
-    """Logs, each seen as it is when a table is asked for; ``states`` were taken before."""
+    """Fleet of logs, each read as it is when a table is requested; ``states`` were read before."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.folders = list(folders)
@@ -155,7 +154,7 @@ class LogFleet(Fleet):
 
 
 class ExportFleet(Fleet):
-    """Logs that `immortal pipeline export` has written."""
+    """Fleet of logs that `immortal pipeline export` has written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -178,9 +177,9 @@ class ExportFleet(Fleet):
         folder = self.folder / name
         if not any(folder.glob("instance=*")):
             frame = spark.createDataFrame([], exported_schema(name))
-        else:  # without a schema Spark would take the names of instances such as "007" for numbers
+        else:  # without a schema Spark would read names of instances such as "007" as numbers
             frame = spark.read.schema(exported_schema(name)).parquet(str(folder))
-            # Files of a run that was cut off, or has not ended yet, do not count.
+            # Files of a run that was interrupted, or has not ended yet, do not count.
             frame = frame.where(F.col("_metadata.file_name") < f"{RUN_PREFIX}{self.run + 1:08d}-")
         if only is not None:
             sequence_id = F.col("sequence_id").between(only.first, only.last)
@@ -197,13 +196,13 @@ class ExportFleet(Fleet):
 
 
 def exported_schema(table: str) -> str:
-    """The columns of an exported table, in Spark's words: those of the table, and what exporting adds."""
+    """Return the columns of an exported table, with those that an export adds, in Spark's notation."""
     columns = [f"`{column.name}` {column.dataType.simpleString()}" for column in SCHEMAS[table]]
     return ", ".join([*columns, _ADDED.get(table, "day date")])
 
 
 def open_fleet(paths: Sequence[str]) -> Fleet:
-    """An export where ``paths`` is one, otherwise all logs that are there. Raises SourceError, LogError."""
+    """Open an export if ``paths`` names one, otherwise all logs there. Raises SourceError, LogError."""
     exports = [path for path in paths if (Path(path) / EXPORT_FILE_NAME).exists()]
     if not exports:
         return LogFleet(log_folders(list(paths)))
@@ -213,7 +212,7 @@ def open_fleet(paths: Sequence[str]) -> Fleet:
 
 
 def read_export_state(folder: Path) -> dict[str, Any]:
-    """Raises SourceError."""
+    """Read the state of an export. Raises SourceError."""
     path = folder / EXPORT_FILE_NAME
     try:
         state: dict[str, Any] = decoding.load_json(path.read_text())
@@ -230,7 +229,7 @@ def read_export_state(folder: Path) -> dict[str, Any]:
 
 
 def log_states(folders: Iterable[str]) -> dict[str, LogState]:
-    """The state of each log, by instance. Raises SourceError where two logs belong to one instance, LogError."""
+    """Return the state of each log, by instance. Raises SourceError if an instance has two logs, LogError."""
     states: dict[str, LogState] = {}
     for folder in folders:
         with open_reader(folder) as reader:
@@ -255,13 +254,13 @@ def log_ranges(folders: Iterable[str], first_ns: int = 0, last_ns: int = NO_LIMI
 
 
 def ranges_frame(spark: SparkSession, ranges: Sequence[LogRange]) -> DataFrame:
-    """One row, and one task, for each range."""
+    """Return a frame with one row, and one task, for each range."""
     rows = [(each.folder, each.instance, each.committer_id, each.first, each.end) for each in ranges]
     return spark.createDataFrame(rows, _RANGE).repartition(max(1, len(rows)))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """All of it or nothing, also when the machine stops."""
+    """Write all of ``text`` or nothing, also if the machine stops."""
     temporary = path.with_name(f"{path.name}.new")
     with open(temporary, "w", opener=opener) as file:
         file.write(text)
@@ -272,6 +271,6 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
-    """Rows of Arrow batches as tuples."""
+    """Yield the rows of Arrow batches as tuples."""
     for batch in batches:
         yield from zip(*[column.to_pylist() for column in batch.columns], strict=True)

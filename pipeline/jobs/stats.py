@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
 BINS_MAX = 120
-"""The time of the logs is cut into at most so many parts, fewer where that would be too many rows ..."""
+"""Maximum of intervals into which the time of the logs is cut; fewer if there would be too many rows ..."""
 
 BIN_ROWS_MAX = 10_000
 BINS_MIN = 20  # ... but as many as this
@@ -30,7 +30,7 @@ _BIN_SIZES_NS: tuple[int, ...] = (
     *(n * _DAY_NS for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
 )
 _PERCENTILES = (0.5, 0.95, 0.99)
-_ACCURACY = 1_000  # of percentiles of sizes: off by a rank of one in so many
+_ACCURACY = 1_000  # of percentiles of sizes: a rank is off by at most 1 / this
 _BUCKETS_PER_E = 100  # so a bucket of times is 1 % wide
 
 # What Spark's grouping_id() says: a bit for each of sender, method, bin_ns that is not part of the grouping.
@@ -39,7 +39,7 @@ _BY_SERVICE, _BY_METHOD, _BY_BIN, _BY_TALKER = 0b01110, 0b01010, 0b01100, 0b0011
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Calls of one kind. Times are from sending to logging, by two clocks; all but the longest are ± 1 %."""
+    """Figures of one kind of calls. Times are from sending to logging, by two clocks, ± 1 % except the longest."""
 
     calls: int
     size_bytes: int  # of arguments
@@ -66,13 +66,13 @@ class ServiceStats:
 @dataclass(frozen=True, slots=True)
 class MethodStats:
     instance: str
-    method: str  # its name, where a class was given; otherwise its ID
+    method: str  # its name, if a class was given; otherwise its ID
     figures: Figures
 
 
 @dataclass(frozen=True, slots=True)
 class BinStats:
-    """Activity of a service in one interval of time."""
+    """Figures of a service in one interval of time."""
 
     instance: str
     start_ns: int
@@ -81,7 +81,7 @@ class BinStats:
 
 @dataclass(frozen=True, slots=True)
 class TalkerStats:
-    """``sender`` is the service itself for its own calls; OUTSIDE for impulses."""
+    """Figures of a pair of services. ``sender`` is the receiver itself for its own calls, OUTSIDE for impulses."""
 
     sender: str
     receiver: str
@@ -98,10 +98,7 @@ class Stats:
 
 
 def stats(spark: SparkSession, fleet: Fleet, *, decode: str | None = None) -> Stats:
-    """Statistics of all messages but the initial ones.
-
-    ``decode``: as the data source's option; gives methods their names.
-    """
+    """Return the statistics of all messages except the initial ones. ``decode``: as the data source's option."""
     records = _records(spark, fleet)
     times = [row[name] for row in records for name in ("first_ns", "last_ns") if row[name] is not None]
     bin_ns = bin_size_ns(max(times) - min(times) if times else 0, len(records))
@@ -123,13 +120,13 @@ def stats(spark: SparkSession, fleet: Fleet, *, decode: str | None = None) -> St
 
 
 def bin_size_ns(span_ns: int, services_count: int) -> int:
-    """The smallest size for the parts of a time that gives not too many of them."""
+    """Return the smallest size of bin that gives not too many bins."""
     bins_max = max(BINS_MIN, min(BINS_MAX, BIN_ROWS_MAX // max(1, services_count)))
     return next((size_ns for size_ns in _BIN_SIZES_NS if span_ns <= size_ns * bins_max), _BIN_SIZES_NS[-1])
 
 
 def _calls(spark: SparkSession, fleet: Fleet, decode: str | None, bin_ns: int) -> DataFrame:
-    """Return one row for each call to be counted. Times in flight are in buckets that are 1 % wide."""
+    """Return one row for each counted call. Times in flight are in buckets that are 1 % wide."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     columns = ["instance", "time_ns", "kind", "source", "sent_ns", "method_id", "method", "arguments", "ok"]
@@ -151,7 +148,7 @@ def _calls(spark: SparkSession, fleet: Fleet, decode: str | None, bin_ns: int) -
 
 
 def _figures_of(calls: DataFrame) -> DataFrame:
-    """All groupings in one pass: rows of figures, with the number of the grouping in the column "by"."""
+    """Aggregate all groupings in one pass: rows of figures, with the grouping's number in the column "by"."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     keys = [F.col(name) for name in ("instance", "sender", "method", "bin_ns", "bucket")]
@@ -184,7 +181,7 @@ def _rows(figures: DataFrame, by: int, *order: str, limit: int | None = None) ->
 
 
 def _records(spark: SparkSession, fleet: Fleet) -> list[Row]:
-    """One row for each service: how many records there are, how large, and from when."""
+    """Return one row for each service: how many records it has, their size, and their times."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     records = fleet.table(spark, "records", ["instance", "message_count", "size_bytes", "time_ns", "ok"])

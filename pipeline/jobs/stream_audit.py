@@ -1,11 +1,11 @@
-"""One stream against its two logs: what the receiver executed, against the marks that the sender left.
+"""Audit of one stream: what the receiver executed, against the marks of the sender.
 
-The receiver's log says which positions were executed, in which order. The sender's log says now and then (a *mark*) how
-far the stream had got and what the checksum of all its messages was; between two marks the executed bytes must lead
-from the one checksum to the other. Impulses take positions but are left out of the checksum.
+The receiver's log shows which positions were executed, in which order. The sender's log has a *mark* now and then: the
+stream's position and the checksum of all its messages. The bytes executed between two marks must lead from one checksum
+to the other. Impulses take positions but are left out of the checksum.
 
-Positions find what was lost, doubled or executed out of order; checksums find what was swapped or altered; the marks'
-records find what was executed before it can have been made. No I/O, no clock; memory does not grow with the stream.
+Positions find lost, doubled and reordered messages; checksums find swapped and altered ones; the marks' records find
+messages that were executed before they can have been made. No I/O, no clock; memory does not grow with the stream.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ KINDS = ("lost", "duplicate", "order", "content", "invented", "causality", "iden
 """Kinds of faults, in the order of reports."""
 
 FINDINGS_PER_STREAM_MAX = 10_000
-"""Findings of a stream that are kept in full; of more only the count is."""
+"""Maximum of findings of a stream that are kept in full; further ones are only counted."""
 
 SEGMENT_SIZE_BYTES_MAX = 64 << 20
-"""Messages between two marks are kept up to this, to look for a mark that a crash has moved."""
+"""Maximum of bytes between two marks that are kept, to look for a mark that a crash has moved."""
 
 UNMARKED_MAX = 1_000
-"""Behind the last mark only so many batches are looked at."""
+"""Maximum of batches after the last mark that are kept."""
 
 FIRST_BATCHES_MAX = 1_000
-"""By the contents of its first batches a duplicate of them is told from a stream that began anew."""
+"""Number of first batches whose contents are kept, to tell a duplicate of them from a stream that began anew."""
 
 UNKNOWN = -1
 
 Result = tuple[str, str, str, int, int, str]
-"""Row of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
-JSON. (Of "ordered" the numbers are the record and the batch.)"""
+"""Result on a stream: kind ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
+JSON. (For "ordered" the numbers are the record and the batch.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Mark in record ``sequence_id`` of the sender about the stream."""
+    """Mark about the stream, in record ``sequence_id`` of the sender."""
 
     position: int
     checksum: int  # unsigned
@@ -71,7 +71,7 @@ class Part:
         return self.first + self.count - 1
 
     def cut(self, position: int) -> tuple[Part, Part | None]:
-        """Split at ``position``, which is within: the part up to it, and the rest."""
+        """Split after ``position``, which is within: (the part up to it, the rest)."""
         count = position - self.first + 1
         if count == self.count:
             return self, None
@@ -96,9 +96,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong with the messages ``first`` to ``last`` of a stream.
+    """Fault of the messages ``first`` to ``last`` of a stream.
 
-    ``record``: where it shows in the receiver's log; ``behind_record``: what it lies behind, in the same log.
+    ``record``: record of the receiver's log that shows it; ``behind_record``: the record before it, in the same log.
     """
 
     kind: str
@@ -111,20 +111,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that must not be. ``first`` and ``last`` are positions in the stream (damage: records of the log)."""
+    """Fault in a fleet. ``first`` and ``last`` are positions in the stream (for damage: records of the log)."""
 
     kind: str
     sender: str
     receiver: str
     first: int
     last: int
-    record: int  # of the receiver's log, -1 where it shows in none
+    record: int  # of the receiver's log, -1 if no record shows it
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The receiver's ``record`` holds a message that was made behind the sender's record ``sender_record``."""
+    """The receiver's ``record`` holds a message that was made after the sender's record ``sender_record``."""
 
     record: int
     sender_record: int
@@ -144,17 +144,17 @@ class StreamFigures:
     marks: int = 0
     last_mark_ns: int = 0
     compared: int = 0  # messages whose bytes the sender's checksums confirm or refute
-    restarts: int = 0  # the sender came with another log; the positions are those of the last one
+    restarts: int = 0  # the sender continued with another log; the positions are those of the last one
     shifted_marks: int = 0  # they counted impulses that a crash took away before they were accepted
     counts: dict[str, int] = field(default_factory=dict)  # by kind
     unmarked: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Batches with calls behind the last mark, the first of them: (first position, last, send time, record)."""
+    """First batches with calls after the last mark: (first position, last, send time, record)."""
 
 
 class StreamAudit:
-    """Give it all marks of the sender, in the order of its log, then all batches in the order of the receiver's log.
+    """Check of one stream: it takes all marks of the sender, in the order of its log, then all batches of the receiver.
 
-    ``tolerance_ns``: by how much clocks may differ.
+    Batches are in the order of the receiver's log. ``tolerance_ns``: by how much clocks can differ.
     """
 
     def __init__(self, sender: str, receiver: str, tolerance_ns: int = 0) -> None:
@@ -170,10 +170,10 @@ class StreamAudit:
         self._next_mark = 0
         self._expected = 1
         self._record_before = UNKNOWN
-        self._missing: list[tuple[int, int, int, int]] = []  # first, last, behind record, at record; sorted, disjoint
-        self._held: tuple[int, int, Part] | None = None  # a batch that may be a duplicate, or begin the stream anew
+        self._missing: list[tuple[int, int, int, int]] = []  # first, last, record before, and after; sorted, disjoint
+        self._held: tuple[int, int, Part] | None = None  # a batch that is a duplicate, or begins the stream anew
         self._check = 0  # of all messages, impulses included, while none is missing
-        self._check_at: dict[int, int] = {}  # the same behind each of the first batches, by position
+        self._check_at: dict[int, int] = {}  # the same after each of the first batches, by position
         # The checksum up to the last position; None: not known. Impulses to oneself are in no checksum.
         self._running: int | None = None if sender == IMPULSES else 0
         self._compared_from = 1  # the first message that no mark has confirmed
@@ -188,7 +188,7 @@ class StreamAudit:
         self.figures.last_mark_ns = max(self.figures.last_mark_ns, mark.time_ns)
 
     def batch(self, record: int, time_ns: int, part: Part) -> None:
-        """``part`` was executed with record ``record`` of the receiver, logged at ``time_ns``."""
+        """Take ``part``, which record ``record`` of the receiver executed, logged at ``time_ns``."""
         if self._positions is None:
             self._begin()
         if not part.count:
@@ -200,7 +200,7 @@ class StreamAudit:
             self._execute(*held)
         is_late = bool(self._missing) and self._missing[0][0] == 1
         if part.first == 1 < self._expected and not is_late and self._check_at.get(part.last) != crc64(part.payload):
-            self._held = (record, time_ns, part)  # what follows it will say whether the stream began anew
+            self._held = (record, time_ns, part)  # the next batch shows if the stream began anew
             return
         self._execute(record, time_ns, part)
 
@@ -231,7 +231,7 @@ class StreamAudit:
         self._compare(record, part)
 
     def _begin_anew(self) -> None:
-        """Begin again at 1: the sender came with another log, whose numbers and marks are its own."""
+        """Begin again at position 1: the sender has another log, with its own numbers and marks."""
         self._report_missing()
         kept = [finding for finding in self.findings if finding.kind not in ("content", "causality")]
         for kind in ("content", "causality"):
@@ -253,7 +253,7 @@ class StreamAudit:
             self.figures.unmarked.append((part.first, part.last, part.sent_ns, record))
 
     def finish(self) -> None:
-        """All batches were given: what is missing now stays missing."""
+        """End the check after the last batch: messages that are missing now are lost."""
         if self._positions is None:
             self._begin()
         if self._held is not None:
@@ -269,7 +269,7 @@ class StreamAudit:
     # --- positions -------------------------------------------------------------------------------------------------
 
     def _executed_again(self, record: int, first: int, last: int) -> None:
-        """Positions behind which the log already was: late ones, or ones that were executed before."""
+        """Handle positions that the log was past already: late messages, or duplicates."""
         missing = self._missing
         start = first
         index = max(0, bisect_right(missing, (first, 1 << 63, 0, 0)) - 1)
@@ -320,15 +320,15 @@ class StreamAudit:
     # --- contents --------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._marks.sort(key=lambda mark: (mark.position, mark.sequence_id))  # a crash may set positions back a little
+        self._marks.sort(key=lambda mark: (mark.position, mark.sequence_id))  # a crash can set positions back a little
         self._positions = [mark.position for mark in self._marks]
         self._last_marked = self._positions[-1] if self._positions else 0
 
     def _compare(self, record: int, part: Part | None) -> None:
-        """Take in what continues the stream, and compare at each mark on the way."""
+        """Add a part that continues the stream to the checksum, and compare at each mark on the way."""
         positions = self._positions or []
         while part is not None:
-            if self._running is None:  # go on from the checksum of the next mark
+            if self._running is None:  # continue from the checksum of the next mark
                 self._next_mark = bisect_left(positions, part.first - 1, self._next_mark)
             if self._next_mark == len(positions):
                 return  # nothing will ever be compared with it
@@ -381,10 +381,10 @@ class StreamAudit:
         self._compared_from = mark.position + 1
 
     def _is_shifted(self, mark: Mark) -> bool:
-        """Tell whether the mark fits a position some messages earlier.
+        """Return True if the mark fits a position some messages earlier.
 
-        It may count impulses that were not durable yet: where a crash takes these away, the messages behind them get
-        their positions, and the mark stands behind the message that it was made for.
+        A mark can count impulses that were not durable yet. If a crash removes these, the messages after them get their
+        positions, and the mark stands after the message for which it was made.
         """
         running = self._segment_start
         if running == mark.checksum:
@@ -406,17 +406,17 @@ class StreamAudit:
 
 
 def without_impulses(payload: bytes) -> bytes:
-    """The messages of ``payload`` that a replay makes again. Raises RemoteProtocolError."""
+    """Return the messages of ``payload`` that a replay makes again. Raises RemoteProtocolError."""
     return b"".join([payload[start:end] for start, end, is_impulse in walk(payload) if not is_impulse])
 
 
 def count_impulses(payload: bytes) -> int:
-    """Raises RemoteProtocolError."""
+    """Return the number of impulses in ``payload``. Raises RemoteProtocolError."""
     return sum([is_impulse for _, _, is_impulse in walk(payload)])
 
 
 def walk(payload: bytes) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, is an impulse) of each message. Raises RemoteProtocolError."""
+    """Yield (start, end, is an impulse) of each message. Raises RemoteProtocolError."""
     offset = 0
     while offset < len(payload):
         _, start, end = decode_message(payload, offset)

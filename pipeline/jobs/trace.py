@@ -1,14 +1,13 @@
-"""Consequences of a message: the records that it caused, those that they caused, and so on, across services.
+"""Trace of a message: the records that it caused, those that they caused, and so on, across services.
 
-A log does not say which message made which call. What is certain: the calls that a record makes lie behind the marks
-that it holds, since these say what was made when the record was sealed, and it is handled only after that; and they are
-sent at the record's time or later.
+A log does not say which message made which call. Certain: the calls of a record come after the marks in it, which say
+what was made when the record was sealed, since it is handled only then; and they are sent at its time or later.
 
-What is assumed, and can be set: an app is at most ``lag_records`` behind when a record is sealed, so that the marks of
-record r + lag + 1 hold all that record r has made; and what is made is sent within ``within_ms`` of its record's time.
+Assumed, and can be set: an app is at most ``lag_records`` behind when a record is sealed, so the marks of record
+r + lag + 1 include all that record r has made; and calls are sent within ``within_ms`` of their record's time.
 
-So each call has a set of records that may have made it. Where that is one record with one message, the cause is exact;
-otherwise it is one of several, and how many these are is part of the answer.
+So each call has a set of records that can have made it. If that is one record with one message, the cause is exact;
+otherwise it is one of several, and the answer includes their number.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ if TYPE_CHECKING:
 LAG_RECORDS = 1
 WITHIN_MS = 1_000
 HORIZON_S = 60
-"""By default effects are followed for so long."""
+"""Default for how long effects are followed."""
 
 NODES_MAX = 1_000
 OUTSIDE = "outside"
-"""The source of impulses."""
+"""Source of impulses."""
 
 _NO_BOUND = (1 << 63) - 1
-_BEFORE_NS = 5_000_000_000  # marks a little older than the first record tell where its streams were
+_BEFORE_NS = 5_000_000_000  # marks a little older than the first record show the positions of its streams
 
 
 class TraceError(PipelineError):
-    """A message to trace was not found."""
+    """Raised when a message to trace was not found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Messages of one batch, executed together. ``candidates``: so many messages may be their cause; 1 is exact."""
+    """Messages of one batch, executed together. ``candidates``: number of their possible causes; 1 is exact."""
 
     number: int
     parent: int | None
@@ -89,21 +88,21 @@ class Batch:
 
 @dataclass(slots=True)
 class _Stream:
-    """One stream: the sender's marks in the order of its records, the receiver's batches by position."""
+    """Stream: the sender's marks in the order of its records, the receiver's batches by position."""
 
     records: list[int] = field(default_factory=list)  # those that hold the marks
     positions: list[int] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
 
     def made_at(self, record: int) -> int | None:
-        """Return the stream's position when the sender's ``record`` was sealed; None: no mark is that old."""
+        """Return the stream's position when the sender's ``record`` was sealed; None if no mark is that old."""
         index = bisect_right(self.records, record) - 1
         return self.positions[index] if index >= 0 else None
 
 
 @dataclass(slots=True)
 class _Log:
-    """One log's records with calls, oldest first."""
+    """Records of one log that hold calls, oldest first."""
 
     records: list[int] = field(default_factory=list)
     times_ns: list[int] = field(default_factory=list)
@@ -111,7 +110,7 @@ class _Log:
 
 
 class TraceIndex:
-    """Batches and marks of a stretch of time, for questions about causes. All is added in the order of its log."""
+    """Index of batches and marks of a stretch of time, for questions on causes. Add all in the order of its log."""
 
     def __init__(self, lag_records: int = LAG_RECORDS, within_ms: int = WITHIN_MS) -> None:
         self.lag_records = lag_records
@@ -134,9 +133,9 @@ class TraceIndex:
             self._streams[batch.source][batch.instance].batches.append(batch)
 
     def messages_at(self, instance: str, record: int, message: int | None) -> tuple[Batch, int, int]:
-        """A message of a record, or without ``message`` its first batch: (batch, first position, last).
+        """Return a message of a record, or without ``message`` its first batch: (batch, first position, last).
 
-        Raises TraceError where there is none.
+        Raises TraceError if there is none.
         """
         batches = self._logs[instance].batches.get(record)
         if not batches:
@@ -152,7 +151,7 @@ class TraceIndex:
         raise TraceError(f"record {record} of {instance!r} has the messages 0 to {count - 1}, {message} was asked for")
 
     def effects(self, instance: str, record: int) -> Iterator[tuple[Batch, int, int]]:
-        """Yield what ``record`` may have made: (batch of a receiver, first position, last)."""
+        """Yield the possible effects of ``record``: (batch of a receiver, first position, last)."""
         time_ns = self._logs[instance].batches[record][0].time_ns
         for _, stream in sorted(self._streams[instance].items()):
             above, upto = self._bounds(stream, instance, record)
@@ -163,7 +162,7 @@ class TraceIndex:
                     yield batch, max(batch.first, above + 1), min(batch.last, upto)
 
     def candidates(self, effect: Batch, first: int, last: int) -> int:
-        """Count the sender's messages that may have made the positions ``first`` to ``last`` of ``effect``."""
+        """Count the sender's messages that can have made the positions ``first`` to ``last`` of ``effect``."""
         log = self._logs[effect.source]
         stream = self._streams[effect.source][effect.instance]
         count = 0
@@ -175,7 +174,7 @@ class TraceIndex:
         return count
 
     def _bounds(self, stream: _Stream, sender: str, record: int) -> tuple[int, int]:
-        """Return bounds of what ``record`` made: after the first position, up to the second."""
+        """Return the bounds of the calls of ``record``: after the first position, up to the second."""
         above = stream.made_at(record)
         complete = record + self.lag_records + 1
         records = self._logs[sender].records
@@ -187,7 +186,7 @@ class TraceIndex:
 
 
 def follow(index: TraceIndex, instance: str, record: int, message: int | None, nodes_max: int = NODES_MAX) -> Trace:
-    """The tree of what may have come of a message, breadth first; the effects of a record are followed once."""
+    """Return the tree of possible effects of a message, breadth first; the effects of a record are followed once."""
     batch, first, last = index.messages_at(instance, record, message)
     trace = Trace([_node(0, None, 0, batch, first, last, 1)], False, index.lag_records, index.within_ms)
     followed = {(instance, record)}
@@ -232,7 +231,7 @@ def trace(
     nodes_max: int = NODES_MAX,
     decode: str | None = None,
 ) -> Trace:
-    """Follow one message. ``horizon_s``: no further than so long behind it. Raises TraceError, SourceError."""
+    """Trace one message, at most ``horizon_s`` after it. Raises TraceError, SourceError."""
     check_instance(fleet, instance)
     start_ns = _time_of(spark, fleet, instance, record)
     evidence = fleet.evidence(spark, start_ns - _BEFORE_NS, start_ns + int(horizon_s * 1e9))
@@ -255,7 +254,7 @@ def trace(
 
 
 def check_instance(fleet: Fleet, instance: str) -> None:
-    """Raises TraceError where ``instance`` is none of the fleet's."""
+    """Raise TraceError if ``instance`` is not in the fleet."""
     if instance not in fleet.states:
         known = ", ".join(list(fleet.states)[:20])
         raise TraceError(f"there is no log of {instance!r} among those given: {known}")
@@ -273,7 +272,7 @@ def _time_of(spark: SparkSession, fleet: Fleet, instance: str, record: int) -> i
 
 
 def _with_methods(spark: SparkSession, fleet: Fleet, nodes: list[Node], decode: str | None) -> list[Node]:
-    """The nodes, with the methods that their messages call."""
+    """Return the nodes with the methods that their messages call."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     columns = ["instance", "sequence_id", "source", "kind", "position", "method_id", "method"]

@@ -1,4 +1,4 @@
-"""Checks every record and every checkpoint, in parallel, and lists all that is wrong."""
+"""Check of every record and every checkpoint, in parallel, which lists all problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong in a log or an export. ``instance``: the log's folder, if the log does not say whose it is."""
+    """Damage in a log or an export. ``instance``: the log's folder, if the log does not name its instance."""
 
     instance: str
     place: str  # "record 812", "checkpoint 3", "tables", "export"
@@ -50,7 +50,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Logs that could be opened; ``fleet`` is None if none could."""
+    """Logs that could be opened, and problems of the others; ``fleet`` is None if none could."""
 
     fleet: Fleet | None
     problems: list[Problem]
@@ -72,7 +72,7 @@ def open_all(paths: Sequence[str]) -> Opened:
 
 
 def verify(spark: SparkSession, opened: Opened) -> VerifyReport:
-    """Verify logs, or an export. What is damaged is reported, not raised."""
+    """Verify logs, or an export. Damage is reported, not raised."""
     report = VerifyReport()
     for problem in opened.problems:
         report.add(problem)
@@ -106,7 +106,7 @@ def _verify_checkpoints(spark: SparkSession, fleet: Fleet, report: VerifyReport)
 
 
 def _verify_export(spark: SparkSession, fleet: ExportFleet, report: VerifyReport) -> None:
-    """Compare the records of an export with what its state says was exported."""
+    """Compare the records of an export with its state."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     raw = fleet.table(spark, "raw")

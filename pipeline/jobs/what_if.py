@@ -1,7 +1,7 @@
-"""Runs a what-if over the logs of a whole fleet: one fresh process for each instance.
+"""What-if over the logs of a whole fleet: one fresh process for each instance.
 
-Spark only hands out the instances: what is tried, and how, is `immortal what-if`'s matter. A worker of Spark keeps the
-modules that it has imported, so the code never runs in one.
+Spark only distributes the instances; `immortal what-if` does the rest. The code never runs in a worker of Spark, since
+a worker keeps the modules that it has imported.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _RESULT = pa.schema(
 
 
 class WhatIfError(PipelineError):
-    """The request can't be tried at all."""
+    """Raised when the request can't be tried at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceResult:
-    """``values``: what `immortal what-if --json` printed; None where it failed, and ``error`` says why."""
+    """Result of one instance. ``values``: the output of `immortal what-if --json`; None if it failed with ``error``."""
 
     instance: str
     app: str
@@ -60,7 +60,7 @@ class InstanceResult:
 
     @property
     def not_worked_out(self) -> list[str]:
-        """Return texts of what was not compared: a difference there is possible."""
+        """Return texts on what was not compared: a difference there is possible."""
         return [] if self.values is None else [one["text"] for one in self.values["not_worked_out"]]
 
 
@@ -92,8 +92,8 @@ def what_if(
 ) -> FleetResult:
     """Try ``apps`` ("module:Class" by instance) on the logs of the registry ``home``, which every worker must reach.
 
-    ``code``: a folder or a wheel that the code to try is taken from; the old code is that of the current folder, where
-    the worker has one of that name. ``options``: more ones for `immortal what-if`.
+    ``code``: a folder or wheel with the code to try; the old code is that of the current folder, if the worker has a
+    folder of that name. ``options``: further ones for `immortal what-if`.
     """
     run = partial(
         run_instances,
@@ -116,7 +116,7 @@ def what_if(
 def choose_apps(home: Path, wanted: Mapping[str, str], code: Path | None = None) -> dict[str, str]:
     """Choose the app for each instance. ``wanted``: by instance; "" stands for all that have a log.
 
-    Raises WhatIfError for an instance that has none, or where there is no ``code``.
+    Raises WhatIfError for an instance that has none, or if there is no ``code``.
     """
     if code is not None and not code.exists():
         raise WhatIfError(f"there is no folder or wheel {code}")
@@ -137,7 +137,7 @@ def choose_apps(home: Path, wanted: Mapping[str, str], code: Path | None = None)
 
 
 def summarize(results: Iterator[InstanceResult]) -> FleetResult:
-    """All instances in one."""
+    """Combine the results of all instances."""
     summary = FleetResult(list(results))
     differences: Counter[str] = Counter()
     methods: dict[tuple[str, str], Counter[str]] = {}
@@ -176,7 +176,7 @@ def run_instances(
     options: Sequence[str],
     timeout_s: float,
 ) -> Iterator[pa.RecordBatch]:
-    """For mapInArrow: rows of (instance, app) into what their processes said."""
+    """Convert rows of (instance, app) to the results of their processes; for mapInArrow."""
     for instance, app in rows_of(batches):
         started = time.monotonic()
         status, output, error = _run(instance, app, home, folder, code, options, timeout_s)
@@ -188,7 +188,7 @@ def run_instances(
 def _run(
     instance: str, app: str, home: str, folder: str, code: str | None, options: Sequence[str], timeout_s: float
 ) -> tuple[int, str | None, str | None]:
-    """(status, its JSON, or else what went wrong)."""
+    """Run the what-if of one instance: (status, its JSON, otherwise the error)."""
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", instance, "--app", app, "--json"]
     command += [] if code is None else ["--code", code]
     process = subprocess.Popen(

@@ -1,1 +1,1 @@
-"""Pages and pictures: HTML that needs nothing from elsewhere, SVG, DOT."""
+"""Pages and pictures: HTML without references to other files, SVG, DOT."""

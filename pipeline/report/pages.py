@@ -1,4 +1,4 @@
-"""Charts as SVG, and the statistics of a fleet as one page of HTML that needs nothing from elsewhere."""
+"""Charts as SVG, and the statistics of a fleet as one HTML page without references to other files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SERIES_MAX = 8
-"""More lines than this in one chart are not told apart; the others are summed up, or left out."""
+"""Maximum of lines in one chart: more can't be told apart, so the others are summed up or left out."""
 
 POINTS_MAX = 60
-"""Fewer than this in one line are marked one by one."""
+"""Number of points from which a line no longer marks each point."""
 
 BARS_MAX = 20
 NAMES_MAX = 40  # of a matrix
@@ -35,7 +35,7 @@ NAMES_MAX = 40  # of a matrix
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "immortal",
-    "text.parse_math": False,  # a name may hold dollars
+    "text.parse_math": False,  # a name can hold dollars
     "font.size": 9,
     "axes.grid": True,
     "grid.alpha": 0.3,
@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Set our style while ``draw`` runs: matplotlib reads part of it to make a figure, and part to write one."""
+    """Apply our style while ``draw`` runs: matplotlib reads part of it for a figure, and part when it writes one."""
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,9 +61,9 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
 @styled
 def over_time(title: str, unit: str, series: Series, bin_ns: int, *, stacked: bool = False) -> str:
-    """Draw a line for each name, or a layer of steps. ``series``: values by name, then by the start of a time bin.
+    """Draw a line (``stacked``: a layer of steps) for each name. ``series``: values by name, then by start of a bin.
 
-    Starts are in ns since the Unix epoch, ``bin_ns`` apart or more.
+    Starts are in ns since the Unix epoch, at least ``bin_ns`` apart.
     """
     figure, axes = _figure(title, unit)
     starts = sorted({start_ns for points in series.values() for start_ns in points})
@@ -94,7 +94,7 @@ def _lines(axes: Axes, series: Series, starts: Sequence[int], bin_ns: int) -> Se
 
 
 def _legend(axes: Axes, drawn: Sequence[Artist], names: Sequence[str]) -> None:
-    """Draw a legend of the names. They are set afterwards: matplotlib leaves out those that begin with "_"."""
+    """Draw a legend of the names, set afterwards because matplotlib leaves out names that begin with "_"."""
     numbers = [str(number) for number in range(len(names))]
     legend = axes.legend(drawn, numbers, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     for text, name in zip(legend.get_texts(), names, strict=True):
@@ -102,7 +102,7 @@ def _legend(axes: Axes, drawn: Sequence[Artist], names: Sequence[str]) -> None:
 
 
 def _day(time_ns: int) -> float:
-    """Return a time in days, as matplotlib counts it."""
+    """Return a time in days since the epoch, as matplotlib counts."""
     return time_ns / _DAY_NS
 
 
@@ -160,7 +160,7 @@ _DURATIONS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1_000, "ms
 _FIGURES = ("calls", "bytes", "median ms", "95 % ms", "99 % ms", "longest ms")
 
 Part = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""A chart, and the heads and rows of a table."""
+"""Chart, heads and rows of a table."""
 
 
 def stats_page(stats: Stats) -> str:
@@ -271,7 +271,7 @@ def _talkers(stats: Stats, busiest: Sequence[str]) -> Part:
 
 
 LABELS_MAX = 60
-"""With more nodes the picture shows the shape only: text would cover it."""
+"""Maximum of nodes with text in the picture: with more, text would cover its shape."""
 
 
 @styled

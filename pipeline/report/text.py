@@ -152,7 +152,7 @@ _VERDICTS = {0: "the same", 3: "DIFFERENT"}
 
 
 def _notes_of(result: FleetResult) -> Iterator[str]:
-    """Yield which code ran and other notes: each once, with its instances."""
+    """Yield notes, such as which code ran: each once, with its instances."""
     said: dict[str, list[str]] = {}
     for each in result.instances:
         values = each.values or {}

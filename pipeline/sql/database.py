@@ -1,10 +1,10 @@
-"""A DuckDB in memory, with the tables that one query asks for: nothing else is read or replayed.
+"""DuckDB database in memory, with the tables that one query names; nothing else is read or replayed.
 
-messages, records, outputs           by the Parquet files of :mod:`.extract`; the columns of `immortal pipeline`
-instances, clients                   by the logs
-executions                           by the lists beside the logs
-waiting, timers, effects             of all states
-NAME, NAME.ATTRIBUTE                 of one state: its attributes, and what is in one that is a container
+messages, records, outputs           from the Parquet files of :mod:`.parquet_cache`; columns of `immortal pipeline`
+instances, clients                   from the logs
+executions                           from the lists beside the logs
+waiting, timers, effects             from all states
+NAME, NAME.ATTRIBUTE                 from one state: its attributes, and the items of a container among them
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ OUR_TABLES = (*LOG_TABLES, *FLEET_STATES)
 _RESERVED = ("main", "temp", "system", "information_schema", "pg_catalog", "memory")
 
 Decode = Callable[[str, str, str, int, bytes], str | None]
-"""(instance, rpc_kind, rpc_type, method_id, arguments) to the arguments as JSON."""
+"""Function from (instance, rpc_kind, rpc_type, method_id, arguments) to the arguments as JSON."""
 
 
 class Log(Struct):
-    """One instance. ``methods()``: what its class names. ``last``: the last record that is asked for."""
+    """Log of one instance. ``methods()``: names of its class's methods. ``last``: the last record that is wanted."""
 
     settings: InstanceSettings
     reader: LogReader
@@ -66,7 +66,7 @@ class Log(Struct):
 
 
 class Database:
-    """Made by :func:`open_database`. ``cuts``: where each log was cut, once :meth:`prepare` has run."""
+    """Database of :func:`open_database`. ``cuts``: where each log was cut, once :meth:`prepare` has run."""
 
     def __init__(self, connection: DuckDBPyConnection, logs: Sequence[Log], decode: Decode) -> None:
         self.connection = connection
@@ -76,7 +76,7 @@ class Database:
         self._listed: list[str] | None = None
 
     def prepare(self, query: str) -> None:
-        """Make the tables that ``query`` names. Raises LogViewError, LogError and what a replay raises."""
+        """Make the tables that ``query`` names. Raises LogViewError, LogError and the errors of a replay."""
         wanted = self._wanted(query)
         self._cut()
         if not self._logs:
@@ -118,9 +118,9 @@ class Database:
         return self.connection.sql(query)
 
     def seal(self, memory_mb: int | None = None) -> None:
-        """From here on queries reach the tables that were made, and no file.
+        """Restrict all later queries to the prepared tables: they reach no other file.
 
-        ``memory_mb``: how much memory they may have, with nothing on disk beside it; None: as DuckDB has it.
+        ``memory_mb``: the limit of their memory, with nothing spilled to disk; None: DuckDB's defaults.
         """
         paths = [path for log in self._logs.values() for table in TABLES for path in log.paths(table)]
         for setting in (
@@ -132,13 +132,13 @@ class Database:
             self.connection.execute(f"set {setting}")
 
     def _wanted(self, query: str) -> set[str]:
-        """The tables of ours, and the instances whose state it names."""
+        """Return our tables, and the instances whose state ``query`` names."""
         import duckdb
 
         try:
             named = self.connection.get_table_names(query, qualified=True)
             fronts = {_name_of(found) for name in named if (found := _NAME_IN_QUERY.match(name)) is not None}
-        except duckdb.BinderException:  # it asks for columns, of tables that are not there yet: whatever is named
+        except duckdb.BinderException:  # it names columns of tables that do not exist yet: take every name
             fronts = {_name_of(found) for found in _NAME_IN_QUERY.finditer(query)}
         except duckdb.Error as error:
             raise LogViewError(f"this is no query: {error}") from None
@@ -146,7 +146,7 @@ class Database:
         return instances | {name for name in OUR_TABLES if name in fronts}
 
     def _all_tables(self) -> Iterator[str]:
-        """All tables that there are, as a query names them."""
+        """Yield the names of all tables, as a query writes them."""
         yield from OUR_TABLES
         for name, log in self._logs.items():
             state = f"{_typed(_schema_of(name))}.{state_rows.STATE}"
@@ -161,10 +161,10 @@ class Database:
                 if table != state_rows.STATE and not table.startswith("$"):
                     yield f"{_typed(_schema_of(name))}.{_typed(table)}"
 
-    # --- where logs are cut ------------------------------------------------------------------------------------------
+    # --- cuts of the logs --------------------------------------------------------------------------------------------
 
     def _cut(self) -> None:
-        """All ends were read as the database was opened; they are compared with the ends now."""
+        """Cut each log at its end as it was when the database was opened, compared with its end now."""
         for log in self._logs.values():
             first, last = log.reader.ends()
             self.cuts[log.name] = LogCut(log.name, first, min(log.last, last), log.last < last)
@@ -173,7 +173,7 @@ class Database:
             make_consistent(self.connection, list(self.cuts.values()))
 
     def _make_log_views(self) -> None:
-        """``_logged_TABLE``: all of the files; and what of them lies before the cuts, as these are by now."""
+        """Create ``_logged_TABLE``: the rows of all files; and views of the rows before the cuts, as these are now."""
         for log in self._logs.values():
             if log.ranges is None:
                 log.ranges = update(log.reader, log.settings.folder)
@@ -203,7 +203,7 @@ class Database:
             columns = {name: [row[index] for row in rows] for index, name in enumerate(_METHODS)}
             self.connection.register("_made_methods", pa.table(columns))
             self.connection.execute("insert into _methods select * from _made_methods")
-        self.connection.create_function(  # called for a row only where a query asks for its column
+        self.connection.create_function(  # called for a row only if a query uses its column
             "decode_arguments",
             self._decoded,
             ["varchar", "varchar", "varchar", "integer", "blob"],
@@ -232,7 +232,7 @@ class Database:
         return self._decode(instance, rpc_kind, rpc_type, method_id, arguments)
 
     def _executions(self, log: Log) -> Iterator[dict[str, Any]]:
-        """Yield the executions of an instance as they were at its cut; none where none are listed."""
+        """Yield the executions of an instance as they were at its cut, if it has a list of them."""
         cut = self.cuts[log.name]
         end_ns = _time_of(log, cut)
         try:
@@ -302,14 +302,14 @@ _INSTANCES = pa.schema(
         ("first_sequence_id", pa.int64()),
         ("last_sequence_id", pa.int64()),
         ("last_time_ns", pa.int64()),
-        ("checkpoint_id", pa.int64()),  # the newest that is not behind it
+        ("checkpoint_id", pa.int64()),  # the newest up to the last shown record
         ("checkpoint_sequence_id", pa.int64()),
     ]
 )
 
 
 def _time_of(log: Log, cut: LogCut) -> int | None:
-    """Return when the last record that is shown came, in ns since the Unix epoch; None where it does not say."""
+    """Return the time of the last shown record, in ns since the Unix epoch; None if it is unknown."""
     from immortal.coordinator.log.record_contents import read_record
 
     for logged in log.reader.records(cut.last, cut.last) if cut.last >= cut.first else ():
@@ -341,7 +341,7 @@ _METHODS = ("instance", "key", "method")
 
 
 def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str]]:
-    """A call is of a method of its own; an answer, of one of whom it has called. The key: see the view of messages."""
+    """Yield (instance, key, method); key: 2 * method ID, plus 1 for the instance's own methods, which calls have."""
     answers: dict[int, str] = {}
     for (destination, method_id), name in methods.items():
         short = name.rpartition(".")[2]
@@ -355,7 +355,7 @@ def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, st
 
 @contextmanager
 def open_database(logs: Sequence[Log], decode: Decode) -> Iterator[Database]:
-    """``logs`` as their ends were read: all before any is read again."""
+    """Open a database on ``logs``, whose ends were all read before any log is read again."""
     import duckdb
 
     connection = duckdb.connect(
@@ -372,7 +372,7 @@ _NAME_IN_QUERY = re.compile(r'"((?:[^"]|"")*)"|(\w+)')  # the first of ``counter
 
 
 def _name_of(found: re.Match[str]) -> str:
-    """In lower case, as names in SQL are compared."""
+    """Return the found name in lower case, as SQL compares names."""
     return (found[2] or found[1].replace('""', '"')).lower()
 
 
@@ -396,21 +396,21 @@ def _texts(texts: Sequence[str]) -> str:
     return f"[{', '.join(map(_text, texts))}]"
 
 
-# Where each log of a fleet is cut, so that no effect is shown without its cause.
+# Cuts of the logs of a fleet, so that no effect is shown without its cause.
 #
-# A call that B has logged was made by A before. A's mark in its record r + 1 says how many calls to B the records up to
-# r had made by then, at least. So, with A cut behind r, B is cut in front of the first call from A with a higher
-# position; this goes on until nothing changes, since a shorter log of B may lack the causes of others' calls.
+# If B has logged a call, A made it before. A's mark in its record r + 1 says how many calls to B the records up to r
+# had made by then, at least. So if A is cut after r, B is cut before the first call from A with a higher position. It
+# is repeated until nothing changes, since a shorter log of B can lack the causes of others' calls.
 #
-# A mark may come late: A's records have none while a checkpoint has to be taken first. So what B has logged before A's
-# record r + 1 came, by their clocks, was made by then as well.
+# A mark can be late: A's records have none while a checkpoint must be taken first. So calls that B logged before the
+# time of A's record r + 1, by their clocks, count as made by then as well.
 #
-# A log whose end was the same before and after all other ends were read needs no mark: what others have of it by then
-# was durable in it, as nothing leaves an instance before its cause is durable.
+# A log whose end was the same before and after all other ends were read needs no mark: the calls that others have from
+# it were durable in it by then, since nothing leaves an instance before its cause is durable.
 
 
 class LogCut(Struct):
-    """``last``: the last record that is shown. ``goes_on``: the log has more, or had as the others were looked at."""
+    """Cut of one log. ``last``: last shown record. ``goes_on``: the log has, or had when others were read, more."""
 
     instance: str
     first: int
@@ -419,7 +419,7 @@ class LogCut(Struct):
 
 
 def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
-    """Cut the logs where they need it. ``database`` has the tables "_logged_messages" and "_logged_outputs", uncut."""
+    """Cut the logs if needed. ``database`` has the uncut tables "_logged_messages" and "_logged_outputs"."""
     if len(cuts) < 2 or not any(cut.goes_on for cut in cuts):
         return
     by_name = {cut.instance: cut for cut in cuts}
@@ -430,12 +430,12 @@ def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
 
 
 def _too_late(database: DuckDBPyConnection, cuts: list[LogCut]) -> list[tuple[str, int]]:
-    """(instance, its first record with a call whose cause is behind its sender's cut)."""
+    """Return (instance, its first record with a call whose cause is after its sender's cut)."""
     database.execute("create or replace temp table _cuts (instance text, first bigint, last bigint, goes_on boolean)")
     database.executemany(
         "insert into _cuts values (?, ?, ?, ?)", [[cut.instance, cut.first, cut.last, cut.goes_on] for cut in cuts]
     )
-    # Without a mark in the kept log all was made before that; without one in a whole log, nothing.
+    # Without a mark in the kept part of a log, all was made before it; without one in a whole log, nothing was.
     found: list[tuple[str, int]] = database.execute(
         """
         with made as (

@@ -1,4 +1,4 @@
-"""Opens the logs of a home for SQL, as of one moment; `python -m` writes tables as Parquet files for other programs."""
+"""Opening of a home's logs for SQL, as of one moment; `python -m` writes tables as Parquet files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_sql(
     trust_pickle: bool = False,
     unsealed: bool = False,
 ) -> Iterator[Database]:
-    """Open a database with the tables that ``query`` names, as of ``at``. ``names`` (): all instances that have a log.
+    """Open a database with the tables that ``query`` names, as of ``at``. ``names`` (): all instances with a log.
 
     ``unsealed``: any statement is allowed, not only a query. Raises MomentError if there is no record ``at``, and other
     ImmortalErrors.
@@ -94,7 +94,7 @@ def _methods(app: str | None) -> Methods:
 
 
 def _decode(settings: dict[str, InstanceSettings]) -> Decode:
-    """Return a decoder of arguments by the instances' classes, imported at the first row that needs one."""
+    """Return a decoder of arguments by the instances' classes; a class is imported at the first row that needs it."""
     decoders: dict[str, ArgumentDecoder | None] = {}
 
     def decode(instance: str, rpc_kind: str, rpc_type: str, method_id: int, arguments: bytes) -> str | None:
@@ -113,14 +113,14 @@ def _decode(settings: dict[str, InstanceSettings]) -> Decode:
 
 
 def _refuse_writes(connection: DuckDBPyConnection, query: str) -> None:
-    """Refuse statements that are no query: some make folders as soon as they are looked at. Raises LogViewError."""
+    """Refuse statements that are no query: DuckDB creates folders for some before it runs them. Raises LogViewError."""
     import duckdb
 
     queries = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)  # PIVOT creates
     try:
         kinds = [one.type for one in connection.extract_statements(query)]
     except duckdb.Error:
-        return  # who prepares the tables says what is wrong
+        return  # the preparation of the tables reports the error
     for kind in kinds:
         if kind not in queries:
             raise LogViewError(
@@ -130,7 +130,7 @@ def _refuse_writes(connection: DuckDBPyConnection, query: str) -> None:
 
 
 def wrong_query(error: Exception) -> LogViewError:
-    """Return DuckDB's error as one of ours; if it is about an unknown table, with the list of tables."""
+    """Return DuckDB's error as a LogViewError; for an unknown table, with the list of tables."""
     import duckdb
 
     from immortal.pipeline.sql.database import OUR_TABLES
@@ -140,7 +140,7 @@ def wrong_query(error: Exception) -> LogViewError:
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Tables to write. ``at`` "": now. ``names`` (): all instances with a log. ``tables``: as a query names them."""
+    """Order to write tables. ``at`` "": now. ``names`` (): all instances with a log. ``tables``: as in a query."""
 
     home: str
     folder: str

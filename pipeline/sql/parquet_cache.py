@@ -1,11 +1,11 @@
-"""A log as Parquet files beside it, so that queries read columns and not records.
+"""Cache of a log as Parquet files beside it, so that queries read columns instead of records.
 
     HOME/NAME/columns/COMMITTER_ID-CREATED_NS/messages-FIRST-LAST.parquet      also records-..., outputs-...
 
-The files of a range are made together. A range is never changed; the last one is replaced by a longer one while it is
-small. Each file knows the check bytes of its last record: where the log has another record there now (it was cut, and
-went on), or a file is from another version of this module, the range and all behind it are made again. So each record
-that is shown is the log's; what the log has trimmed away is not shown.
+The files of a range are created together, and never changed; a longer range replaces the last one while it is small.
+Each file has the check bytes of its last record. If the log has another record there now (it was cut, and continued),
+or a file is from another version of this module, that range and all later ones are created again. So each record that
+is shown is in the log; records that were trimmed away are not shown.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from immortal.protocol.record import decode_header
 from immortal.replay.plan import LogViewError
 
 RANGE_MESSAGES_MAX = 1_000_000
-RANGE_MESSAGES_MIN = 100_000  # a last range with fewer is made again with what comes
-LOCK_TIMEOUT_S = 300.0  # another query may be making it, of a large log
-SUPERSEDED_S = 3600.0  # a query that is under way may read a replaced file for so long
+RANGE_MESSAGES_MIN = 100_000  # a last range with fewer is replaced once the log has more
+LOCK_TIMEOUT_S = 300.0  # another query can be writing the files of a large log
+SUPERSEDED_S = 3600.0  # a running query can read a replaced file for so long
 
 _FORMAT = b"1"
 _NAME = re.compile(r"messages-(\d+)-(\d+)\.parquet")
-_COMPUTED = ("method", "arguments_json")  # by today's code, as they are asked for
+_COMPUTED = ("method", "arguments_json")  # by today's code, when a query uses them
 TABLES = {
     "messages": pa.schema([field for field in MESSAGES if field.name not in _COMPUTED]),
     "records": RECORDS,
@@ -55,7 +55,7 @@ class Range(Struct, frozen=True):
 
 
 def update(reader: LogReader, home_folder: Path) -> list[Range]:
-    """The ranges of all that the log holds, made where they are missing. ``home_folder``: the instance's.
+    """Return the ranges of the whole log, after creating the missing ones. ``home_folder``: the instance's.
 
     Raises LogError, LogViewError, OSError.
     """
@@ -131,7 +131,7 @@ def _extract(reader: LogReader, folder: Path, first: int, end: int) -> Iterator[
 
 
 def _extract_range(reader: LogReader, folder: Path, first: int, end: int) -> Range:
-    """The records from ``first`` on, up to ``end`` - 1 or RANGE_MESSAGES_MAX."""
+    """Write a range: the records from ``first`` to ``end`` - 1, or RANGE_MESSAGES_MAX messages."""
     identity = reader.identity
     tables = {
         name: TableReader(name, schema, identity.instance_name, identity.committer_id, True, None)
@@ -173,7 +173,7 @@ def _extract_range(reader: LogReader, folder: Path, first: int, end: int) -> Ran
 
 
 def _tidy(folder: Path, ranges: list[Range]) -> None:
-    """Remove what is of use for nobody, once no query can be reading it."""
+    """Remove files that no range uses, once no query can be reading them."""
     used = {one.path(table).name for one in ranges for table in TABLES}
     for name in os.listdir(folder):
         path = folder / name

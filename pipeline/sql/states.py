@@ -1,4 +1,4 @@
-"""The states of instances as tables: each log is replayed to its cut, in a process beside the instance."""
+"""States of instances as tables: each log is replayed to its cut, in a process beside the instance."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROWS_AT_ONCE = 50_000
 Row = dict[str, Any]
 
 _NULL = type(None)
-_JSON = dict  # as a kind: what no column has
-_FLOAT_INT_MAX = 1 << 53  # integers up to this are floats as well, with nothing lost
+_JSON = dict  # stands for values that no type of column holds
+_FLOAT_INT_MAX = 1 << 53  # floats hold integers up to this exactly
 
 
 class _WideInt:
-    """Kind of column for integers beyond 64 bits, which can't stand beside floats."""
+    """Kind of column for integers beyond 53 bits, which can't stand beside floats."""
 
 
 _TYPES = {
@@ -45,9 +45,9 @@ _TYPES = {
 
 
 def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id: int) -> dict[str, pa.Table]:
-    """The tables of :mod:`immortal.appsdk.state.tree`, by name, as of right behind that record.
+    """Return the tables of :mod:`immortal.appsdk.state.tree`, by name, as of right after a record.
 
-    Raises LogViewError, ReplayError and what else a replay raises.
+    Raises LogViewError, ReplayError and the other errors of a replay.
     """
     name = settings.name
     summary = reader.summary()
@@ -79,11 +79,11 @@ def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id
 
 
 def read_tables(file: Path) -> dict[str, pa.Table]:
-    """Twice: first for the types of columns, so that a large state is never held as rows."""
+    """Read tables from a file, twice: first the types of columns, so that a large state is never held as rows."""
     empty: set[str] = set()
     kinds: dict[str, dict[str, set[type]]] = defaultdict(lambda: defaultdict(set))
     for table, row in _lines(file):
-        if isinstance(row, str):  # the first column of a container, which may be empty
+        if isinstance(row, str):  # the first column of a container, which can be empty
             kinds[table] |= {row: {int if row == "index" else _NULL}, "value": {_NULL}}
             empty.add(table)
             continue
@@ -104,7 +104,7 @@ def read_tables(file: Path) -> dict[str, pa.Table]:
         if len(rows[table]) == ROWS_AT_ONCE:
             batches[table].append(_batch(rows.pop(table), schemas[table], kinds[table]))
     for table, rest in rows.items():
-        if table in schemas:  # else a state without an attribute that is shown
+        if table in schemas:  # otherwise it is a state without a shown attribute
             batches[table].append(_batch(rest, schemas[table], kinds[table]))
     return {table: pa.Table.from_batches(batches[table], schema) for table, schema in schemas.items()}
 
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_instance(tables: Mapping[str, Mapping[str, pa.Table]], name: str) -> Iterator[pa.Table]:
-    """The table ``name`` of each instance that has one, with the instance in front."""
+    """Yield the table ``name`` of each instance that has one, with the instance as first column."""
     for instance, of_instance in tables.items():
         table = of_instance.get(name)
         if table is not None:

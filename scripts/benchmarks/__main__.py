@@ -1,4 +1,4 @@
-"""``scripts/bench``: run the suite, or write the report of runs."""
+"""Program of ``scripts/bench``: run the suite, or write the report of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scripts.benchmarks.parts import PARTS
 
 
 def _numbers(kind: type[float], highest: float, expected: str) -> Callable[..., list[float] | None]:
-    """A callback of click: numbers of that kind, above 0, with commas between them."""
+    """Return a click callback for numbers of that kind, above 0, with commas between them."""
 
     def numbers_of(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
         if value is None:
@@ -89,7 +89,7 @@ def main(
     if json_file is not None and not json_file.parent.is_dir():
         raise click.UsageError(f"--json {json_file}: there is no folder {json_file.parent}")
     prepare_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not before the servers are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers are stopped first
     amounts = Amounts.quick() if quick else Amounts()
     changes: dict[str, Any] = {"repeats": repeats, "seconds": seconds, "log_sizes_gib": log_sizes, "peer_counts": peers}
     amounts = dataclasses.replace(amounts, **{name: value for name, value in changes.items() if value is not None})
@@ -109,7 +109,7 @@ def main(
 
 
 def _lines(console: Console) -> Any:
-    """Progress where no terminal shows it: a line for each part of the text in front of the colon, not each turn."""
+    """Return a progress function for no terminal: a line for each new text before the colon, not for each turn."""
     said: set[str] = set()
 
     def progress(text: str) -> None:
@@ -132,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
     return run
 
 
-# A run of the suite: its parts, one after the other, and all that came of them.
+# A run of the suite: its parts, one after the other, and their results.
 
 
 FORMAT_VERSION = 1
@@ -143,7 +143,7 @@ def run_suite(
 ) -> dict[str, Any]:
     """Run the suite and return the content of the JSON file. A part that fails is noted; the others still run.
 
-    ``save`` gets it after each part, so that a run that is cut short leaves what it had.
+    ``save`` gets the content after each part, so that an interrupted run keeps its results.
     """
     begun = _now()
     load = load_average()

@@ -1,4 +1,4 @@
-"""The services of the suite, beside those of `immortal bench`. Each reads what it is to do from standard input."""
+"""Services of the suite, beside those of `immortal bench`. Each reads its commands from standard input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOLD_AT_ONCE = 500
 
 
 class Relay(Immortal):
-    """Passes a call on, and its answer back."""
+    """Service that passes a call on, and its answer back."""
 
     next = peer("immortal.bench.apps:Callee", "relay-1")
 
@@ -37,7 +37,7 @@ class Relay2(Relay):
 
 
 class EffectSteps(Immortal):
-    """Each step is work in the outside world: its result is durable before the next begins, as the rivals' are."""
+    """Service whose steps are work outside: each result is durable before the next step begins, as with the rivals."""
 
     @rpc(id=1)
     async def echo(self, data: bytes) -> bytes:
@@ -47,7 +47,7 @@ class EffectSteps(Immortal):
 
 
 class LocalSteps(Immortal):
-    """Each step is a handler of its own: replayed, so that nothing of it needs to be logged."""
+    """Service whose steps are handlers of its own: a replay repeats them, so that none of them needs to be logged."""
 
     done: int
 
@@ -67,7 +67,7 @@ class LocalSteps(Immortal):
 
 
 class WaitingCaller(Caller):
-    """A caller with handlers that wait for what never comes, beside those that are measured."""
+    """Caller with handlers that wait for events that never occur, beside the measured ones."""
 
     held: int
 
@@ -104,7 +104,7 @@ class WaitingCaller(Caller):
 
 
 class Asked(Immortal):
-    """Answers callers from outside, as a call and as a query."""
+    """Service that answers callers from outside, as a call and as a query."""
 
     @rpc(id=1)
     def echo(self, data: bytes) -> bytes:
@@ -116,7 +116,7 @@ class Asked(Immortal):
 
 
 class Holder(Immortal, checkpoint="fork"):
-    """Holds a state of some size."""
+    """Service with a state of some size."""
 
     texts: dict[int, str]
 
@@ -137,14 +137,14 @@ class Holder(Immortal, checkpoint="fork"):
             say({"entries": len(self.texts)})
 
 
-# What ordered multicasts are measured with: one sender, and up to 16 destinations that count.
+# The services for ordered multicasts: one sender, and up to 16 destinations that count.
 
 
 DESTINATIONS_MAX = 16
 
 
 async def timed(count: int, call: Callable[[int], Awaitable[object]]) -> None:
-    """Await calls with the numbers up to ``count``, one after the other, and note how long each took."""
+    """Await calls with the numbers up to ``count``, one after the other, and note each latency."""
     clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
     for number in range(count):
         begun_ns = clock_ns()
@@ -193,7 +193,7 @@ class Fan(Immortal):
 
     @rpc
     async def ask(self, count: int, destinations: int, ordered: bool) -> None:
-        """One after the other."""
+        """Ask the destinations, one question after the other."""
         sinks = self.sinks(destinations)
         if ordered:
             await timed(count, lambda number: immortal.multicast(sinks).note.all(number))
@@ -206,13 +206,13 @@ class Fan(Immortal):
 
     @rpc
     async def ask_with_itself(self, count: int) -> None:
-        """Ask one other and itself for all rounds, with no more processes than a plain call has."""
+        """Ask one other and itself, which takes all rounds, with no more processes than a plain call has."""
         both: list[type[Sink | Fan]] = [*self.sinks(1), type(self)]
         await timed(count, lambda number: immortal.multicast(both).note.all(number))
 
     @rpc
     async def ask_one(self, count: int) -> None:
-        """Plain awaited calls of one destination."""
+        """Make plain awaited calls of one destination."""
         await timed(count, self.sinks(1)[0].note)
 
     @query
@@ -230,7 +230,7 @@ PIECE_SIZE_BYTES = 1 << 20
 
 
 class _Kept(Immortal):
-    """Has a state of some size, and counts."""
+    """Service with a state of some size, which counts."""
 
     count: int
     ballast: list[bytes]
@@ -254,7 +254,7 @@ class Keeper(_Kept, formerly=("FormerKeeper",)):
 
 @upgrades(Keeper)
 class NextKeeper(_Kept):
-    """Version 2."""
+    """Version 2 of the keeper."""
 
     @classmethod
     def upgrade(cls, old: Keeper) -> NextKeeper:
@@ -265,7 +265,7 @@ class NextKeeper(_Kept):
 
 @upgrades(NextKeeper)
 class FormerKeeper(_Kept, version=1):
-    """Version 1 again."""
+    """Version 1 of the keeper again."""
 
     @classmethod
     def upgrade(cls, old: NextKeeper) -> FormerKeeper:
@@ -275,7 +275,7 @@ class FormerKeeper(_Kept, version=1):
 
 
 class Asker(Immortal):
-    """Calls one after the other, and writes down when each answer came: where ANSWERS says, and not in its state."""
+    """Caller of one call after the other that writes the time of each answer to the file ANSWERS, not to its state."""
 
     keeper = peer(Keeper, "keeper")
 

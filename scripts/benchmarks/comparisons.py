@@ -1,4 +1,4 @@
-"""One-way calls of several implementations, by turns."""
+"""Comparisons of several implementations, which run in turns: one-way calls and awaited calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRPC_MODULE = "scripts.benchmarks.rivals.grpc_calls"
 
 class Streams(Protocol):
     def run(self, load: Load, calls: int) -> OneWay:
-        """About so many calls, in all. Raises BenchError."""
+        """Make about ``calls`` calls in all. Raises BenchError."""
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def immortal_by_codec(home: Path, receivers: int = 1) -> Iterator[dict[str, Immo
 
 
 def codec_targets(pure: float, with_compiled: float) -> list[Target]:
-    """In calls/s."""
+    """Return the targets for calls/s."""
     if not compiled.CODEC.is_installed:
         return [Target("at least", pure)]
     return [Target("at least", pure, of=PURE), Target("at least", with_compiled, note="with the compiled codec")]
@@ -100,19 +100,19 @@ def streams_by(
 
 
 def rates(measured: Mapping[str, list[OneWay]]) -> dict[str, list[float]]:
-    """In calls/s."""
+    """Return the calls/s of each turn."""
     return {name: [one.calls_per_s for one in turns] for name, turns in measured.items()}
 
 
 def calls_for(streams: Streams, load: Load, seconds: float) -> int:
-    """Find the number of calls that take about ``seconds``: two runs, the first of which finds cold processes."""
+    """Return the number of calls that take about ``seconds``, after two runs, the first of them with cold processes."""
     calls = max(load.senders * load.receivers, round(WARM_UP_BYTES / (load.mean_size_bytes + CALL_OVERHEAD_BYTES)))
     for _ in range(2):
         calls = max(1, round(streams.run(load, calls).calls_per_s * seconds / 2))
     return calls * 2
 
 
-# Awaited calls: implementations take turns at the same calls; each answer is checked by whoever made the call.
+# Awaited calls: implementations make the same calls in turns; each caller checks its answers.
 
 
 SIZE_BYTES = 16
@@ -135,7 +135,7 @@ def calls_by(
         except BenchError as error:
             if caller.name.startswith(IMMORTAL):
                 raise
-            context.skip(f"{what}: {caller.name}", str(error).splitlines()[0])  # a rival's failure is no end of ours
+            context.skip(f"{what}: {caller.name}", str(error).splitlines()[0])  # a rival's failure does not end our run
             continue
         turns[caller.name] = partial(caller.run, run_for(outstanding, SIZE_BYTES, rate, seconds))
     return context.interleave_with_limits(turns, limits or {}, what)
@@ -160,13 +160,13 @@ def latency_figure(
     limits: Mapping[str, list[float]] | None = None,
     **more: object,
 ) -> Figure:
-    """``percentile``: "p50", "p99" or "p999"."""
+    """Return the figure of a latency. ``percentile``: "p50", "p99" or "p999"."""
     samples = {who: [getattr(one, f"{percentile}_us") for one in turns] for who, turns in measured.items()}
     title = f"{name}, {'p99.9' if percentile == 'p999' else percentile}"
     return Figure(title, "µs", "lower", {**samples, **(limits or {})}, targets, **more)  # type: ignore[arg-type]
 
 
-# grpcio's unary calls, with and without asyncio. Nothing of them is durable.
+# Unary calls of grpcio, with and without asyncio. None of it is durable.
 
 
 GRPC_ASYNCIO, GRPC_THREADS = "grpc asyncio", "grpc threads"
@@ -174,7 +174,7 @@ GRPC_ASYNCIO, GRPC_THREADS = "grpc asyncio", "grpc threads"
 
 @contextlib.contextmanager
 def grpc_caller(name: str, relays: int = 0) -> Iterator[Caller]:
-    """``relays``: servers between the client and the one that answers; only with asyncio."""
+    """Run a client of gRPC. ``relays``: servers between the client and the one that answers; only with asyncio."""
     kind = name.removeprefix("grpc ")
     with contextlib.ExitStack() as stack:
         servers: dict[str, Popen[str]] = {}

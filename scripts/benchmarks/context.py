@@ -67,9 +67,9 @@ class Amounts:
 @dataclass(slots=True)
 class Context:
     amounts: Amounts
-    folder: Path  # where logs and databases go: its disk is the one that is measured
+    folder: Path  # of logs and databases: its disk is the measured one
     progress: Callable[[str], None] = lambda text: None
-    skipped: dict[str, str] = field(default_factory=dict)  # what was left out, and why
+    skipped: dict[str, str] = field(default_factory=dict)  # parts that were left out, and why
 
     @property
     def repeats(self) -> int:
@@ -80,12 +80,12 @@ class Context:
 
     @contextlib.contextmanager
     def home(self) -> Iterator[Path]:
-        """A folder that is gone afterwards."""
+        """Yield a folder that is removed at the end."""
         with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=self.folder) as name:
             yield Path(name)
 
     def interleave(self, turns: Mapping[str, Callable[[], T]], what: str = "") -> dict[str, list[T]]:
-        """Each of ``turns`` once, then each once more, ...: what else the machine does meets all of them alike."""
+        """Run each of ``turns`` once, then each once more, ...: other load on the machine affects all of them alike."""
         results: dict[str, list[T]] = {name: [] for name in turns}
         for turn in range(self.repeats):
             for name, run in turns.items():
@@ -108,15 +108,15 @@ class Context:
 
 
 def prepare_environment() -> None:
-    """Processes that are started find this package, and ours, wherever they run."""
+    """Set the environment so that started processes find this package, and ours, wherever they run."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["DO_NOT_TRACK"] = "1"
-    # As where a package is installed: without it each start of ours, not of the rivals', would compile its modules.
+    # As if the package were installed: otherwise each start of ours, not of the rivals', would compile its modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-# The machine and the versions that figures belong to.
+# The machine and the versions of the figures.
 
 
 PACKAGES = (
@@ -134,7 +134,7 @@ PACKAGES = (
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """``folder``: where the logs are."""
+    """Describe the machine. ``folder``: of the logs."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -183,14 +183,14 @@ def _commit() -> str:
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
-# Services of the suite beside plain processes: one `immortal run` each, which is ready when it is returned.
+# Services of the suite beside plain processes: one `immortal run` each, ready when it is returned.
 
 
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def start_service(stack: ExitStack, home: Path, name: str, app: str) -> list[int]:
-    """Register and run it until ``stack`` ends; the process IDs of its coordinator and its app. Raises BenchError."""
+    """Run a service until ``stack`` ends; return the process IDs of coordinator and app. Raises BenchError."""
     register = [sys.executable, "-m", "immortal", "--home", str(home), "register", name, "--peer", "tcp://127.0.0.1:*"]
     subprocess.run(register, check=True, stdout=subprocess.DEVNULL)
     run = start_module("immortal", "--home", str(home), "run", name, app, **{**QUIET, "stderr": subprocess.PIPE})
@@ -203,5 +203,5 @@ def start_service(stack: ExitStack, home: Path, name: str, app: str) -> list[int
         if not line:
             raise BenchError(f"{name} has ended before it was ready:\n{said}")
         said += line
-    threading.Thread(target=lines.read, daemon=True).start()  # or it would wait to be read
+    threading.Thread(target=lines.read, daemon=True).start()  # otherwise the process would wait for a reader
     return [int(pid) for pid in re.findall(r"_pid=(\d+)", said)]

@@ -2,20 +2,21 @@
 
     python -m scripts.benchmarks.failover --how migrate --runs 50 --state-mib 100
 
-Two `immortal run --restart` of one instance, each with a home of its own, as on two machines; with ``--address own``
-each has its own address, with ``shared`` one address goes along, as a virtual one does. Another instance and an outside
-client call it all the time, one call after the other. ``migrate`` is the command, ``stop`` a SIGTERM of who has it,
-``kill`` a SIGKILL of its supervisor, coordinator and app: each machine is a PID namespace then (which needs root), so
-that nobody sees by their absence that they are gone. ``upgrade`` starts the other one with the next version of the app,
-and migrates once that follows: a rolling upgrade, to and fro between two versions. The longest time between two answers
-around each move counts. An instance that is killed takes no checkpoint here: its log grows, and with it what who
-follows next has to replay. Two hundred are done fifty at a time, each time with a new log, and add up in the file.
+Two `immortal run --restart` run one instance, each with a home of its own, as on two machines. With ``--address own``
+each has its own address, with ``shared`` one address moves along, as a virtual one does. Another instance and an
+outside client call it all the time, one call after the other. ``migrate`` is the command, ``stop`` a SIGTERM of the
+active one, ``kill`` a SIGKILL of its supervisor, coordinator and app. For a kill each machine is a PID namespace (which
+needs root), so that nobody sees that the processes are gone. ``upgrade`` starts the other one with the next version of
+the app, and migrates once it follows: a rolling upgrade, back and forth between two versions. The result is the longest
+time between two answers around each move. A killed instance takes no checkpoint here: its log grows, and with it the
+replay of the next follower. Two hundred kills are done fifty at a time, each time with a new log, and are added to the
+file.
 
     python -m scripts.benchmarks.failover --how kill --runs 50 --state-mib 1024 --address own --json kill.json
     python -m scripts.benchmarks.failover --how migrate --runs 200 --state-mib 1024 --address own --json migrate.json
     python -m scripts.benchmarks.failover --report kill.json migrate.json
 
-The last one writes the section of docs/benchmarks/figures.txt.
+The last command writes the section of docs/benchmarks/figures.txt.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ HOW = {
 
 
 def histogram(waits_ms: Sequence[float]) -> list[str]:
-    """A line for each step between the least and the most: the smallest steps that give LINES_MAX lines at most."""
+    """Return a line for each step from least to most: the smallest steps that give at most LINES_MAX lines."""
     least, most = min(waits_ms), max(waits_ms)
     step = next((step for step in STEPS_MS if most // step - least // step < LINES_MAX), STEPS_MS[-1])
     counts = Counter(int(wait // step) for wait in waits_ms)
@@ -98,27 +99,27 @@ def section(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def section_of(text: str) -> str:
-    """Return the section as it stands in ``text``; "" if there is none."""
+    """Return the section of ``text``; "" if there is none."""
     return text[text.index(BEGIN) : text.index(END) + len(END)] if BEGIN in text and END in text else ""
 
 
 def put(path: Path, new: str) -> None:
-    """In place of the section that is there, or at the end."""
+    """Write the section in place of the old one, or at the end."""
     text = path.read_text() if path.exists() else ""
     old = section_of(text)
     path.write_text(text.replace(old, new) if old else f"{text.rstrip()}\n\n{new}\n".lstrip())
 
 
-# Two machines, and what moves between them.
+# Two machines, and the instance that moves between them.
 
 
 WAIT_S = 120.0
-SETTLED_S = 1.0  # of calls before each move, and behind it
+SETTLED_S = 1.0  # of calls before and after each move
 APPS = "scripts.benchmarks.apps"
 
 
 class Machine:
-    """A home, and the `immortal run` there."""
+    """Machine: a home, and the `immortal run` there."""
 
     def __init__(self, home: Path, *, alone: bool) -> None:
         self.home = home
@@ -175,7 +176,7 @@ class Answers:
 
 
 def longest_ms(times_ns: list[int], since_ns: int, until_ns: int) -> float:
-    """Between two answers, of those that came in this time and the one before."""
+    """Return the longest time in ms between two answers of a period, with the last answer before it."""
     first = max((number for number, at in enumerate(times_ns) if at <= since_ns), default=0)
     times = [at for at in times_ns[first:] if at <= until_ns]
     return max((after - before for before, after in itertools.pairwise(times)), default=0) / 1e6
@@ -223,7 +224,7 @@ class World:
             file.write(f'\n[peers]\nkeeper = "{place}"\n')
 
     def _let_them_meet(self, homes: list[Path]) -> None:
-        """Each knows the public keys of the others."""
+        """Copy public keys so that all know each other."""
         for home in homes[:2]:
             (home / "asker").mkdir(mode=0o700, exist_ok=True)
             shutil.copy(homes[2] / "asker" / "public_keys", home / "asker")
@@ -269,7 +270,7 @@ class World:
         return [int(line) for line in self.answers_path.read_text().split()]
 
     def move(self) -> int:
-        """The moment of it. The machine that has the instance is machines[0], before and behind it."""
+        """Move the instance, and return the moment. machines[0] is the active machine before and after."""
         if self._options.how == "upgrade":
             self._upgrade_standby(self.machines[1])
         until(self.has_standby, "somebody follows who has caught up")
@@ -290,7 +291,7 @@ class World:
         return moment_ns
 
     def _upgrade_standby(self, standby: Machine) -> None:
-        """Start a standby with the old code that is upgraded as it takes over."""
+        """Start a standby with the old code that is upgraded when it takes over."""
         standby.end(signal.SIGTERM)
         until(lambda: not self.has_standby(), "it follows no more")
         self._version = 3 - self._version

@@ -1,4 +1,4 @@
-"""Figures: samples of several implementations and limits, and whether a target is met."""
+"""Figures: samples of several implementations and limits, and their targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 Better = Literal["higher", "lower"]
 
 IMMORTAL = "immortal"  # as it is installed
-PURE = "immortal, pure Python"  # beside it where the codec is compiled
+PURE = "immortal, pure Python"  # beside it if the codec is compiled
 DISK = "disk: append + fdatasync"
 TCP = "loopback TCP"
 HANDLER = "bare Python loop"
@@ -18,16 +18,16 @@ LIMITS = (DISK, TCP, HANDLER)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``value`` in the figure's unit, or, with ``against``, times that implementation's figure in the same turn."""
+    """Target of a figure. ``value`` is in its unit, or, with ``against``, times that one's figure in the same turn."""
 
     bound: Literal["at least", "at most"]
     value: float
     against: str | None = None
     of: str = IMMORTAL
-    note: str = ""  # "compiled": where the target holds for that alone
+    note: str = ""  # "compiled": the target holds for that alone
 
     def measured(self, samples: dict[str, list[float]]) -> float | None:
-        """Return the figure to compare with ``value``; None: it was not measured."""
+        """Return the figure to compare with ``value``; None if it was not measured."""
         ours = samples.get(self.of)
         if not ours:
             return None
@@ -54,7 +54,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``samples``: by implementation, or by limit, one for each turn.
+    """Measured figure. ``samples``: by implementation, or by limit, one for each turn.
 
     ``group`` and ``x`` make a line of a chart out of several figures; without them the figure is a number of its own.
     """
@@ -75,12 +75,12 @@ class Figure:
 
 
 def figures_of(part: dict[str, Any]) -> list[Figure]:
-    """Return the figures of a part, as the file of a run has it."""
+    """Return the figures of a part in the file of a run."""
     return [Figure.from_json(data) for data in part["figures"]]
 
 
 def number(value: float) -> str:
-    """In three digits or so, as people read it."""
+    """Format a number with about three digits."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -90,6 +90,6 @@ def number(value: float) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Median, and lowest to highest if there were several."""
+    """Format the median, and lowest to highest if there are several values."""
     middle = number(statistics.median(values))
     return middle if len(values) < 2 else f"{middle} ({number(min(values))}-{number(max(values))})"

@@ -1,7 +1,7 @@
 """Limits of the machine without Immortal: the disk, loopback TCP, a Python loop that calls the handler.
 
-``python -m scripts.benchmarks.limits`` is the other end of the TCP connection: it sends back what it is asked to, or
-takes all of it and answers with how many bytes it got.
+``python -m scripts.benchmarks.limits`` is the other end of the TCP connection: it echoes bytes, or takes them and
+answers with their number.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ DISK_SECONDS = 0.5
 WRITE_SIZE_BYTES = 64 << 10
 ROUND_TRIPS = 2_000
 HANDLER_CALLS = 1_000_000
-_COMMAND = struct.Struct("<BQ")  # what, and a size in bytes
+_COMMAND = struct.Struct("<BQ")  # the command, and a size in bytes
 _ECHO, _TAKE = 1, 2
 
 
 def disk_rate(folder: Path, block_size_bytes: int = 1 << 20) -> float:
-    """Bytes/s."""
+    """Measure the bytes/s of append and fdatasync."""
     return append_rate(folder, block_size_bytes, DISK_SECONDS)
 
 
 def disk_latency_us(folder: Path, percent: float) -> float:
-    """Measure append and fdatasync of 4 KiB, about what a small commit writes; in µs."""
+    """Measure append and fdatasync of 4 KiB, about the size of a small commit; in µs."""
     return 1e6 * percentile(append_latencies(folder, 4 << 10), percent)
 
 
 def handler_rate(size_bytes: int) -> float:
-    """Calls/s of a loop that calls the handler of the benchmark on a plain object."""
+    """Measure the calls/s of a loop that calls the benchmark's handler on a plain object."""
     taker = _Taker()
     take = taker.take
     data = bytes(size_bytes)
@@ -65,13 +65,13 @@ class _Taker:
 
 
 class Loopback:
-    """A TCP connection to another process of this machine."""
+    """TCP connection to another process of this machine."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def rate(self, seconds: float = DISK_SECONDS) -> float:
-        """Bytes/s in one direction, written 64 KiB at a time."""
+        """Measure the bytes/s in one direction, written 64 KiB at a time."""
         block = bytes(WRITE_SIZE_BYTES)
         size_bytes = WRITE_SIZE_BYTES * 256
         sent_bytes = 0

@@ -1,14 +1,14 @@
-"""Many messages with forced retries through the messenger: how often each was delivered, and what tracking them takes.
+"""Many messages with forced retries through the messenger: how often each was delivered, and the cost of tracking.
 
     .venv/bin/python -m scripts.benchmarks.messenger [--messages N] [--cut-every N] [--json]
     .venv/bin/python -m scripts.benchmarks.messenger --loss 0.01 [--messages N] [--json]
 
-Between sender and receiver stands a proxy that cuts the connection every so many messages, in the middle of whatever is
-on its way. Besides, some replies come late, later than the sender waits before it sends again. Status 3: a message was
-not delivered exactly once, or not in order.
+A proxy between sender and receiver cuts the connection after so many messages, in the middle of the bytes on their way.
+Also, some replies are later than the time after which the sender sends again. Status 3: a message was not delivered
+exactly once, or not in order.
 
-With ``--loss`` it stands there a network that loses that share of messages and of replies, and lets one in twenty come
-late: how often a message is sent, without order and in order. Status 3: as above.
+With ``--loss`` there is a network that loses that share of messages and of replies, and delays one in twenty, in place
+of the proxy. It measures how often a message is sent, without order and in order. Status 3: as above.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEADLINE_S = 60.0  # without any progress
 
 @dataclass(slots=True)
 class Figures:
-    """Figures of one run."""
+    """Figures of one run with cut connections."""
 
     messages: int
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class Figures:
     sent_again: int = 0
     duplicates_dropped: int = 0
     replies_sent_again: int = 0
-    early_kept: int = 0  # waited for one before them that was missing
+    early_kept: int = 0  # messages that waited for a missing one before them
     replies_kept_max: int = 0
     memory_grown_mib: float = 0.0  # of this process, from a tenth of the messages to the end
 
@@ -63,7 +63,7 @@ class Figures:
 
 
 class Receiver:
-    """Counts deliveries; keeps some replies back for a while."""
+    """Receiver that counts deliveries, and delays some replies."""
 
     def __init__(self, figures: Figures) -> None:
         self.figures = figures
@@ -101,9 +101,9 @@ class Receiver:
 
 
 def send_all(sender: Messenger, endpoint: str, messages: int, sent: Callable[[int], None] = lambda number: None) -> int:
-    """Send numbered messages, and wait for all replies; how many came. ``sent``: called behind each.
+    """Send numbered messages, and wait for all replies; return their number. ``sent``: called after each message.
 
-    Raises TimeoutError when nothing moves any more.
+    Raises TimeoutError if there is no progress any more.
     """
     room, called_back = threading.Semaphore(WAITING_MAX), 0
 
@@ -126,7 +126,7 @@ def send_all(sender: Messenger, endpoint: str, messages: int, sent: Callable[[in
 
 
 def measure(messages: int, cut_every: int) -> Figures:
-    """Send ``messages`` and wait for all replies. Raises TimeoutError when nothing moves any more."""
+    """Send ``messages`` and wait for all replies. Raises TimeoutError if there is no progress any more."""
     figures = Figures(messages)
     receiver = Receiver(figures)
     started_s = time.monotonic()
@@ -176,7 +176,7 @@ class LossFigures:
 
 
 def measure_loss(messages: int, loss: float, *, ordered: bool) -> LossFigures:
-    """Send ``messages`` and wait for all replies. Raises TimeoutError when nothing moves any more."""
+    """Send ``messages`` over a lossy network, and wait for all replies. Raises TimeoutError without progress."""
     figures = LossFigures(ordered, messages)
     deliveries = bytearray(messages)
     last = -1

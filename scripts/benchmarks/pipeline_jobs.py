@@ -1,4 +1,4 @@
-"""Measures an audit: a made-up fleet, its export, the audit of both.
+"""Measures an audit: a synthetic fleet, its export, the audit of both.
 
 python -m scripts.benchmarks.pipeline_jobs
 """

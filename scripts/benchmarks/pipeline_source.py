@@ -1,4 +1,4 @@
-"""Measures the pipeline's data source. Makes its logs in a folder of its own.
+"""Measures the pipeline's data source, with logs in a folder of its own.
 
 python -m scripts.benchmarks.pipeline_source
 """
@@ -39,18 +39,18 @@ _COMMIT_SIZE_BYTES = 8 << 20
 _LARGE_SIZES_BYTES = (64, 4 << 10, 64 << 10, 1 << 20)
 _TURN_S = 2.5
 _RUNS = 6
-_PAYLOADS = 64  # different ones; what they hold does not matter, only that they are not all the same
+_PAYLOADS = 64  # different ones; their content does not matter, only that it differs
 
 
 def record_value(sequence_id: int, time_ns: int, first_position: int, payloads: list[bytes]) -> bytes:
-    """A record of one batch, as a coordinator writes it."""
+    """Return a record of one batch, as a coordinator writes it."""
     batch = Input(BatchKind.STREAM, "sender", first_position, len(payloads), time_ns - 1000, b"".join(payloads))
     record = PlannedRecord(time_ns, [batch], [OutputMarkEntry("receiver", sequence_id + 1, sequence_id)])
     return encode_planned(record, _COMMITTER_ID, sequence_id)
 
 
 def calls(size_bytes: int) -> list[bytes]:
-    """Some calls whose arguments have that size."""
+    """Return some calls whose arguments have that size."""
     draw = random.Random(size_bytes)
     return [encode_incoming_rpc(_METHOD_ID, RpcType.FORK, draw.randbytes(size_bytes)) for _ in range(_PAYLOADS)]
 
@@ -69,7 +69,7 @@ def fill_new(folder: Path, records: Iterator[bytes]) -> None:
 
 
 def make_log(folder: Path, messages: int, messages_per_record: int) -> None:
-    """A log of that many small messages."""
+    """Write a log of that many small messages."""
     some = calls(16)
     now_ns = time.time_ns()
 
@@ -82,7 +82,7 @@ def make_log(folder: Path, messages: int, messages_per_record: int) -> None:
 
 
 def make_large_log(folder: Path, size_bytes: int) -> None:
-    """A log of that size, of records of very different sizes."""
+    """Write a log of that size, with records of very different sizes."""
     some = {size: calls(size) for size in _LARGE_SIZES_BYTES}
     now_ns = time.time_ns()
 
@@ -102,7 +102,7 @@ def make_large_log(folder: Path, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """``processor_s``: of this process and all below it, Spark's too. Others who use the machine do not count in it."""
+    """Cost of a run. ``processor_s``: of this process and its descendants, Spark's too, but of no other process."""
 
     wall_s: float
     processor_s: float
@@ -112,7 +112,7 @@ class Cost:
 
 
 def best_of(runs: int, action: Callable[[], object]) -> Cost:
-    """The least of each over several runs."""
+    """Return the least of each cost over several runs."""
     costs = []
     for _ in range(runs):
         start_s, processor_start_s = time.perf_counter(), processor_time_s()
@@ -122,11 +122,11 @@ def best_of(runs: int, action: Callable[[], object]) -> Cost:
 
 
 def processor_time_s() -> float:
-    """Return the processor time of this process and all below it, while they live (Linux; exact to 10 ms)."""
+    """Return the processor time of this process and its living descendants (Linux; exact to 10 ms)."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             values = file.read_text().rpartition(")")[2].split()
             process_id = int(file.parent.name)
             parents[process_id], ticks[process_id] = int(values[1]), int(values[11]) + int(values[12])
@@ -140,7 +140,7 @@ def processor_time_s() -> float:
 
 
 def scan(spark: SparkSession, folder: Path) -> tuple[object, ...]:
-    """Reads every message with its payload. A new frame each time: Spark keeps what an old one has computed."""
+    """Read every message with its payload, in a new frame: Spark keeps the results of an old one."""
     columns = "sequence_id long, position long, method_id int, arguments binary, ok boolean"
     frame = spark.read.format("immortal").schema(columns).load(str(folder))
     totals = "count(*)", "sum(position)", "sum(length(arguments))", "max(method_id)", "min(ok)", "max(sequence_id)"
@@ -155,8 +155,8 @@ class Load:
     commits_per_s: float = 0  # 0: as fast as the disk takes them
     seconds: float = 0
     commits: int = 0
-    commits_per_checkpoint: int = 0  # then older records are trimmed away and their pages used again; 0: all are kept
-    until_released: bool = False  # it goes on beyond the limits until then
+    commits_per_checkpoint: int = 0  # a checkpoint trims older records, whose pages are used again; 0: all are kept
+    until_released: bool = False  # continue after the limits until then
 
 
 @dataclass(frozen=True)
@@ -168,18 +168,18 @@ class Written:
 
 
 class LiveWriter:
-    """A process that writes a log beside us."""
+    """Process that writes a log beside this one."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
-        hear(process, "a live writer")  # the log is there
+        hear(process, "a live writer")  # now the log exists
 
     @property
     def is_running(self) -> bool:
         return self.process.poll() is None
 
     def release(self) -> None:
-        """Let it end where its limits are."""
+        """Let the writer end at its limits."""
         if self.process.stdin is not None:
             self.process.stdin.close()
             self.process.stdin = None
@@ -198,7 +198,7 @@ def writer(folder: Path, load: Load) -> Iterator[LiveWriter]:
 
 @dataclass
 class Tail:
-    """Rows that a stream has seen."""
+    """Rows that a stream has read."""
 
     rows: int = 0
     ages_s: list[float] = field(default_factory=list)
@@ -211,7 +211,7 @@ class Tail:
 
 
 def measure_tail(spark: SparkSession, folder: Path, records_per_s: int, seconds: float) -> tuple[Tail, int]:
-    """Follow a log while it is written; the stream's figures, and how many records were written."""
+    """Follow a log while it is written; return the stream's figures, and how many records were written."""
     tail = Tail()
     with writer(folder, Load(25, records_per_s / 25, seconds)) as live:
         reader = spark.readStream.format("immortal").option("table", "records")
@@ -225,9 +225,9 @@ def measure_tail(spark: SparkSession, folder: Path, records_per_s: int, seconds:
 
 
 def scan_while_written(spark: SparkSession, folder: Path, load: Load) -> tuple[Written, int]:
-    """Scan a log again and again while it is written; return what the writer did and the number of scans.
+    """Scan a log repeatedly while it is written; return the writer's result and the number of scans.
 
-    A writer that waits for it is released behind the second time.
+    A writer that waits for it is released after the second scan.
     """
     scans = 0
     with writer(folder, load) as live:
@@ -256,7 +256,7 @@ def write_beside_one_transaction(folder: Path, load: Load) -> Written:
 
 @dataclass(frozen=True)
 class Growth:
-    """The size of the file of a log that is trimmed as it is written, by who read it meanwhile."""
+    """Sizes of the file of a log that is trimmed while it is written, by its readers."""
 
     alone_bytes: int
     beside_scans_bytes: int
@@ -274,9 +274,9 @@ def measure_growth(spark: SparkSession, folder: Path, commits: int) -> Growth:
 
 
 def measure_writer(spark: SparkSession, folder: Path, seconds: float) -> tuple[float, float]:
-    """Commits per second of a writer alone, and while Spark reads its log again and again; by turns.
+    """Return commits/s of a writer alone, and while Spark reads its log repeatedly; in turns.
 
-    Others use this machine too: what they take must not count for one side only.
+    Turns are needed because other load on this machine must not affect one side only.
     """
     alone = beside = 0
     turns = max(1, round(seconds / _TURN_S))
@@ -340,7 +340,7 @@ def main(context: click.Context, messages: int, large_mib: int, seconds: float, 
 
 
 def is_open(pipe: IO[str]) -> bool:
-    """Nothing is ever sent: it can be read once it has ended."""
+    """Return True while the pipe is open: it gets no data, so it is readable once it has ended."""
     return not select.select([pipe], [], [], 0)[0]
 
 

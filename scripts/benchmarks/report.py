@@ -1,4 +1,4 @@
-"""Writes the figures of one or more runs, which the site shows in docs/benchmarks.md, and their charts."""
+"""Report of one or more runs: the figures that the site shows in docs/benchmarks.md, and their charts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = dict[str, Any]
 
 
 def write_report(runs: Sequence[Run], docs: Path) -> Path:
-    """Write figures.txt and its charts to ``docs``/benchmarks; where it is. Several runs become one table."""
+    """Write figures.txt and its charts to ``docs``/benchmarks; return its path. Several runs become one table."""
     merged = {name: _merge([run["parts"][name] for run in runs if name in run["parts"]]) for name in TITLES}
     figures = [figure for some in merged.values() for figure in some]
     groups: dict[str, list[Figure]] = {}
@@ -57,7 +57,7 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
         ],
     )
     path = docs / "benchmarks" / "figures.txt"
-    failover = section_of(path.read_text()) if path.exists() else ""  # of runs of their own
+    failover = section_of(path.read_text()) if path.exists() else ""  # from runs of its own
     path.write_text(f"{text.strip()}\n")
     if failover:
         put(path, failover)
@@ -70,7 +70,7 @@ def _figures(run: Run) -> Iterator[Figure]:
 
 
 def _merge(parts: Sequence[dict[str, Any]]) -> list[Figure]:
-    """Figures of the same name: the samples of all runs, which stay as they are."""
+    """Merge figures of the same name: they get the samples of all runs, whose own figures stay unchanged."""
     merged: dict[str, Figure] = {}
     for part in parts:
         for figure in figures_of(part):
@@ -120,7 +120,7 @@ DPI = 100
 
 
 def draw(groups: dict[str, list[Figure]], folder: Path) -> dict[str, Path]:
-    """The file of each group that has at least two points."""
+    """Draw each group that has at least two points; return its file."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for group, figures in groups.items():

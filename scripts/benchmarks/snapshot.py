@@ -1,9 +1,9 @@
-"""Measures how long a checkpoint holds up the handlers, inline and forked, and what they do meanwhile.
+"""Measures how long a checkpoint delays the handlers, inline and forked, and their rate meanwhile.
 
     .venv/bin/python -m scripts.benchmarks.snapshot [SHAPE ...] [--size-mib N]
 
 SHAPE: "large" (a dict of 1 KiB strings), "small" (a dict from short strings to numbers). The app is a real one; the
-coordinator is a script at the other end of its socket that keeps calls under way and reads what comes back.
+coordinator is a script at the other end of its socket that keeps calls in flight and reads the app's messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECORDS_AHEAD = 8
 STEADY_S = 2.0
 
 handled_at_s = time.perf_counter()
-longest_gap_s = 0.0  # between two calls that were handled: the app was kept busy, so it is a pause
+longest_gap_s = 0.0  # between two calls that were handled: the app was busy, so this is a pause
 
 
 class Store(Immortal):
@@ -74,7 +74,7 @@ class Store(Immortal):
 
     @rpc(id=4)
     def gap(self, longest_s: float) -> None:
-        """Note the gap that the coordinator's end sees."""
+        """Send the gap to the coordinator's end, which reads it."""
 
 
 class Inline(Store):
@@ -86,7 +86,7 @@ class Fork(Store, checkpoint="fork"):
 
 
 class Driver:
-    """The coordinator's end."""
+    """Coordinator's end of the app's socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -143,7 +143,7 @@ class Driver:
             self.calls_back += batch.count
 
     def keep_busy(self, until_checkpoint: int | None, seconds: float = 0.0) -> float:
-        """Keep RECORDS_AHEAD records under way until a checkpoint is whole, or for a time; how many seconds it took."""
+        """Keep RECORDS_AHEAD records in flight until a checkpoint is complete, or for a time; return the seconds."""
         begin = time.perf_counter()
         while True:
             if until_checkpoint is None and time.perf_counter() - begin >= seconds:
@@ -157,7 +157,7 @@ class Driver:
         return time.perf_counter() - begin
 
     def longest_gap_s(self) -> float:
-        """The longest pause between two calls since this was last asked."""
+        """Return the longest pause between two calls since the last question."""
         while self.calls_back < self._calls:
             self.receive()
         known = len(self.gaps_s)
@@ -170,7 +170,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One checkpoint of one app under load."""
+    """Figures of one checkpoint of one app under load."""
 
     resident_mib: int
     blob_bytes: int
@@ -182,7 +182,7 @@ class Measured:
 
 
 def measure(cls: str, shape: str, size_mib: int) -> Measured:
-    """``cls``: "Inline" or "Fork"."""
+    """Measure a checkpoint. ``cls``: "Inline" or "Fork"."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": "0"}

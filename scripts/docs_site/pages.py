@@ -1,11 +1,8 @@
-"""Links between the files of the repository, as links between the pages of the site.
+"""Hook of MkDocs: pages that are no files of docs/, tables that programs make, and links between all pages.
 
-README.md is the first page. Files that no page is made of (examples, the licence) are named, not linked: the site is
-read beside the sources, and knows no address of these.
-
-Tables that programs make. A page has a marker, ``<!-- table: NAME -->``; the site has the table there.
-
-A hook of MkDocs: the pages that are no files of docs/, and the links between all of them.
+README.md is the first page. Files without a page (examples, the licence) are named, not linked: the site is read beside
+the sources, and knows no address of these. A page can have a marker, ``<!-- table: NAME -->``; the site shows that
+table in its place.
 """
 
 from __future__ import annotations
@@ -40,10 +37,9 @@ _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def linked(markdown: str, page: str, pages: Set[str], is_file: Callable[[str], bool]) -> str:
-    """``markdown`` of ``page`` with the links that the site has; code is left as it is.
+    """Return ``markdown`` of ``page`` with the links of the site; code stays as it is.
 
-    ``is_file``: whether there is a file or folder of that path in the repository. A link to none stays, and fails the
-    build.
+    ``is_file``: returns True if the repository has that path. A link to a missing file stays, and fails the build.
     """
 
     def replaced(found: re.Match[str]) -> str:
@@ -61,12 +57,12 @@ def linked(markdown: str, page: str, pages: Set[str], is_file: Callable[[str], b
 
 
 def source_of(page: str) -> str:
-    """The file of the repository that a page is."""
+    """Return the file of the repository that a page is made of."""
     return BESIDE.get(page, f"docs/{page}")
 
 
 def page_of(source: str) -> str:
-    """The page that a file of the repository would be."""
+    """Return the page of a file of the repository, if it had one."""
     at_root = {file: page for page, file in BESIDE.items()}
     return at_root.get(source) or (source.removeprefix("docs/") if source.startswith("docs/") else f"../{source}")
 
@@ -97,7 +93,7 @@ def folders_table() -> Iterable[str]:
 
 
 def senders_table() -> Iterable[str]:
-    """Yield the table of what each sender may send."""
+    """Yield the table of the messages that each sender can send."""
     yield "| from | to | in | kinds | RPC types | method IDs | caller |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for row in ROWS:
@@ -121,7 +117,7 @@ _MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
 
 def with_tables(markdown: str) -> str:
-    """``markdown`` with each marker replaced by its table. KeyError if there is no table of that name."""
+    """Return ``markdown`` with each marker replaced by its table. Raises KeyError for an unknown table."""
     return _MARKER.sub(lambda found: "\n".join(TABLES[found[1]]()), markdown)
 
 

@@ -1,1 +1,1 @@
-"""The fault matrix on a real disk: what each kind of failure of the disk does to each kind of thing on it."""
+"""Fault matrix on a real disk: the effect of each kind of disk failure on each kind of thing on the disk."""

@@ -1,4 +1,4 @@
-"""A clock that jumps on demand: the library of clock_shim.c in front of libc."""
+"""Clock that jumps on demand: the library of clock_shim.c, preloaded before libc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JUMPS = (HOUR, -HOUR, timedelta(days=3), timedelta(days=-3), 10 * YEAR, -10 * YE
 
 
 class ShiftedClock:
-    """Processes that are started with :attr:`environment` have this wall clock; at first it is right."""
+    """Wall clock of processes that are started with :attr:`environment`; at first it is right."""
 
     def __init__(self, folder: Path) -> None:
         self._control = folder / "clock-shift"
@@ -21,6 +21,6 @@ class ShiftedClock:
         self._control.write_bytes(struct.pack("=q", 0))
 
     def jump(self, ahead: timedelta) -> None:
-        """From now on it is ``ahead`` of the right time; behind it if that is negative."""
-        with self._control.open("r+b", buffering=0) as control:  # in place: it is mapped
+        """Set the clock to ``ahead`` of the right time; negative: behind it."""
+        with self._control.open("r+b", buffering=0) as control:  # in place, since it is mapped
             control.write(struct.pack("=q", ahead // timedelta(microseconds=1) * 1000))

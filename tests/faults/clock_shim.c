@@ -1,16 +1,16 @@
-/* A clock that jumps as it is told to, in front of libc: what a process reads of CLOCK_REALTIME is shifted.
+/* A clock that jumps on demand, preloaded before libc: a process reads CLOCK_REALTIME with a shift.
 
    $CLOCK_SHIM_CONTROL names a file of 8 bytes, a signed number in the machine's byte order: the shift in ns. It is
-   mapped at the first look at the clock, so a jump is one write to the file, at once and for all processes that share
-   it. While the file is not there, the clock is right. CLOCK_MONOTONIC and CLOCK_BOOTTIME are left alone, as
-   by settimeofday; so are times of files.
+   mapped when the clock is first read, so a jump is one write to the file, at once and for all processes that share
+   it. Without the file, the clock is right. CLOCK_MONOTONIC and CLOCK_BOOTTIME do not change, as with settimeofday;
+   times of files do not change either.
 
    From a shell:   cc -O1 -shared -fPIC -o clock_shim.so tests/faults/clock_shim.c -ldl
                    python -c "import struct; open('shift', 'wb').write(struct.pack('=q', 0))"
                    LD_PRELOAD=./clock_shim.so CLOCK_SHIM_CONTROL=shift immortal run ...
    From Python:    clock = tests.faults.clock.ShiftedClock(folder)
                    subprocess.Popen(..., env=os.environ | clock.environment)
-                   clock.jump(timedelta(hours=1)); ...; clock.jump(timedelta(0))      what it is ahead, from now on
+                   clock.jump(timedelta(hours=1)); ...; clock.jump(timedelta(0))      how far it is ahead from now on
    Both shims:     LD_PRELOAD takes several libraries, with a colon between them. */
 
 #define _GNU_SOURCE

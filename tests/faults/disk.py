@@ -1,4 +1,4 @@
-"""A disk that fails on demand: the library of disk_shim.c in front of libc; and what a loss of power leaves."""
+"""Disk that fails on demand, by the library of disk_shim.c, preloaded before libc; and losses of power."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.faults.shims import library
 
-SECTOR_SIZE_BYTES = 512  # what a disk writes whole or not at all
+SECTOR_SIZE_BYTES = 512  # a disk writes a sector whole or not at all
 
 _ENTRY = struct.Struct("=IIQQQQQQ")
 _UNDO, _DONE, _SYNC_DONE = 1, 2, 4
@@ -20,7 +20,7 @@ Unsynced = dict[int, list["Write"]]  # by inode, oldest first
 
 
 class Disk:
-    """Processes that are started with :attr:`environment` meet it at files whose path contains ``match``."""
+    """Disk of processes that are started with :attr:`environment`, for files whose path contains ``match``."""
 
     def __init__(self, folder: Path, match: Path | str, *, journal: bool = False) -> None:
         self._control = folder / "disk-control"
@@ -34,31 +34,31 @@ class Disk:
             self.environment["DISK_SHIM_JOURNAL"] = str(self.journal)
 
     def keep_journals(self) -> None:
-        """What the power may take is noted by each process for itself: :func:`lose_power`."""
+        """Let each process keep a journal of writes that a loss of power can take: :func:`lose_power`."""
         self.journal.mkdir()
         self.environment["DISK_SHIM_JOURNAL"] = str(self.journal)
 
     def fail(self, call: str, errno: int, *, once: bool = False) -> None:
-        """``call``: write, sync, read or any, or one kind of sync (disk_shim.c). From now on, until :meth:`work`."""
+        """Let calls fail until :meth:`work`. ``call``: write, sync, read or any, or one kind of sync (disk_shim.c)."""
         self._say(f"{call} error {errno}{' once' * once}")
 
     def fail_late(self, call: str, errno: int, *, once: bool = False) -> None:
-        """As :meth:`fail`, and what was to be written is there to be read."""
+        """Let calls fail as :meth:`fail`, but after their bytes are there to be read."""
         self._say(f"{call} late {errno}{' once' * once}")
 
     def kill_at(self, call: str, count: int, *, once: bool = False) -> None:
-        """The process is gone right before its ``count``-th such call."""
+        """Kill the process right before its ``count``-th such call."""
         self._say(f"{call} kill {count}{' once' * once}")
 
     def cannot_read_from(self, offset_bytes: int) -> None:
-        """Reads of bytes from there on fail with EIO."""
+        """Let reads of bytes from ``offset_bytes`` on fail with EIO."""
         self._say(f"read from {offset_bytes}")
 
     def delay(self, call: str, delay_ms: int) -> None:
         self._say(f"{call} delay {delay_ms}")
 
     def work(self) -> bool:
-        """All goes well again; False where what was to happen once has happened."""
+        """End the failures; return False if a one-time failure has already occurred."""
         try:
             self._control.unlink()
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class Disk:
 
     @property
     def waits(self) -> bool:
-        """Whether what was to happen once has not happened yet."""
+        """Return True if a one-time failure has not occurred yet."""
         return self._control.exists()
 
     def _say(self, text: str) -> None:
@@ -81,34 +81,34 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a write replaced, and where."""
+    """Write of a journal: its place, and the bytes that it replaced."""
 
     number: int
     path: str
     offset_bytes: int
     size_bytes: int
     old: bytes
-    file_size_bytes: int  # before it
+    file_size_bytes: int  # before the write
     inode: int
 
 
 @dataclass(slots=True)
 class Moment:
-    """One step of a journal: the writes that no sync had reached by then, oldest first."""
+    """Step of a journal: the writes that no sync had reached by then, oldest first."""
 
     writes_done: int
     pending: list[Write] = field(default_factory=list)
 
 
 def _entries(path: Path) -> Iterator[tuple[int, Write]]:
-    """Kind and contents of each entry of a journal; there is none before the first write or sync."""
+    """Yield kind and contents of each entry of a journal; none before the first write or sync."""
     data = path.read_bytes() if path.exists() else b""
     position = 0
     while position + _ENTRY.size <= len(data):
         kind, path_size, number, offset, size, old_size, file_size, inode = _ENTRY.unpack_from(data, position)
         position += _ENTRY.size
         if position + old_size + path_size > len(data):
-            return  # its process was killed while it noted that; it has not written yet
+            return  # the process was killed while it noted the write, which was not done yet
         old = data[position : position + old_size]
         name = data[position + old_size : position + old_size + path_size].decode()
         position += old_size + path_size
@@ -116,7 +116,7 @@ def _entries(path: Path) -> Iterator[tuple[int, Write]]:
 
 
 def read_journal(path: Path) -> tuple[list[Write], list[Moment]]:
-    """All writes of one process, and the moments right after each write and each sync."""
+    """Return all writes of one process, and the moments right after each write and each sync."""
     writes: list[Write] = []
     moments = [Moment(0)]
     pending: list[Write] = []
@@ -133,18 +133,18 @@ def read_journal(path: Path) -> tuple[list[Write], list[Moment]]:
 
 
 def synced_paths(path: Path) -> list[str]:
-    """Of files and folders, in the order in which their syncs ended."""
+    """Return the paths of synced files and folders, in the order in which their syncs ended."""
     return [entry.path for kind, entry in _entries(path) if kind == _SYNC_DONE]
 
 
 def unsynced(journals: Path) -> Unsynced:
-    """The writes that no sync has reached in the end, from a folder with the journals of processes."""
+    """Return the writes that no sync has reached at the end, from a folder with journals of processes."""
     pending: Unsynced = {}
     for kind, entry in chain.from_iterable(_entries(path) for path in sorted(journals.iterdir())):
         writes = pending.setdefault(entry.inode, [])
         if kind == _UNDO:
             if entry.file_size_bytes == 0:
-                writes.clear()  # a new file, perhaps with the number of one that is gone
+                writes.clear()  # a new file, perhaps with the inode of a removed one
             writes.append(entry)
         elif kind == _DONE:
             pending[entry.inode] = [one for one in writes if one.number != entry.number]
@@ -154,9 +154,9 @@ def unsynced(journals: Path) -> Unsynced:
 
 
 def lose_power(folder: Path, journals: Path, rng: random.Random) -> list[str]:
-    """Put each file of ``folder`` back to what was synced, with some of the rest, as a disk may; those that changed.
+    """Set each file of ``folder`` back to its synced bytes and some of the rest, as a disk can; return changed ones.
 
-    Nobody may have one of them open. Their names stay as they are now. New journals begin with this.
+    No process can have one of them open. Their names stay unchanged. Journals begin anew.
     """
     pending = unsynced(journals)
     changed = []
@@ -175,7 +175,7 @@ def lose_power(folder: Path, journals: Path, rng: random.Random) -> list[str]:
 
 
 def undone(data: bytearray, writes: list[Write]) -> bytearray:
-    """``data`` as it was before ``writes``, which are its last ones."""
+    """Return ``data`` as it was before ``writes``, which are its last ones."""
     for write in reversed(writes):
         data[write.offset_bytes : write.offset_bytes + len(write.old)] = write.old
         del data[max(write.file_size_bytes, 0) :]
@@ -183,7 +183,7 @@ def undone(data: bytearray, writes: list[Write]) -> bytearray:
 
 
 def without_power(data: bytearray, pending: list[Write], rng: random.Random) -> bytearray:
-    """What may be left of ``data`` when the power fails: of each pending write all, nothing, or some of its sectors."""
+    """Return what a loss of power can leave of ``data``: of each pending write all, nothing, or some of its sectors."""
     size_bytes = len(data)
     lost_share = rng.choice((0.1, 0.5, 0.9, 1.0))
     by_sector = rng.random() < 0.5
@@ -195,7 +195,7 @@ def without_power(data: bytearray, pending: list[Write], rng: random.Random) -> 
                 continue
             for_old = write.old[start - write.offset_bytes : end - write.offset_bytes]
             data[start:end] = for_old + bytes(end - start - len(for_old))
-    if rng.random() < 0.5:  # the file's length is written apart from its bytes: it may lag behind them, or not
+    if rng.random() < 0.5:  # a file's length is written separately from its bytes: it can be older, or not
         del data[kept_end:]
     return data
 

@@ -1,16 +1,16 @@
-/* A disk that fails as it is told to, in front of libc: for files whose path contains $DISK_SHIM_MATCH.
+/* A disk that fails on demand, preloaded before libc: for files whose path contains $DISK_SHIM_MATCH.
 
-   $DISK_SHIM_CONTROL names a file, read at each call; while it is not there, all goes well. Each line is
+   $DISK_SHIM_CONTROL names a file, read at each call; without it nothing fails. Each line is
        CALL ACTION NUMBER     CALL: write, sync, read or any, or one kind of sync: data-sync, meta-sync (of data.mdb's
                               pages, and of its meta page), journal-sync, folder-sync;
                               ACTION: error ERRNO, late ERRNO, delay MILLISECONDS, kill COUNT, from OFFSET
-   "late N": the call is made, and then it fails: the bytes are there to be read. "kill N": the process is gone right
-   before the Nth such call since it was loaded. "from N": EIO for what touches bytes from N on. With "once" behind the
-   number, the file is taken away by the first call that meets it.
+   "late N": the call is made, and then it fails: its bytes can be read. "kill N": the process is killed right before
+   the Nth such call since it was loaded. "from N": EIO for calls that touch bytes from N on. With "once" after the
+   number, the first matching call removes the file.
 
-   $DISK_SHIM_JOURNAL names a file that gets what it takes to undo each write, and a note of each sync: what a loss of
-   power may take is all that was written since. Where it is a folder, each process has a file of its own there; their
-   names are in the order in which the processes began. See tests/faults/disk.py for the format. */
+   $DISK_SHIM_JOURNAL names a file that gets the data to undo each write, and a note of each sync: a loss of power can
+   take all later writes. If it is a folder, each process has a file of its own there; their names are in the order in
+   which the processes began. See tests/faults/disk.py for the format. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,7 +32,7 @@
 
 enum { UNDO = 1, DONE = 2, SYNC_BEGUN = 3, SYNC_DONE = 4 };
 
-struct entry { /* then, for UNDO, `old` bytes of what was there, and the path's `path` bytes */
+struct entry { /* then, for UNDO, the `old` replaced bytes, and the path's `path` bytes */
     uint32_t kind, path;
     uint64_t number, offset, size, old, file_size, inode;
 };
@@ -54,7 +54,7 @@ static int is_ours(int descriptor, char *path, size_t room) {
     return strstr(path, match) != NULL;
 }
 
-/* Which kind of sync it is. */
+/* Return the kind of a sync. */
 static const char *sync_of(int descriptor, const char *path, int own) {
     struct stat status;
     const char *name = strrchr(path, '/');
@@ -65,7 +65,7 @@ static const char *sync_of(int descriptor, const char *path, int own) {
     return name && !strncmp(name, "/journal", 8) ? "journal-sync" : "other-sync";
 }
 
-/* 0; -1 with errno set: the call fails; or the errno with which it fails once it is made. */
+/* Return 0; -1 with errno set, if the call fails; or the errno with which it fails after it is made. */
 static int meet(const char *call, const char *kind, int index, off_t end) {
     const char *control = getenv("DISK_SHIM_CONTROL");
     char text[512], name[16], action[16], times[8];
@@ -102,11 +102,11 @@ static int meet(const char *call, const char *kind, int index, off_t end) {
     return 0;
 }
 
-/* Each process numbers its writes behind those of the ones before. */
+/* Return the next number of a write: a process numbers its writes after those of earlier ones. */
 static uint64_t next_number(void) {
     if (!last_number) {
         struct timespec now;
-        syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now); /* past any library that bends the clock */
+        syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now); /* past any library that shifts the clock */
         last_number = (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
     }
     return ++last_number;
@@ -132,7 +132,7 @@ static void note(struct entry entry, const char *path, const char *old) {
         abort();
 }
 
-/* What this write is about to change; its number, 0 where nobody asked. */
+/* Note the bytes that this write will replace; return its number, 0 without a journal. */
 static uint64_t note_write(int descriptor, const char *path, off_t offset, size_t size) {
     if (journal() < 0)
         return 0;

@@ -1,4 +1,4 @@
-"""What each failure of a disk, process or clock does to each kind of thing on the disk; docs/guarantees.md shows it.
+"""Fault matrix: the effect of each failure of a disk, process or clock on each kind of thing; docs/guarantees.md.
 
 python -m tests.faults.matrix       prints the table and the list that the site shows there
 """
@@ -43,7 +43,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Cell:
-    """``says``: what stands in the message, word for word. ``way_out``: what an operator does then."""
+    """Cell of the matrix. ``says``: a part of the message, word for word. ``way_out``: an operator's remedy."""
 
     outcome: Outcome
     what: str
@@ -202,7 +202,7 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
 
 
 def table() -> str:
-    """The outcomes, in Markdown."""
+    """Return the outcomes, in Markdown."""
     lines = ["| | " + " | ".join(thing.value for thing in Thing) + " |", "| --- " * (len(Thing) + 1) + "|"]
     for fault in Fault:
         cells = " | ".join(CELLS[fault, thing].outcome.value for thing in Thing)
@@ -211,7 +211,7 @@ def table() -> str:
 
 
 def details() -> str:
-    """An item for each fault, in Markdown: things of one outcome together, the usual message and remedy once."""
+    """Return an item for each fault, in Markdown: things of one outcome together, the usual message and remedy once."""
     return "\n".join(
         line
         for fault in Fault
@@ -226,7 +226,7 @@ def _item(fault: Fault) -> str:
     (common, count), *_ = Counter((cell.says, cell.way_out) for cell in cells.values()).most_common(1)
     shared = common if count > 1 else ("", "")
     told = _told(*shared)
-    if shared == (UNKNOWN, START) and fault is not Fault.FAILED_SYNC:  # the first one that says so
+    if shared == (UNKNOWN, START) and fault is not Fault.FAILED_SYNC:  # FAILED_SYNC is the first with this text
         told = " (as above)"
     groups: dict[Cell, list[str]] = {}
     for thing, cell in cells.items():

@@ -1,4 +1,4 @@
-"""A log with a bit of everything in it, and what it says: to see whether a damaged copy of it says anything else."""
+"""Log with rows in every table, and its contents: to check if a damaged copy of it reads otherwise."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def put_checkpoint(store: RowLogStore, checkpoint_id: int, sequence_id: int, chu
 
 
 def write_log(folder: Path, records: int = 120, keys: Sequence[LogKey] = ()) -> None:
-    """Of ``records`` records; checkpoint 1 near the beginning, checkpoint 2 in the middle; every table has rows."""
+    """Write a log of ``records`` records; checkpoint 1 near the beginning, 2 in the middle; no table is empty."""
     store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24, keys=keys)
     others = {f"sender-{number:03}": SourcePosition(6, 1, number + 1) for number in range(120)}
     store.commit(Transaction(epoch=1, extensions=frozenset({1, 2}), version=VersionStart(1, -1, "m:C"), sources=others))
@@ -88,7 +88,7 @@ def write_log(folder: Path, records: int = 120, keys: Sequence[LogKey] = ()) -> 
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a recovery takes from a log."""
+    """Contents of a log that a recovery uses."""
 
     tables: dict[str, Any]
     checkpoints: dict[int, tuple[int, bytes, Any]]
@@ -96,7 +96,7 @@ class Contents:
 
 
 def read_contents(folder: Path) -> Contents:
-    """As a coordinator does, through a log open for writing. Raises ImmortalError for damage."""
+    """Read a log as a coordinator does, opened for writing. Raises ImmortalError for damage."""
     store = open_log(folder, NAME, map_size_bytes=1 << 24)
     try:
         summary = store.summary()
@@ -105,7 +105,7 @@ def read_contents(folder: Path) -> Contents:
             try:
                 chunks = [store.read_checkpoint_chunk(header.checkpoint_id, index) for index in range(CHUNKS)]
             except LogError:
-                continue  # left out, as one with a damaged header is
+                continue  # left out, as a checkpoint with a damaged header is
             blob = b"".join(chunks)
             if (len(blob), crc64(blob)) == (header.size_bytes, header.check):
                 checkpoints[header.checkpoint_id] = (header.sequence_id, blob, dict(header.unacknowledged))
@@ -124,7 +124,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 def differences(found: Contents, written: Contents) -> list[str]:
-    """What a recovery would do other than with the undamaged log. A checkpoint that was left out is none."""
+    """List what a recovery would do differently than with the undamaged log. A checkpoint left out does not count."""
     different = [name for name in written.tables if found.tables[name] != written.tables[name]]
     if found.records != written.records:
         different.append(f"records: {len(found.records)} of {len(written.records)}")
@@ -140,9 +140,9 @@ SAME, NAMED, OTHER = "same", "named", "other"
 
 
 def outcome(folder: Path, written: Contents, timeout_s: int = 20) -> tuple[str, str]:
-    """What becomes of a coordinator that opens the log in ``folder``, in a process of its own.
+    """Open the log in ``folder`` as a coordinator, in a process of its own; return the result.
 
-    (SAME, ""), (NAMED, the error), (OTHER, what is different), or ("SIGSEGV" or another signal, "").
+    It is (SAME, ""), (NAMED, the error), (OTHER, what is different), or ("SIGSEGV" or another signal, "").
     """
     read, write = os.pipe()
     child = os.fork()
@@ -162,7 +162,7 @@ def outcome(folder: Path, written: Contents, timeout_s: int = 20) -> tuple[str, 
 def _child(folder: Path, written: Contents, write: int, timeout_s: int) -> None:
     faulthandler.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB says there what it asserted
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB prints its failed assertions there
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(timeout_s)
     try:
@@ -177,7 +177,7 @@ def _child(folder: Path, written: Contents, write: int, timeout_s: int) -> None:
 
 
 def page_kinds(data: bytes) -> Iterator[tuple[int, str]]:
-    """Number and kind of every page that says what it is; the following pages of a long value say nothing."""
+    """Yield number and kind of every page that has a kind; the following pages of a long value have none."""
     number = 0
     while number < len(data) // PAGE_SIZE_BYTES:
         _, _, flags, lower, upper = struct.unpack_from("=QHHHH", data, number * PAGE_SIZE_BYTES)

@@ -1,4 +1,4 @@
-"""An instance with a log, to which something is about to happen; and the question whether anything was lost."""
+"""Instance with a log, to which a test does something; and the check that nothing was lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Scene:
-    """The instance has been told numbers, from 1 on. What was accepted of them must be there in the end."""
+    """Instance that is told numbers, from 1 on. All accepted ones must be there at the end."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -37,12 +37,12 @@ class Scene:
         self.house = House(self.home)
         self.sent = 0
         self.accepted = 0
-        self._sent_before = 0  # this session of the app
+        self._sent_before = 0  # before this session of the app
         self.process: CoordinatorProcess
         self.app: SocketApp
         self._plan = folder / "plan"
 
-    # --- the ordinary life --------------------------------------------------------------------------------------------
+    # --- ordinary life ------------------------------------------------------------------------------------------------
 
     def register(self, **options: Any) -> None:
         self.house.register(NAME, **options)
@@ -64,7 +64,7 @@ class Scene:
         self._sent_before = self.sent
 
     def tell(self, count: int = 1, padding: int = 0) -> None:
-        """So many more numbers, each accepted before the next is sent."""
+        """Send ``count`` more numbers, each after the last one is accepted."""
         for _ in range(count):
             self.tell_one(padding)
             self.app.until(lambda: self.app.accepted >= self.sent - self._sent_before)
@@ -75,14 +75,14 @@ class Scene:
         self.app.impulse(self.sent, TOLD, padding)
 
     def ask_for_checkpoint(self) -> None:
-        """It may be killed at that very question."""
+        """Ask for a checkpoint; the process can be killed by that request."""
         try:
             control.query(self.house.settings(NAME).folder, "checkpoint", 1.0)
         except ImmortalError:
             return
 
     def checkpoint(self) -> int:
-        """Take one; its ID."""
+        """Take a checkpoint; return its ID."""
         before = self.process.status()["checkpoint"]["id"]
         self.app.types.discard(MessageType.TAKE_CHECKPOINT)
         self.ask_for_checkpoint()
@@ -91,7 +91,7 @@ class Scene:
         return int(status["checkpoint"]["id"])
 
     def with_two_checkpoints(self) -> None:
-        """Numbers 1 to 12, and checkpoint 2 behind the eighth; down."""
+        """Send numbers 1 to 12, with checkpoint 2 after the eighth; then kill the process."""
         self.register()
         self.start()
         self.tell(8)
@@ -103,26 +103,26 @@ class Scene:
         self.process.kill()
         self.app.until_closed()
 
-    # --- what happens to it -------------------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------------------------------
 
     def disk(self, match: Path | str, *, journal: bool = False) -> Disk:
-        """What is started from now on meets this disk."""
+        """Return a disk for all processes that are started from now on."""
         disk = Disk(self.folder, match, journal=journal)
         for name, value in disk.environment.items():
             self.monkeypatch.setenv(name, value)
         return disk
 
     def clock(self) -> ShiftedClock:
-        """What is started from now on has this clock."""
+        """Return a clock for all processes that are started from now on."""
         clock = ShiftedClock(self.folder)
         for name, value in clock.environment.items():
             self.monkeypatch.setenv(name, value)
         return clock
 
     def arm(self, point: FaultPoint, action: str = "kill", count: int = 1) -> None:
-        """For what is started from now on."""
+        """Arm a fault point in processes that are started from now on."""
         self.monkeypatch.setenv(VARIABLE, str(self._plan))
-        written = self._plan.with_suffix(".new")  # what is running may look at it just now
+        written = self._plan.with_suffix(".new")  # a running process can be reading the plan
         written.write_text(f"{count} {action} {point.value}")
         written.replace(self._plan)
 
@@ -131,7 +131,7 @@ class Scene:
         return self._plan.exists()
 
     def died_at_its_point(self) -> None:
-        """It was killed there, and nowhere else."""
+        """Check that the process was killed at its fault point, and nowhere else."""
         assert self.process.ended()[0] == -9
         assert not self.armed
         self.app.close()
@@ -141,7 +141,7 @@ class Scene:
         return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False)
 
     def settle_log(self) -> None:
-        """What only the journal has goes into the tables, as at the next start: what is done to them then is seen."""
+        """Move the journal's writes to the tables, as the next start does, so that damage to the tables has effect."""
         with contextlib.suppress(LogLockedError):  # a coordinator runs
             open_log(self.log.parent, NAME).close()
 
@@ -150,7 +150,7 @@ class Scene:
         return self.log.read_bytes()
 
     def flip(self, needle: bytes, offset_bytes: int = 0, bit: int = 2) -> None:
-        """Flip one bit behind each place with ``needle``: pages that were replaced stay in the file."""
+        """Flip one bit after each place with ``needle``: replaced pages stay in the file."""
         self.settle_log()
         data = bytearray(self.log.read_bytes())
         position = data.find(needle)
@@ -160,10 +160,10 @@ class Scene:
             position = data.find(needle, position + len(needle))
         self.log.write_bytes(data)
 
-    # --- the question -------------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def recovers(self) -> None:
-        """It starts, has all that was accepted, and goes on."""
+        """Check that the instance starts, has all accepted numbers, and continues."""
         self.start()
         told = self.app.state["told"]
         assert told == list(range(1, len(told) + 1))
@@ -173,7 +173,7 @@ class Scene:
         self.app.until(lambda: self.app.state["told"] == list(range(1, self.sent + 1)))
 
     def stops(self, says: str, status: int) -> str:
-        """It ends by itself with that status, and one line that says so."""
+        """Check that the process ends by itself with that status, and a line with ``says``; return the line."""
         line = self.process.failed(status)
         assert says in line, line
         return line

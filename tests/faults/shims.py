@@ -1,4 +1,4 @@
-"""Libraries that come in front of libc in the processes of a test, made from C sources beside this file."""
+"""Libraries that are preloaded before libc in the processes of a test, compiled from C sources beside this file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @functools.cache
 def library(name: str) -> str:
-    """Where the compiled NAME.c is, for LD_PRELOAD; the test is skipped where there is no compiler."""
+    """Return the path of the compiled NAME.c, for LD_PRELOAD; skip the test if there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip(f"no C compiler to make {name} with")

@@ -1,4 +1,4 @@
-"""What happens to calls that wait in the log, for a peer that is down: the cells of the matrix in that column."""
+"""Cells of the matrix for spilled calls, which wait in the log for a peer that is down."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests.helpers.spilling import Caller, limit_memory
 from tests.soak.service import wait_for
 
 PEER = "bob"
-CALLS = 8  # three are in memory, the others are spilled, each in a row
+CALLS = 8  # three are in memory, the others are spilled, one in each row
 SPILLED = 6  # one of these
 PAGE_SIZE_BYTES = 4096
 PAGE_HEAD_SIZE_BYTES = 16
-ROW_COUNT_AT = 8  # in a row, behind its CRC
+ROW_COUNT_AT = 8  # in a row, after its CRC
 MOMENTS = 12
 DELAY_MS = 80
 
 
 class SpillScene(Scene):
-    """The instance tells its peer each number that it is told, with a large argument; the peer must have each once."""
+    """Instance that sends each number to its peer, with a large argument; the peer must get each number once."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene.folder, scene.monkeypatch)
@@ -59,7 +59,7 @@ class SpillScene(Scene):
         self.app.impulse(self.sent, FORWARD, padding)
 
     def spills(self, calls: int = CALLS) -> None:
-        """So many calls more, the last of which are in the log alone."""
+        """Make ``calls`` more calls, the last of which are in the log alone."""
         self.tell(calls)
         self.app.until(lambda: self.app.state["forwarded"] == list(range(1, self.sent + 1)))
         self.process.until(lambda status: self._all_spilled(status["outputs"].get(PEER, {})) and self._is_idle(status))
@@ -69,7 +69,7 @@ class SpillScene(Scene):
 
     @staticmethod
     def _is_idle(status: dict[str, Any]) -> bool:
-        """What was spilled is on the disk: else the next fault would meet it, and not what comes next."""
+        """Return True if all spilled rows are on the disk, so that the next fault meets only later writes."""
         return not status["log"]["pending_bytes"]
 
     def start_peer(self) -> SocketApp:
@@ -79,16 +79,16 @@ class SpillScene(Scene):
         return self.peer
 
     def starts_until(self, point: FaultPoint) -> None:
-        """Killed there while it recovers, or soon after it."""
+        """Start, and be killed at ``point`` during the recovery or soon after it."""
         self.arm(point)
         self.process = self.house.start(NAME)
         self.app = self.house.app(NAME, Caller, peer=PEER, extended=True)
-        with contextlib.suppress(OSError):  # it may be killed while the app says something
+        with contextlib.suppress(OSError):  # it can be killed while the app sends
             self.app.until_closed()
         self.died_at_its_point()
 
     def recovers(self) -> None:
-        """It starts, and has made all calls that it was told to make, up to the last that was accepted."""
+        """Check that the instance starts, and has made all requested calls, up to the last accepted one."""
         self.start()
         self.app.until(lambda: len(self.app.state["forwarded"]) >= self.accepted)
         forwarded = self.app.state["forwarded"]
@@ -97,7 +97,7 @@ class SpillScene(Scene):
         self.sent = self.accepted = self._sent_before = len(forwarded)
 
     def arrives(self) -> None:
-        """All that was called is with the peer, once and in order; the log has nothing of it any more."""
+        """Check that the peer has got all calls, once and in order, and that the log keeps none of them."""
         peer = self.start_peer()
         self.tell()
         peer.until(lambda: len(peer.state["told"]) >= self.sent)
@@ -106,7 +106,7 @@ class SpillScene(Scene):
         assert self.process.status()["outputs"][PEER]["waiting_bytes"] == 0
 
     def stop_at(self, point: FaultPoint) -> None:
-        """Let one more call bring it there; it stands still then, until :meth:`goes_on`."""
+        """Stop the process (SIGSTOP) at ``point`` with one more call, until :meth:`goes_on`."""
         self.arm(point, action="stop")
         self.tell_one()
         self.app.until(lambda: len(self.app.state["forwarded"]) == self.sent)
@@ -123,14 +123,14 @@ class SpillScene(Scene):
         self.process.resume()
 
     def row_at(self, number: int) -> int:
-        """Where in the log's file the one row with that call's argument is."""
+        """Return the offset in the log's file of the only row with that call's argument."""
         data = self.copy_log()
         needle = number.to_bytes(4, "little") + bytes(3000)
         assert data.count(needle) == 1
         return data.index(needle) // PAGE_SIZE_BYTES * PAGE_SIZE_BYTES + PAGE_HEAD_SIZE_BYTES
 
     def flip_at(self, offset_bytes: int) -> None:
-        """One bit. A running process sees it: its map of the file is the same pages."""
+        """Flip one bit. A running process sees the change: its map of the file is the same pages."""
         with self.log.open("r+b") as file:
             file.seek(offset_bytes)
             (byte,) = file.read(1)
@@ -166,7 +166,7 @@ def killed_around_what_is_spilled(scene: SpillScene, cell: Cell) -> None:
     scene.start_peer()
     scene.app.until_closed()
     scene.died_at_its_point()
-    for point in (FaultPoint.DURING_SPILL_TRIM, FaultPoint.AFTER_SPILL_TRIM):  # the peer has taken all by then
+    for point in (FaultPoint.DURING_SPILL_TRIM, FaultPoint.AFTER_SPILL_TRIM):  # the peer has got all by then
         scene.starts_until(point)
     scene.recovers()
     scene.arrives()
@@ -190,9 +190,9 @@ def power_is_lost_while_it_spills(scene: SpillScene, cell: Cell) -> None:
     writes, moments = read_journal(disk.journal)
     rng = random.Random(1)
     whole, journal = scene.log.read_bytes(), scene.journal.read_bytes()
-    scene.journal.write_bytes(bytes(FILE_SIZE_BYTES))  # nothing in it counts at most of these moments
+    scene.journal.write_bytes(bytes(FILE_SIZE_BYTES))  # at most of these moments nothing in it counts
     mark = scene.high_water_mark.read_bytes()
-    scene.high_water_mark.unlink()  # of the last of them
+    scene.high_water_mark.unlink()  # it belongs to the last moment
     interesting = [moment for moment in moments if moment.pending]
     for moment in rng.sample(interesting, min(MOMENTS, len(interesting))):
         then = undone(bytearray(whole), writes[moment.writes_done :])
@@ -207,7 +207,7 @@ def power_is_lost_while_it_spills(scene: SpillScene, cell: Cell) -> None:
 
 
 def _spilled(folder: Path) -> list[OutputBatch]:
-    """All of it, as it is on disk."""
+    """Return all spilled batches on disk."""
     with open_reader(folder) as reader:
         first, last = (reader.summary().spilled[PEER][at] for at in (0, -1))
         span = (first.first_position, last.last_position, 1 << 30)
@@ -220,7 +220,7 @@ def a_flipped_bit_in_a_spilled_call(scene: SpillScene, cell: Cell) -> None:
     scene.register()
     scene.start()
     scene.spills()
-    copied = {path: path.read_bytes() for path in (scene.log, scene.journal)}  # of a log that is not stopped
+    copied = {path: path.read_bytes() for path in (scene.log, scene.journal)}  # of a log that is in use
     row = scene.row_at(SPILLED)
     scene.flip_at(row + 3000)
     peer = scene.start_peer()
@@ -265,7 +265,7 @@ def a_log_truncated_where_calls_are_spilled(scene: SpillScene, cell: Cell) -> No
 
 
 def fails_to_spill(fail: Callable[[Disk], None]) -> SpillShow:
-    """A write, or a sync, of the very commit that holds a spilled row fails."""
+    """Show a failing write or sync in the commit that holds a spilled row."""
 
     def show(scene: SpillScene, cell: Cell) -> None:
         scene.register()
@@ -294,7 +294,7 @@ shows(Fault.LATE_WRITE)(fails_to_spill(lambda disk: disk.fail_late("write", errn
 
 @shows(Fault.READ_ERROR)
 def a_spilled_call_that_the_disk_does_not_give(scene: SpillScene, cell: Cell) -> None:
-    """A page behind the end of a mapped file is what a page is that cannot be read: SIGBUS."""
+    """Read a page after the end of a mapped file, which acts as an unreadable page: SIGBUS."""
     scene.register()
     disk = scene.disk(scene.log)
     scene.arm(FaultPoint.SPILL_READ, count=1_000_000)

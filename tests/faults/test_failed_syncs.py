@@ -1,4 +1,4 @@
-"""One sync that fails, at each place: the start after it has all that was acknowledged, and goes on."""
+"""One failing sync, at each place: the next start has all that was acknowledged, and continues."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_next_start_goes_on(scene: Scene, place: str, fail: Fail) -> None:
     scene.tell(3)
     for commands in ((("log", "verify"), ("log", "show"), ("recover",)), ()):  # meta pages take turns
         fail(disk, place, errno.EIO)
-        scene.tell_one(padding=0 if place == "journal-sync" else 50_000)  # which is too large for the journal
+        scene.tell_one(padding=0 if place == "journal-sync" else 50_000)  # 50 kB is too large for the journal
         scene.stops("what is on disk is unknown until it is opened again", 1)
         disk.work()
         for command in commands:
@@ -73,7 +73,7 @@ def test_the_next_start_goes_on(scene: Scene, place: str, fail: Fail) -> None:
 @pytest.mark.parametrize("what", ["error", "late"])
 @pytest.mark.parametrize("place", ["data-sync", "meta-sync"])
 def test_the_next_start_goes_on_where_it_failed_as_the_journal_was_made(tmp_path: Path, place: str, what: str) -> None:
-    """Found by the soak: the tables may say that there is a journal, and it was removed."""
+    """Found by the soak: the tables can name a journal that was removed."""
     folder = tmp_path / "home" / "log"
     disk = Disk(tmp_path, folder)
     command = [sys.executable, "-c", FIRST_SMALL_COMMIT, str(folder), f"{place} {what} {errno.EIO} once"]
@@ -96,7 +96,7 @@ def test_the_next_first_start_goes_on(scene: Scene) -> None:
 
 
 def unnamed_log(folder: Path, size_bytes: int = 300) -> int:
-    """A log whose last transaction says the ID of two before, as one flipped bit can make it; that transaction."""
+    """Write a log whose last transaction has the ID of two before, as after a flipped bit; return its real ID."""
     store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
     sequence_id = 0
     while True:
@@ -106,7 +106,7 @@ def unnamed_log(folder: Path, size_bytes: int = 300) -> int:
         if sequence_id > 3 and transaction_id & 2:
             break
         sequence_id += 1
-    store.backend.close_uncleanly()  # without what a clean stop writes
+    store.backend.close_uncleanly()  # without the writes of a clean stop
     set_transaction_id(folder, transaction_id & 1, transaction_id - 2)
     return int(transaction_id)
 
@@ -118,7 +118,7 @@ def set_transaction_id(folder: Path, page: int, transaction_id: int) -> None:
 
 
 def test_the_transaction_counts_whose_meta_page_names_another(tmp_path: Path) -> None:
-    """It may have been acknowledged: a flipped bit looks the same."""
+    """The transaction can have been acknowledged: a flipped bit looks the same."""
     transaction_id = unnamed_log(tmp_path)
     unnamed = check_pages(tmp_path / "data.mdb")
     assert unnamed is not None
@@ -137,7 +137,7 @@ def test_the_transaction_counts_whose_meta_page_names_another(tmp_path: Path) ->
 
 @pytest.mark.parametrize("size_bytes", [900, 50_000])
 def test_what_earlier_failures_left_behind_its_pages_is_not_taken_for_its_own(tmp_path: Path, size_bytes: int) -> None:
-    """Found by the soak: two pages that nothing used, and `log verify` called the log damaged for good."""
+    """Found by the soak: two unused pages, for which `log verify` called the log damaged for good."""
     unnamed_log(tmp_path, size_bytes)
     with (tmp_path / "data.mdb").open("ab") as file:
         file.write(bytes(2 * PAGE_SIZE_BYTES))
@@ -146,7 +146,7 @@ def test_what_earlier_failures_left_behind_its_pages_is_not_taken_for_its_own(tm
 
 
 def test_it_is_not_put_right_under_a_reader(tmp_path: Path) -> None:
-    """Which believes in the transaction before, and would make LMDB write over the pages of the last one."""
+    """A reader uses the transaction before, and would make LMDB write over the pages of the last one."""
     unnamed_log(tmp_path)
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""A first start that ends anywhere: the next one begins, and takes nothing for unfinished that is a log."""
+"""A first start that ends at any moment: the next one works, and never takes a log for an unfinished one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start(folder: Path, environment: dict[str, str] | None = None) -> subprocess
 
 
 def goes_on(folder: Path, told: str) -> None:
-    """The next start has what the one before has told of."""
+    """Check that the next start has all that the last one has reported."""
     again = start(folder)
     assert again.returncode == 0, again
     assert int(again.stdout.split()[0]) >= len(told.split())
@@ -127,7 +127,7 @@ def test_a_coordinator_on_a_full_disk_says_so_and_starts_once_there_is_room(
 
 
 def unfinished_log(folder: Path, transactions: int) -> bytes:
-    """What a version up to 4 left that was killed before its second transaction."""
+    """Return the file that a version up to 4 left if it was killed before its second transaction."""
     with new_environment(folder) as environment:
         if transactions:
             with environment.begin(write=True) as transaction:
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_not_taken_for_unfinished(tmp_path: Path) -> None
 
 
 def is_a_log(folder: Path) -> None:
-    """And a damaged one, which nobody touches."""
+    """Check that the folder counts as a log, but a damaged one, which is not changed."""
     data = (folder / "data.mdb").read_bytes()
     assert log_exists(folder), data[:160]
     for opener in (open_log, create_log):

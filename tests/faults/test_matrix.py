@@ -1,4 +1,4 @@
-"""Each cell of the fault matrix, with real processes: the outcome, the message and the way out that docs promise."""
+"""Each cell of the fault matrix, with real processes: the outcome, message and remedy that the docs promise."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def killed_around_a_commit(scene: Scene, cell: Cell) -> None:
 
 
 def killed_at(scene: Scene, point: FaultPoint) -> None:
-    """Start with the point far away, get to normal work, then let it come."""
+    """Start with a distant fault point, reach normal work, then be killed at the point."""
     scene.arm(point, count=1_000_000)
     scene.start() if not scene.sent else scene.recovers()
     scene.tell(3)
@@ -156,7 +156,7 @@ LOSSES = {
 
 
 def lose_power_at(scene: Scene, point: FaultPoint, rng: random.Random) -> None:
-    """The process is gone at that point, and with it some of what no sync had reached."""
+    """Kill the process at that point, and take away some of its unsynced writes."""
     scene.arm(point, count=1_000_000)
     disk = scene.disk(scene.log.parent, journal=True)
     disk.journal.unlink(missing_ok=True)
@@ -204,12 +204,12 @@ def power_is_lost_while_registering(scene: Scene, cell: Cell) -> None:
     assert scene.command("register", NAME, "--peer", "tcp://127.0.0.1:*").returncode == -signal.SIGKILL
     writes, moments = read_journal(disk.journal)
     assert any(".toml" in write.path for write in writes)
-    assert [write.path for write in moments[-1].pending] == []  # it is synced before it has its name
+    assert [write.path for write in moments[-1].pending] == []  # it is synced before it gets its name
     disk.journal.unlink()
     assert scene.command("register", NAME, "--peer", "tcp://127.0.0.1:*").returncode == 0
     synced = synced_paths(disk.journal)
     settings = max(index for index, path in enumerate(synced) if ".toml" in path)
-    assert str(scene.home) in synced[settings:]  # the folder, once the file has its name in it
+    assert str(scene.home) in synced[settings:]  # the folder, once it has the file's name
     assert Registry(scene.home).load(NAME)
 
 
@@ -247,7 +247,7 @@ def a_flipped_bit_in_a_table_and_in_a_page_of_lmdb(scene: Scene, cell: Cell) -> 
     assert "one flipped bit was put right" in scene.process.line("table 'sources' is damaged")
     scene.kill()
     sound = scene.copy_log()
-    for page, offset_bytes in ((0, 144), (1, 144)):  # of which transaction it is
+    for page, offset_bytes in ((0, 144), (1, 144)):  # the transaction's ID
         data = bytearray(sound)
         data[page * 4096 + offset_bytes] ^= 4  # the other bits: tests/contract/test_log_pages.py
         scene.log.write_bytes(data)
@@ -279,7 +279,7 @@ def any_flipped_bit_in_the_settings(scene: Scene, cell: Cell) -> None:
             data = bytearray(text)
             data[position] ^= 1 << bit
             refused += _is_refused(scene, bytes(data), cell)
-    assert refused > len(text) * 4  # more than half of all
+    assert refused > len(text) * 4  # more than half of all bits
     path.write_bytes(text)
     scene.start()
 
@@ -342,7 +342,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_file_system_that_is_really_full(scene: Scene, small_disk: Path) -> None:
-    """The checkpoint of a state that has no room: the ones before stay, and nothing accepted is lost."""
+    """A checkpoint of a state that is too large: earlier checkpoints stay, and nothing accepted is lost."""
     scene.register(log=small_disk / "log")
     scene.start()
     scene.tell(2, padding=400_000)
@@ -364,7 +364,7 @@ Fail = Callable[[Disk], None]
 
 
 def fails_at(thing: Thing, *fails: Fail) -> Show:
-    """A write, or a sync, fails while the thing is written: in each of these ways, one after the other."""
+    """Show a write or sync that fails while the thing is written, in each of these ways, one after the other."""
 
     def show(scene: Scene, cell: Cell) -> None:
         scene.register()
@@ -476,20 +476,20 @@ def test_a_start_on_a_full_disk_says_so_in_one_line(scene: Scene) -> None:
 
 @shows(Fault.READ_ERROR, Thing.RECORD)
 def a_mapped_page_that_the_disk_does_not_give(scene: Scene, cell: Cell) -> None:
-    """A page behind the end of a mapped file is what a page is that cannot be read: SIGBUS."""
+    """Read a page after the end of a mapped file, which acts as an unreadable page: SIGBUS."""
     scene.register()
     scene.start()
     scene.tell(4, padding=200_000)
     scene.app.close()
     scene.process.line("the app is gone")
-    scene.process.status()  # by now it has committed what it knows of that; later, it would make the file longer again
+    scene.process.status()  # now its commit about the app is done; a later one would make the file longer again
     sound = scene.copy_log()
     scene.process.pause()
     os.truncate(scene.log, 8192)
     app = scene.house.app(NAME, extended=True)
     scene.process.resume()
     app.until_closed()
-    assert scene.process.ended()[0] == -signal.SIGBUS  # what the supervisor says then: tests/crash/test_supervisor.py
+    assert scene.process.ended()[0] == -signal.SIGBUS  # the supervisor's message: tests/crash/test_supervisor.py
     assert app.state == {}
     scene.log.write_bytes(sound)
     scene.recovers()
@@ -574,7 +574,7 @@ def a_clock_that_jumps(scene: Scene, cell: Cell) -> None:
         if number == 0:
             assert cell.says in " ".join(scene.command("status", NAME).stdout.split())
         if number in (2, 5):
-            scene.kill()  # and it is started while the clock is wrong
+            scene.kill()  # the next start has the wrong clock
             scene.recovers()
         clock.jump(timedelta(0))
         scene.tell(1)
@@ -610,7 +610,7 @@ def a_clock_that_jumps_and_keys(scene: Scene, cell: Cell) -> None:
         assert ask("order 1") == 1
         for count, jump in enumerate(JUMPS, 2):
             clock.jump(jump)
-            assert ask(f"another {jump}") == count  # forgets those that are old
+            assert ask(f"another {jump}") == count  # this forgets old keys
             assert ask("order 1") == 1
         clock.jump(timedelta(0))
         assert ask("order 1") == 1
@@ -636,7 +636,7 @@ def a_clock_that_jumps_and_checkpoints(scene: Scene, cell: Cell) -> None:
     scene.tell(1)
     taken.append(scene.checkpoint())
     scene.kill()
-    scene.recovers()  # with a checkpoint, and trimming, too
+    scene.recovers()  # also with a checkpoint and trimming
     scene.kill()
     with open_reader(scene.log.parent) as reader:
         summary = reader.summary()

@@ -1,7 +1,7 @@
-"""The power fails after any step of any write: what was acknowledged is there, and the log is sound.
+"""Losses of power after any step of any write: all that was acknowledged is there, and the log is sound.
 
-A real process writes a log through a library that notes what each write replaces and when a sync has ended. So the
-file can be put back to any moment; there, some of what no sync had reached is taken away, as a disk may.
+A real process writes a log through a library that notes the bytes that each write replaces, and the end of each sync.
+So the file can be set back to any moment; then some unsynced writes are taken away, as a disk can do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.faults.disk import Disk, Write, read_journal, shimmed, undone, withou
 from tests.faults.sample_log import NAME, record
 
 REPOSITORY = Path(__file__).parents[2]
-ALWAYS_KEPT = 30  # of the moments that were drawn, how many are looked at for each seed
+ALWAYS_KEPT = 30  # number of drawn moments that each seed checks
 
 WRITER = """
 import os, random, sys
@@ -62,10 +62,10 @@ def write_under_watch(folder: Path, seed: int) -> Disk:
 
 
 def promised(writes: list[Write], contents: bytes) -> dict[str, int]:
-    """What had been acknowledged when of all writes these were done: the newest number of each kind."""
+    """Return the newest acknowledged number of each kind after these writes."""
     newest: dict[str, int] = {}
     notes = [write for write in writes if write.path.endswith("/acknowledged")]
-    texts = [write.old for write in notes[1:]] + [contents]  # what each wrote is what the next one replaced
+    texts = [write.old for write in notes[1:]] + [contents]  # each note is what the next one replaced
     for text in texts[: len(notes)]:
         what, _, number = text.decode().partition(" ")
         newest[what] = int(number)
@@ -74,7 +74,7 @@ def promised(writes: list[Write], contents: bytes) -> dict[str, int]:
 
 def check(folder: Path, newest: dict[str, int]) -> None:
     if "created" not in newest:
-        return  # nobody was told of it: the next start makes it anew, or takes it over
+        return  # its creation was not acknowledged: the next start creates it anew, or takes it over
     verification = verify_log(folder, NAME)
     found = [finding.message for finding in verification.findings() if finding.severity is not Severity.NOTE]
     assert not found

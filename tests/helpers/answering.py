@@ -1,4 +1,4 @@
-"""A stand-in for a running coordinator: it answers what it is told to, or not at all."""
+"""Stand-in for a running coordinator: it gives fixed answers, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from immortal.coordinator.operator import control
 
 @contextlib.contextmanager
 def answering(folder: Path, answer: Callable[[], bytes | None]) -> Iterator[list[control.Question]]:
-    """Gives the questions that have come. ``answer``: as it is sent, behind its size; None for silence."""
+    """Yield the questions that have arrived. ``answer``: its bytes without the size; None for silence."""
     asked: list[control.Question] = []
     over = threading.Event()
 

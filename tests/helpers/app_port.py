@@ -1,4 +1,4 @@
-"""The app's socket, as who comes to it by hand sees it: apps, strangers, and a coordinator's endpoint without one."""
+"""The app's socket, driven by hand: apps, strangers, and a coordinator's endpoint without a coordinator."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hello(secret: bytes, extensions: frozenset[int] = ALL_EXTENSIONS) -> bytes:
 
 
 def all_that_came(connection: socket.socket) -> bytes:
-    """Up to the end, which it waits for."""
+    """Return all received bytes, up to the end of the connection, which it waits for."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(1 << 16):
@@ -61,7 +61,7 @@ def all_that_came(connection: socket.socket) -> bytes:
 
 
 def only_message(data: bytes) -> tuple[int, bytes]:
-    """Type and data of the one message in ``data``, which must be one control record, and tell nothing else."""
+    """Return type and data of the only message in ``data``, which must be one control record and nothing else."""
     reader = RecordReader()
     reader.receive_data(data)
     record = reader.next_event()
@@ -72,27 +72,27 @@ def only_message(data: bytes) -> tuple[int, bytes]:
 
 
 def only_refusal(data: bytes) -> str:
-    """The reason in ``data``, which must be one Refusal, and tell nothing else."""
+    """Return the reason in ``data``, which must be one Refusal and nothing else."""
     message_type, reason = only_message(data)
     assert message_type == MessageType.REFUSAL
     return reason.decode()
 
 
 def only_answer(data: bytes) -> Answer:
-    """As above, of the Proof that a coordinator answers a Challenge with."""
+    """Return the answer to a Challenge in ``data``, which must be one Proof and nothing else."""
     message_type, said = only_message(data)
     assert message_type == MessageType.PROOF
     return decode_answer(said)
 
 
 def handshake_at(one: socket.socket, answer: Answer, nonce: bytes = NONCE) -> Handshake:
-    """As an app has it behind ``answer``, at its end ``one`` of the connection."""
+    """Return the handshake that an app computes from ``answer``, at its end ``one`` of the connection."""
     channel = channel_of(one.getsockname(), one.getpeername())
     return Handshake(nonce, answer.coordinator_nonce, answer.instance, channel)
 
 
 class Endpoint:
-    """An app's endpoint with the secret, driven by hand."""
+    """App's endpoint of a coordinator, with the secret, driven by hand."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.settings = Registry(folder).register("alice", "tcp://127.0.0.1:*", app_port=0, **options)
@@ -103,7 +103,7 @@ class Endpoint:
         self.endpoint.listen()
 
     def turn(self) -> list[ev.Event]:
-        """One turn, at what comes first: something that is ready, or the deadline."""
+        """Run one turn, when something is ready or the deadline is reached."""
         due_ns = self.endpoint.next_deadline_ns()
         timeout_s = DEADLINE_S if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
         ready = dict(self.epoll.poll(timeout_s))
@@ -115,7 +115,7 @@ class Endpoint:
         self.epoll.close()
 
     def proof_for(self, one: socket.socket) -> bytes:
-        """The Proof message that the app at ``one`` owes, once its Challenge is answered."""
+        """Return the Proof message that the app at ``one`` must send, once its Challenge is answered."""
         one.sendall(encode_challenge(NONCE))
         while not select.select([one], [], [], 0)[0]:
             assert self.turn() == []

@@ -1,4 +1,4 @@
-"""A command at a terminal of its own, as a person runs it: keys go in, the screen is read until it says what is due."""
+"""Command at a terminal of its own, as a person runs it: tests type keys, and read the screen until a text is there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CTRL_C, CTRL_Z = "\x03", "\x1a"
 
 
 class AtTerminal:
-    """``argv`` as the leader of a session whose terminal is ours. The screen is text, its line ends are ``\\n``."""
+    """Process ``argv`` as the leader of a session whose terminal is ours. Line ends of ``screen`` are ``\\n``."""
 
     def __init__(self, argv: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self._ours, theirs = os.openpty()
@@ -34,7 +34,7 @@ class AtTerminal:
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env={**os.environ, "TERM": "xterm", "PYTHONUNBUFFERED": "", **(environment or {})},
         )
-        self.terminal = theirs  # kept open: what was written last stays readable
+        self.terminal = theirs  # kept open, so that the last output stays readable
         self.screen = ""
         self._looked = 0
 
@@ -42,7 +42,7 @@ class AtTerminal:
         os.write(self._ours, keys.encode())
 
     def see(self, text: str) -> str:
-        """What has come since the last look, up to and with ``text``."""
+        """Return the output since the last call, up to and with ``text``."""
         deadline_s = time.monotonic() + DEADLINE_S
         while (found := self.screen.find(text, self._looked)) < 0:
             rest_s = deadline_s - time.monotonic()
@@ -61,7 +61,7 @@ class AtTerminal:
         return True
 
     def ended(self) -> int:
-        """The exit status, once it has ended by itself; ``screen`` has all."""
+        """Wait until the process has ended by itself; return its exit status. ``screen`` then has all output."""
         deadline_s = time.monotonic() + DEADLINE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline_s, f"it does not end:\n{self.screen}"
@@ -71,7 +71,7 @@ class AtTerminal:
         return self.process.returncode
 
     def insist(self, keys: str) -> int:
-        """As :meth:`ended`, for one who types ``keys`` until it has."""
+        """Type ``keys`` until the process has ended; return its exit status."""
         deadline_s = time.monotonic() + DEADLINE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline_s, f"it does not end:\n{self.screen}"
@@ -80,7 +80,7 @@ class AtTerminal:
         return self.ended()
 
     def echoes(self) -> bool:
-        """Whether the terminal shows what is typed, as a shell wants it back."""
+        """Return True if the terminal shows typed keys, as a shell needs it afterwards."""
         return bool(termios.tcgetattr(self.terminal)[3] & termios.ECHO)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Two apps for tests of what waits, fails and changes: a bank, and a teller who calls it."""
+"""Two apps for tests of waits, failures and changes: a bank, and a teller who calls it."""
 
 from __future__ import annotations
 

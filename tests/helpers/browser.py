@@ -1,4 +1,4 @@
-"""A real browser without a screen, and `immortal web` as a process: pages as a person sees them."""
+"""Real browser without a screen, and `immortal web` as a process: tests see pages as a person does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or ""
 PICTURES = "IMMORTAL_TEST_PICTURES"
-"""An environment variable: a folder where screenshots are kept."""
+"""Environment variable with a folder where screenshots are kept."""
 _OPTIONS = (
     "--headless",
     "--no-sandbox",
@@ -36,7 +36,7 @@ _OPTIONS = (
 
 
 class WebServer:
-    """`immortal web` in ``folder``. ``url`` has no path; ``login`` is what it has printed."""
+    """`immortal web` in ``folder``. ``url`` has no path; ``login`` is the address that it has printed."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.process = subprocess.Popen(
@@ -62,7 +62,7 @@ class WebServer:
     def ask(
         self, path: str, method: str = "GET", body: str | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, str, dict[str, str]]:
-        """Status, text, headers in small letters; with the token, unless ``headers`` say who asks."""
+        """Send a request; return status, text, headers in lower case. Without ``headers`` it has the token."""
         given = {"Authorization": f"Bearer {self.token}"} if headers is None else headers
         if body is not None:
             given = {"Content-Type": "application/x-www-form-urlencoded", **given}
@@ -86,7 +86,7 @@ class WebServer:
 
 
 class Browser:
-    """One page of one browser, and what went wrong in it."""
+    """Page of a browser, and its errors."""
 
     def __init__(self, page: Page, server: WebServer) -> None:
         from axe_playwright_python.sync_playwright import Axe
@@ -103,7 +103,7 @@ class Browser:
         page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
 
     def log_in(self, server: WebServer) -> None:
-        """As by the address that it has printed; and its token is known to this tab, as if it had been typed."""
+        """Open the printed login address, and store its token in this tab, as if it had been typed."""
         self.page.goto(server.login)
         self.page.evaluate("token => sessionStorage.setItem('token', JSON.stringify([token, 1e15]))", server.token)
 
@@ -112,13 +112,13 @@ class Browser:
         return self.page
 
     def picture(self, name: str) -> None:
-        """Kept where a folder for it is named."""
+        """Save a screenshot, if PICTURES names a folder."""
         if folder := os.environ.get(PICTURES):
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.page.screenshot(path=Path(folder, f"{name}.png"), full_page=True)
 
     def findings(self) -> list[str]:
-        """What axe-core says, serious and worse, of the page as it is."""
+        """Return the serious and critical findings of axe-core on the current page."""
         results: Any = self._axe.run(self.page)
         return [
             f"{one['id']}: {one['help']}: {one['nodes'][0]['html'][:200]}"
@@ -127,13 +127,13 @@ class Browser:
         ]
 
     def is_too_wide(self) -> bool:
-        """Whether it scrolls sideways."""
+        """Return True if the page scrolls sideways."""
         return bool(self.page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
 
 
 @contextmanager
 def browser(server: WebServer, folder: Path) -> Iterator[Browser]:
-    """Logged in. ``folder``: for the browser's own files."""
+    """Yield a browser that is logged in. ``folder``: for the browser's own files."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -153,7 +153,7 @@ def browser(server: WebServer, folder: Path) -> Iterator[Browser]:
 
 
 def csrf_of(html: str) -> str:
-    """What a form of the page brings along."""
+    """Return the CSRF token of the page's form."""
     found = re.search(r'name="csrf" value="([0-9a-f]+)"', html)
     assert found is not None, html
     return found[1]

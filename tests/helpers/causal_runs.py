@@ -13,7 +13,7 @@ NAMES = ("m0", "m1", "m2", "m3")
 
 
 class Member(Immortal):
-    """``heard``: labels as they came. A label names what happened before it was sent, at its sender: its causes."""
+    """Instance that keeps ``heard``: labels in order of arrival. A label's causes happened at its sender before."""
 
     m0 = peer(lambda: Member, "m0")
     m1 = peer(lambda: Member, "m1")
@@ -30,7 +30,7 @@ class Member(Immortal):
         return self._immortal_context.instance_name
 
     def say(self, plan: list[list[str]]) -> None:
-        """``plan``: the names of each message's receivers: one gets a plain call. The last receiver goes on."""
+        """Send the messages of ``plan``, lists of receivers; a single one gets a plain call. The last one continues."""
         if not plan:
             return
         to, *rest = plan
@@ -51,7 +51,7 @@ class Member(Immortal):
 
     @rpc
     def act(self, plans: list[list[list[str]]], known: list[str]) -> list[str]:
-        """For a client that awaits each call, and tells the next what it knows."""
+        """Act for a client that awaits each call, and passes on the labels that it knows."""
         self.before = list(dict.fromkeys([*self.before, *known]))
         for plan in plans:
             self.say(plan)
@@ -73,11 +73,11 @@ def _plans(rng: random.Random) -> list[list[list[str]]]:
 
 
 def run_seed(seed: int) -> tuple[int, list[str]]:
-    """How many pairs of cause and effect came to one receiver, and which of them came the other way round."""
+    """Return how many pairs of cause and effect reached one receiver, and which of them arrived inverted."""
     rng = random.Random(seed)
     with Environment(order=seed, seed=seed) as env:
         members = {name: env.start(Member, name) for name in NAMES}
-        for member in members.values():  # from here on all take part in ordered traffic
+        for member in members.values():  # from now on all take part in ordered traffic
             member.send(Member.begin, [[list(NAMES)]])
         env.run()
         known: list[str] = []
@@ -99,7 +99,7 @@ def run_seed(seed: int) -> tuple[int, list[str]]:
 
 
 def _awaited(env: Environment, rng: random.Random, member: Instance[Member], known: list[str]) -> list[str]:
-    """A client's call, if its answer comes while some are parted."""
+    """Make a client's call, if its answer arrives while some instances are parted; return the known labels."""
     pending = member.begin(Member.act, _plans(rng), known)
     for _ in range(20):
         _some_steps(env, rng)

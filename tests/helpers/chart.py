@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm itself, and its pods as processes of this machine."""
+"""Helm chart, rendered by Helm itself, and its pods as processes of this machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "chart"
 WAIT_S = 60.0
 _SETPRIV = ("setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
-# Root without them is a user like any: modes of files count.
+# Root without capabilities is an ordinary user: file modes apply.
 WITHOUT_CAPABILITIES = _SETPRIV if os.geteuid() == 0 and shutil.which("setpriv") else ()
 OWN_NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-# In a process of its own: Helm is Go, which has threads and signal handlers.
+# Runs in a process of its own: Helm is Go, with threads and signal handlers.
 _HELM = """
 import json, sys
 import helm_python
@@ -42,11 +42,11 @@ Object = dict[str, Any]
 
 
 class ChartError(Exception):
-    """Helm refuses it."""
+    """Raised when Helm refuses the chart."""
 
 
 def render(values: Object, *, release: str = "counter", namespace: str = "shop") -> list[Object]:
-    """The objects of the chart, which Helm's lint has nothing against. Raises ChartError."""
+    """Return the objects of the chart, which must pass Helm's lint. Raises ChartError."""
     given = json.dumps([str(CHART), values, {"name": release, "namespace": namespace}])
     done = subprocess.run([sys.executable, "-c", _HELM], input=given, capture_output=True, text=True, timeout=WAIT_S)
     if done.returncode:
@@ -65,18 +65,18 @@ def of_kind(objects: list[Object], kind: str) -> Object:
 
 
 def containers(objects: list[Object]) -> dict[str, Object]:
-    """Those of the pod, by name, in the order in which they start."""
+    """Return the pod's containers by name, in the order in which they start."""
     pod = of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]
     return {one["name"]: one for one in [*pod["initContainers"], *pod["containers"]]}
 
 
 class Pod:
-    """A pod of the StatefulSet, as the kubelet runs it: the same commands, environment, probes and hooks.
+    """Pod of the StatefulSet, as the kubelet runs it: the same commands, environment, probes and hooks.
 
-    What is mounted is a folder each, ``address`` stands for the pod's own. ``secrets``: by name and key. ``code``: the
-    files of the app's image. Its processes have no capabilities, and for root each container has a PID namespace,
-    unless the chart shares one. What else a container has is left out: its root filesystem and its user.
-    IMMORTAL_IMAGE_BIN names the programs of an environment that was made as the image is; default: those of the tests.
+    Each mount is a folder; ``address`` stands for the pod's own. ``secrets``: by name and key. ``code``: the files of
+    the app's image. Its processes have no capabilities, and for root each container has a PID namespace, unless the
+    chart shares one. The rest of a container is left out: its root filesystem and its user. IMMORTAL_IMAGE_BIN names
+    the programs of an environment that was made as the image is; default: those of the tests.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Pod:
         secrets: Mapping[str, Mapping[str, str]] | None = None,
         address: str = "127.0.0.1",
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="pod-"))  # short: sockets are in it
+        self.folder = Path(tempfile.mkdtemp(prefix="pod-"))  # short: it holds sockets
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._secrets = secrets or {}
         self._address = address
@@ -95,7 +95,7 @@ class Pod:
         self.change(objects, code)
 
     def change(self, objects: list[Object], code: Mapping[str, str]) -> None:
-        """What the next start is of; volumes stay."""
+        """Change what the next start runs; volumes stay."""
         self.spec = of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]
         self.containers = containers(objects)
         for name, text in code.items():
@@ -113,7 +113,7 @@ class Pod:
         return self._volume("home") / "home"
 
     def start(self) -> None:
-        """Each container in its turn; returns when the app is started."""
+        """Start each container in its turn; return when the app is started."""
         for name, container in self.containers.items():
             is_first = name in (one["name"] for one in self.spec["initContainers"])
             if is_first and container.get("restartPolicy") != "Always":
@@ -123,7 +123,7 @@ class Pod:
                 self.start_container(name)
 
     def start_container(self, name: str) -> None:
-        """As after it has ended, too. A sidecar is started when its startup probe has said so."""
+        """Start a container, also after it has ended. A sidecar is started when its startup probe has passed."""
         container = self.containers[name]
         argv = self._argv(name, *container["command"], *container.get("args", ()))
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -138,7 +138,7 @@ class Pod:
         return self.probe(name, "startupProbe").returncode == 0
 
     def exec(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
-        """As `kubectl exec`."""
+        """Run a command in a container, as `kubectl exec`."""
         return subprocess.run(
             self._argv(name, *command),
             cwd=self._work,
@@ -162,13 +162,13 @@ class Pod:
         self.processes[name].wait(WAIT_S)
 
     def _process_id(self, name: str) -> int:
-        """Of the container's first process: `unshare` passes no signal on."""
+        """Return the ID of the container's first process: `unshare` passes no signal on."""
         own = self.processes[name].pid
         children = Path(f"/proc/{own}/task/{own}/children").read_text().split() if self.has_namespaces else []
         return int(children[0]) if children else own
 
     def end(self) -> tuple[subprocess.CompletedProcess[str], dict[str, int]]:
-        """As a pod is deleted: what the app's hook said, and the status of each container."""
+        """End the pod as if deleted; return the result of the app's hook, and the status of each container."""
         hook = self.exec("app", *self.containers["app"]["lifecycle"]["preStop"]["exec"]["command"])
         statuses = {}
         for name in reversed(self.processes):
@@ -206,7 +206,7 @@ class Pod:
         namespace: Sequence[str] = ()
         if self.has_namespaces:
             namespace = OWN_NAMESPACE
-            if name in self.processes and self.processes[name].poll() is None:  # executed in a container that runs
+            if name in self.processes and self.processes[name].poll() is None:  # in a container that is running
                 target = f"--target={self._process_id(name)}"
                 namespace = ("nsenter", target, "--pid", "--mount", f"--wd={self._work}")
         return [*namespace, *WITHOUT_CAPABILITIES, *self._own(name, command)]
@@ -216,7 +216,7 @@ class Pod:
         return os.geteuid() == 0 and not self.spec["shareProcessNamespace"]
 
     def _own(self, name: str, texts: Any) -> list[str]:
-        """``texts`` of a container, with the folders of its volumes in place of where they are mounted there."""
+        """Return ``texts`` of a container, with the folders of its volumes in place of its mount paths."""
         mounts = {one["mountPath"]: self._volume(one["name"]) for one in self.containers[name]["volumeMounts"]}
         places = re.compile("|".join(rf"(?<![\w/]){re.escape(path)}(?![\w])" for path in mounts))
         return [places.sub(lambda found: str(mounts[found[0]]), text) for text in texts]

@@ -1,4 +1,4 @@
-"""`immortal` as a person types it: commands that end, and `immortal run` with its lines as they come."""
+"""`immortal` as a person types it: commands that end, and `immortal run` with its lines as they are printed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command_line(*arguments: str, python: Sequence[str] = PYTHON) -> list[str]:
 def immortal(
     folder: Path, *arguments: str, status: int = 0, given: str | None = None, python: Sequence[str] = PYTHON
 ) -> str:
-    """What the command prints, on stdout then stderr; it must end with ``status`` and without a traceback."""
+    """Run a command; return its stdout, then stderr. It must end with ``status`` and without a traceback."""
     result = commands.run(folder, *arguments, home=HOME, given=given, python=python)
     output = result.stdout + result.stderr
     assert result.returncode == status, f"status {result.returncode}: {output}"
@@ -33,7 +33,7 @@ def immortal(
 
 
 class Run:
-    """One `immortal run` in ``folder``, or another ``command`` that goes on."""
+    """Process of `immortal run` in ``folder``, or of another ``command`` that keeps running."""
 
     def __init__(self, folder: Path, *arguments: str, command: str = "run", python: Sequence[str] = PYTHON) -> None:
         self.process = subprocess.Popen(
@@ -42,7 +42,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": ""},  # else print() writes word by word, and lines mix
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # otherwise print() writes word by word, and lines mix
         )
         self.lines: list[str] = []
         self._ended = False
@@ -64,7 +64,7 @@ class Run:
         return sum(text in line for line in self.lines)
 
     def line(self, text: str, count: int = 1) -> str:
-        """The ``count``-th line with ``text``, once it is there."""
+        """Return the ``count``-th line with ``text``, once it is there."""
         with self._changed:
             there = self._changed.wait_for(lambda: self.count(text) >= count or self._ended, DEADLINE_S)
             assert there, f"no line with {text!r} came: {self.text}"
@@ -72,18 +72,18 @@ class Run:
             return [line for line in self.lines if text in line][count - 1]
 
     def ended(self) -> int:
-        """The exit status, once it has ended by itself."""
+        """Return the exit status, once the process has ended by itself."""
         status = self.process.wait(DEADLINE_S)
         self._reader.join(DEADLINE_S)
         return status
 
     def stop(self) -> int:
-        """Stop it cleanly."""
+        """Stop the process cleanly; return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.ended()
 
     def kill(self) -> None:
-        """kill -9; its children die with it."""
+        """Kill the process with kill -9; its children die with it."""
         if self.process.poll() is None:
             self.process.kill()
         self.ended()
@@ -99,4 +99,4 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.05)  # between two looks from outside
+        time.sleep(0.05)  # between two checks from outside

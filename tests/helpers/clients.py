@@ -1,4 +1,4 @@
-"""Clients, a coordinator's machine and an app of the SDK, all real; the disk and the network are a test's."""
+"""Clients, a coordinator's machine and an app of the SDK, all real; the test controls disk and network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Ledger(Immortal):
-    """Notes each token that it is called with; what it returns is the token's place."""
+    """App that keeps each token that it is called with, and returns the token's place."""
 
     entries: list[int]
 
@@ -69,7 +69,7 @@ class ShownLedger(Ledger):
 
 
 def request(token: object, number: int, *calls: bytes, client_id: str = "c", **fields: Any) -> ev.ClientFrameReceived:
-    """Calls from ``number`` on, as an event."""
+    """Return an event with calls from ``number`` on."""
     values: dict[str, Any] = {"count": len(calls), "payload": b"".join(calls), "time_ns": NOW_NS} | fields
     frame = ClientFrame(ClientFrameType.REQUEST, client_id, "a", number=number, **values)
     return ev.ClientFrameReceived(token, frame)
@@ -80,7 +80,7 @@ def call(argument: int, method_id: int = 3) -> bytes:
 
 
 def said(effects: list[ef.Effect]) -> list[tuple[object, str, Any]]:
-    """What clients are told, in short: (token, type, replies as {number: (kind, value)}, or the number, or a code)."""
+    """Summarize the replies to clients: (token, type, replies as {number: (kind, value)}, or the number, or a code)."""
     found: list[tuple[object, str, Any]] = []
     for effect in effects:
         if isinstance(effect, ef.ReplyToClient):
@@ -94,7 +94,7 @@ def said(effects: list[ef.Effect]) -> list[tuple[object, str, Any]]:
 
 
 class World:
-    """One instance, its app, and any number of clients; nothing moves by itself."""
+    """One instance, its app, and any number of clients; nothing happens by itself."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.store = MemoryLogStore(COMMITTER_ID)
@@ -103,7 +103,7 @@ class World:
         self.to_coordinator: list[tuple[int, bytes]] = []  # (client, frame) on their way
         self.to_clients: list[tuple[int, bytes]] = []
         self.connections: dict[int, Connection] = {}
-        self.queries: list[Call] = []  # that were asked, beside the log
+        self.queries: list[Call] = []  # that clients asked, without a log entry
         self.made: dict[Call, tuple[str, int, str | None]] = {}  # method, token and key
         self.app: Dispatcher | None = None
         self._begin()
@@ -117,7 +117,7 @@ class World:
         self._after(self.driven.handle(*events))
 
     def _after(self, effects: list[ef.Effect]) -> None:
-        """What came out: to clients, and to the app, which takes its bytes later."""
+        """Pass on the effects: to clients, and to the app, which takes its bytes later."""
         assert not [effect for effect in effects if isinstance(effect, ef.Stop)], effects
         for effect in effects:
             if isinstance(effect, ef.ReplyToClient):
@@ -128,12 +128,12 @@ class World:
     # --- moves -------------------------------------------------------------------------------------------------------
 
     def disk(self) -> None:
-        """The disk does the oldest thing."""
+        """Finish the disk's oldest job."""
         if self.driven.jobs:
             self._after(self.driven.disk())
 
     def app_turn(self) -> None:
-        """The app takes what there is for it, and answers; one that is not there comes."""
+        """Let the app take its bytes, and answer; a missing app connects first."""
         if self.app is None:
             self.driven.app_bytes.clear()
             self._handle(ev.AppConnected())
@@ -153,7 +153,7 @@ class World:
             self._handle(ev.AppClosed())
 
     def kill_coordinator(self) -> None:
-        """With its app, as always; what was on its way in both directions may still arrive, at the next life."""
+        """Kill the coordinator, with its app; frames on their way can still arrive at the next one."""
         self.store = self.store.crash()
         self._begin()
 
@@ -195,7 +195,7 @@ class World:
                 self.connections[number].receive(data, self.now_s)
 
     def settle(self, calls: list[Call], turns_max: int = 600) -> None:
-        """Everything works from now on, until all ``calls`` are done."""
+        """Let everything work from now on, until all ``calls`` are done."""
         for _ in range(turns_max):
             if all(made.outcome is not None for made in calls):
                 return
@@ -217,19 +217,19 @@ class World:
 
     @property
     def entries(self) -> list[int]:
-        """What the app has noted; it is up to date after :meth:`settle`."""
+        """Return the tokens that the app has kept; they are up to date after :meth:`settle`."""
         assert self.app is not None
         found: list[int] = self.app.instance.entries
         return found
 
 
 def is_conflict(reply: object) -> bool:
-    """Whether the call was refused, as its key or number is that of another one."""
+    """Return True if the call was refused because its key or number is that of another one."""
     return isinstance(reply, Reply) and reply.kind == 3 and b"~refused" in reply.value and b"known" in reply.value
 
 
 def value_of(reply: object) -> Any:
-    """The place that ``reply`` names, whether returned or raised."""
+    """Return the place that ``reply`` names, either returned or raised."""
     assert isinstance(reply, Reply), reply
     if reply.kind == 3:
         name, arguments, _ = msgspec.msgpack.decode(b"\x93" + reply.value)

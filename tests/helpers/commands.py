@@ -1,4 +1,4 @@
-"""Commands of `immortal` that end, each in a process of its own only where that shows something."""
+"""Commands of `immortal` that end, each in a process of its own only if that proves something."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from immortal.cli import main
 
 DEADLINE_S = 100.0
 PYTHON = (sys.executable,)
-# They ask an instance that runs, or look at files: nothing of a user's code is imported, nothing stays behind.
+# These ask a running instance, or read files: they import no user code, and leave nothing behind.
 HERE = frozenset(
     {
         "audit",
@@ -45,7 +45,7 @@ HERE = frozenset(
         "unregister",
     }
 )
-# Of those: what opens a log that the test may have open, which LMDB allows a process once, and what imports code.
+# Exceptions: commands that open a log that the test can have open, which LMDB allows a process once, or import code.
 NOT_HERE = {("log", "backup"), ("log", "diff"), ("log", "export")}
 OF_CODE = {"--app", "--code"}
 
@@ -58,10 +58,10 @@ def run(
     python: Sequence[str] = PYTHON,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """The command in ``folder``, with ``given`` as its input and what is added to the ``environment``.
+    """Run a command in ``folder``, with ``given`` as its input and additions to the ``environment``.
 
-    In this process, which has loaded what takes a start its time, if the command is one of :data:`HERE` and nobody
-    wants another ``python``.
+    It runs in this process, which saves the imports of a start, if the command is one of :data:`HERE` and no other
+    ``python`` is given.
     """
     options = [] if home is None else ["--home", home]
     if python == PYTHON and _is_for_here(arguments):

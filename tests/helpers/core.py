@@ -1,4 +1,4 @@
-"""A machine under a test's control: a log in memory that answers when told to, an app and peers made of bytes."""
+"""Machine under a test's control: a log in memory that answers on request, an app and peers made of bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMITTER_ID = 0x01020304
 PEER_COMMITTER_ID = 77
 NOW_NS = 1_700_000_000_000_000_000
 INITIAL = bytes.fromhex("0e0000400105 0403".replace(" ", ""))  # the RPC of wire.md's first start
-EXTENSIONS = ALL_EXTENSIONS - {MessageType.SOURCES}  # of apps that are not told who sends what
+EXTENSIONS = ALL_EXTENSIONS - {MessageType.SOURCES}  # of apps that do not learn who sends each message
 HELLO = encode_hello(Hello(EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}, "test"))
 
 EffectType = TypeVar("EffectType")
@@ -44,7 +44,7 @@ def checkpoint(blob: bytes) -> bytes:
 
 
 def first_start(blob: bytes = b"state one", initial: bytes = INITIAL) -> bytes:
-    """What an app answers to its first type 11."""
+    """Return an app's answer to its first type 11."""
     return encode_message(MessageType.INITIAL_MESSAGE, initial) + checkpoint(blob)
 
 
@@ -54,7 +54,7 @@ def call(destination: str, argument: int | bytes = b"", *, rpc_type: int = 1, me
 
 
 def rpc(argument: int | bytes = b"", *, rpc_type: int = 1, method_id: int = 3) -> bytes:
-    """The same as its receiver gets it."""
+    """Return an RPC as its receiver gets it."""
     data = argument if isinstance(argument, bytes) else argument.to_bytes(4, "little")
     return encode_incoming_rpc(method_id, rpc_type, data)
 
@@ -75,7 +75,7 @@ class _Log(PlainLog):
     def __init__(self, driven: Driven) -> None:
         super().__init__(driven.store, [])
         self._driven = driven
-        self.waiting: ef.ReadRecords | None = None  # of who follows
+        self.waiting: ef.ReadRecords | None = None  # of a follower
 
     def acquire(self, effect: ef.AcquireWriteLease) -> None:
         holder = self._driven.held_by
@@ -91,7 +91,7 @@ class _Log(PlainLog):
             super().submit(request)
 
     def look(self) -> None:
-        """Of a log that is followed: whether it has more."""
+        """Answer a follower's read, if the log has more records."""
         request = self.waiting
         if request is not None and self.store.summary().last_sequence_id >= request.first_sequence_id:
             self.waiting = None
@@ -131,7 +131,7 @@ class _Clock:
 
 
 class Driven:
-    """One machine, its log, and all that it has asked for. ``auto``: the disk answers as soon as it is asked."""
+    """One machine, its log, and all its effects. ``auto``: the disk answers at once."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Driven:
         follow: bool = False,
         permissions: Mapping[str, Permission] | None = None,
     ) -> None:
-        self.held_by = "process 77" if follow else ""  # who writes the log
+        self.held_by = "process 77" if follow else ""  # the log's writer
         self.store = store or MemoryLogStore(COMMITTER_ID)
         self.machine = Machine(
             Components(name, limits, upgrade_to, promote=promote, follow=follow, permissions=permissions)
@@ -154,7 +154,7 @@ class Driven:
         self.now_ns = NOW_NS
         self.effects: list[ef.Effect] = []  # all of them, in order
         self.app_bytes = bytearray()  # sent to the current app
-        self.tags: dict[str, int] = {}  # of what was last sent to each peer
+        self.tags: dict[str, int] = {}  # of the last frame to each peer
         self.bad_checkpoints: set[int] = set()
         self.unanswered: tuple[type, ...] = ()  # kinds of reads that the log leaves without an answer
         self.log = _Log(self)
@@ -179,14 +179,14 @@ class Driven:
     # --- events in -------------------------------------------------------------------------------------------------
 
     def handle(self, *events: ev.Event) -> list[ef.Effect]:
-        """One turn, and those that the log's answers bring about; the effects of all."""
+        """Run one turn, and those that the log's answers cause; return the effects of all."""
         seen = len(self.effects)
         self.driver.inbox += events
         self.driver.turn()
         return self.effects[seen:]
 
     def disk(self) -> list[ef.Effect]:
-        """Let the disk finish the one job that has waited longest."""
+        """Finish the disk job that has waited longest."""
         return self.handle(self.log.work())
 
     def disk_all(self) -> list[ef.Effect]:
@@ -196,7 +196,7 @@ class Driven:
         return effects
 
     def connect(self, said: bytes = b"") -> list[ef.Effect]:
-        """``said``: by the app at once. One that has a Hello to say is given no record before it."""
+        """Connect an app. ``said``: its first bytes. An app that will say Hello gets no record before that."""
         self.app_bytes.clear()
         return self.handle(ev.AppConnected(), *([ev.AppData(said)] if said else []))
 
@@ -207,16 +207,16 @@ class Driven:
         return self.handle(ev.AppClosed())
 
     def app_took_all(self) -> list[ef.Effect]:
-        """The app's socket has taken everything."""
+        """Let the app's socket take everything."""
         return self.handle(ev.AppSent(self.unsent_bytes))
 
     @property
     def jobs(self) -> deque[Write]:
-        """What the disk has been asked for and has not done."""
+        """Return the writes that the disk has not done yet."""
         return self.log.jobs
 
     def crash(self, upgrade_to: int | None = None) -> Driven:
-        """The next life: what was durable, and nothing else."""
+        """Return the machine after a crash, with the durable records and nothing else."""
         machine = self.machine
         return Driven(
             self.store.crash(),
@@ -226,17 +226,17 @@ class Driven:
             upgrade_to=upgrade_to,
         )
 
-    # --- who follows -------------------------------------------------------------------------------------------------
+    # --- followers ----------------------------------------------------------------------------------------------------
 
     def look(self) -> list[ef.Effect]:
-        """The log that is followed may have grown."""
+        """Tell a follower that the log can have grown."""
         seen = len(self.effects)
         self.log.look()
         self.driver.turn()
         return self.effects[seen:]
 
     def take_over(self) -> list[ef.Effect]:
-        """The writer of the log that is followed is gone."""
+        """Let the follower take over: the log's writer is gone."""
         self.held_by = ""
         request, self.log.waiting = self.log.waiting, None
         answered = [] if request is None else [ev.RecordsRead([], None, request.session)]
@@ -246,7 +246,7 @@ class Driven:
 
     @classmethod
     def started(cls, *, hello: bool = True, auto: bool = True, limits: Limits | None = None) -> Driven:
-        """An instance in normal processing, its record 0 fed and taken; ``effects`` begin anew."""
+        """Return an instance in normal processing, with record 0 fed and taken, and no ``effects`` yet."""
         driven = cls(limits=limits)
         driven.connect()
         driven.data((HELLO if hello else b"") + first_start())
@@ -255,7 +255,7 @@ class Driven:
         return driven
 
     def recover(self, replayed: bytes = b"") -> None:
-        """The next app, from its connection to normal processing; ``replayed`` is what it sends again."""
+        """Bring the next app from its connection to normal processing; ``replayed`` is what it sends again."""
         self.connect()
         self.data(HELLO + replayed)
         self.data(checkpoint(b"state two"))
@@ -270,7 +270,7 @@ class Driven:
         self.effects.clear()
         self.app_bytes.clear()
 
-    # --- what came out -----------------------------------------------------------------------------------------------
+    # --- output ------------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -278,7 +278,7 @@ class Driven:
 
     @property
     def unsent_bytes(self) -> int:
-        """Of what the app was sent, what its socket has not taken."""
+        """Return the bytes for the app that its socket has not taken."""
         return int(str(self.machine.view.status(self.now_ns)["unsent_bytes"]))
 
     def of(self, effect_type: type[EffectType]) -> list[EffectType]:
@@ -296,7 +296,7 @@ class Driven:
 
     @property
     def heard(self) -> list[object]:
-        """What the app was sent, in short."""
+        """Return all that the app was sent, in short."""
         return shown(bytes(self.app_bytes))
 
     def frames(self, frame_type: FrameType | None = None) -> list[PeerFrame]:
@@ -321,7 +321,7 @@ class Driven:
     def batch(
         self, token: object, position: int, *messages: bytes, greeted: bool = True, **fields: object
     ) -> list[ef.Effect]:
-        """``greeted``: a sender that is new here has said Hello before; of that nothing is kept."""
+        """Receive a batch. ``greeted``: a new sender has said Hello before, of which nothing is kept."""
         payload = {"count": len(messages), "payload": b"".join(messages), "time_ns": 5}
         frame = self.peer_frame(FrameType.BATCH, position, **(payload | fields))
         source = self.machine.components.peers.inbound.senders.stream(frame.sender)
@@ -335,20 +335,20 @@ class Driven:
     def reply(
         self, frame_type: FrameType, position: int, *, tag: int | None = None, destination: str = "b", **fields: object
     ) -> list[ef.Effect]:
-        """``destination`` answers; without a ``tag``, the newest attempt of that stream."""
+        """Let ``destination`` answer; without a ``tag``, to the newest attempt of that stream."""
         if tag is None:
             tag = self.tags[destination]
         frame = self.peer_frame(frame_type, position, **({"sender": destination} | fields))
         return self.handle(ev.PeerReplied(destination, tag, frame))
 
     def open_stream(self, destination: str = "b", position: int = 0) -> None:
-        """The app attaches and calls once with argument 1; the receiver welcomes it."""
+        """Let the app attach and call once with argument 1; the receiver welcomes it."""
         self.data(attach(destination) + call(destination, 1))
         self.reply(FrameType.WELCOME, position, destination=destination)
 
 
 def shown(data: bytes) -> list[object]:
-    """The coordinator's bytes in short: a tuple (sequence ID, message types...) for a record, the bytes of a blob."""
+    """Summarize the coordinator's bytes: a tuple (sequence ID, message types...) for a record, the bytes of a blob."""
     reader = RecordReader()
     reader.receive_data(data)
     result: list[object] = []
@@ -385,7 +385,7 @@ def time_of(record: Record) -> int:
 
 
 def arguments(data: bytes) -> list[bytes]:
-    """The messages of all batches and RPCs of logged records in ``data``, whole, in order."""
+    """Return the messages of all batches and RPCs of logged records in ``data``, whole, in order."""
     from immortal.protocol.batch import decode_batch
 
     found: list[bytes] = []

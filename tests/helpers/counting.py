@@ -1,4 +1,4 @@
-"""An instance that counts calls and one that makes them, each as `immortal run` runs it, with followers beside it."""
+"""Instance that counts calls and one that makes them, each under `immortal run`, with followers beside it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Feeder(Immortal):
 
 
 class Run:
-    """One `immortal run`, and what it has said."""
+    """Process of `immortal run`, and its log lines."""
 
     def __init__(self, home: Path, *arguments: str) -> None:
         self.home = home
@@ -107,7 +107,7 @@ class Run:
         return any(words in line["message"] for line in self.lines)
 
     def kill(self) -> None:
-        """Supervisor, coordinator and app, all at once. They have ended then, and left their locks."""
+        """Kill supervisor, coordinator and app at once, and wait until they have ended and left their locks."""
         started = [line for line in self.lines if line["message"] == "started"][-1]
         with contextlib.ExitStack() as stack:
             killed = []
@@ -129,7 +129,7 @@ class Run:
 
 
 class House:
-    """``log``: the URL of a database for the counter's log; None: a folder."""
+    """Instances of a test. ``log``: the URL of a database for the counter's log; None: a folder."""
 
     def __init__(self, home: Path, log: str | None = None) -> None:
         self.home = home

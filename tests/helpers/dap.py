@@ -1,4 +1,4 @@
-"""A client of the Debug Adapter Protocol, as an editor is one: requests, their answers, and events, over a socket."""
+"""Client of the Debug Adapter Protocol, as an editor is one: requests, their answers, and events, over a socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEADLINE_S = 20.0
 
 
 class DapClient:
-    """Attached to a debugpy that listens at a port of this machine; breakpoints are set as it attaches."""
+    """Client of a debugpy that listens at a port of this machine; breakpoints are set when it attaches."""
 
     def __init__(self, port: int, breakpoints: dict[str, list[int]] | None = None) -> None:
         self._socket = _connect(port)
@@ -30,7 +30,7 @@ class DapClient:
         self._answer(attached)
 
     def request(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Body of the answer."""
+        """Send a request; return the body of the answer."""
         return self._answer(self._send(command, arguments))
 
     def _send(self, command: str, arguments: dict[str, Any]) -> int:
@@ -61,7 +61,7 @@ class DapClient:
             self._answers[message["request_seq"]] = message
 
     def event(self, name: str) -> dict[str, Any]:
-        """Body of the next event of that name."""
+        """Return the body of the next event of that name."""
         while True:
             for place, event in enumerate(self._events):
                 if event["event"] == name:
@@ -71,12 +71,12 @@ class DapClient:
             self._read()
 
     def stopped(self) -> Stop:
-        """Where the program stops next."""
+        """Return where the program stops next."""
         thread = self.event("stopped")["threadId"]
         return Stop(self, thread, self.request("stackTrace", threadId=thread)["stackFrames"][0])
 
     def close(self) -> None:
-        """Detach: the program goes on."""
+        """Detach: the program continues."""
         with contextlib.suppress(OSError, EOFError):  # it has ended
             self.request("disconnect", terminateDebuggee=False)
         self._input.close()
@@ -84,7 +84,7 @@ class DapClient:
 
 
 class Stop:
-    """Place at which the program stands. ``frame``: the innermost one."""
+    """Place at which the program is stopped. ``frame``: the innermost one."""
 
     def __init__(self, client: DapClient, thread: int, frame: dict[str, Any]) -> None:
         self._client, self._thread, self._frame = client, thread, frame
@@ -98,7 +98,7 @@ class Stop:
         return str(body["result"])
 
     def variables(self, *path: str) -> dict[str, str]:
-        """Local variables and their values as text; of the object at ``path`` within them its attributes."""
+        """Return local variables and their values as text, or the attributes of the object at ``path`` within them."""
         scopes = self._client.request("scopes", frameId=self._frame["id"])["scopes"]
         found = self._client.request("variables", variablesReference=scopes[0]["variablesReference"])["variables"]
         for name in path:

@@ -1,7 +1,7 @@
-"""The algorithm of ordered multicast with a group whose member is expelled: by whom, dead or alive, at any time.
+"""Model of ordered multicast with a group whose member is expelled: by any member, dead or alive, at any time.
 
-The group ``G`` has one view, 1. "d" may crash at any step, and then neither hears nor is heard until it comes back, if
-it ever does. What is sent to the group goes to all of its members; who expels sends the change to the others.
+The group ``G`` has one view, 1. "d" can crash at any step; then it neither sends nor receives until it is back,
+if ever. A message to the group goes to all of its members; an expelling member sends the change to the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def to_group(*members: str) -> Op:
 
 
 def expel(*members: str) -> Op:
-    """``members``: of the view. "d" is expelled."""
+    """Return the operation that expels "d". ``members``: of the view."""
     return Op("expel", members)
 
 
@@ -83,7 +83,7 @@ class ExpellingWorld(World):
             self.run_labels.pop((sender, message.number), None)
         super().put(sender, receiver, message)
 
-    # --- what is promised ---------------------------------------------------------------------------------------------
+    # --- promises -----------------------------------------------------------------------------------------------------
 
     def receivers(self, label: str) -> tuple[str, ...]:
         return self.changes[label] if label in self.changes else super().receivers(label)
@@ -95,7 +95,7 @@ class ExpellingWorld(World):
         return self.script[name][int(label.removeprefix(name)) - 1].kind in ("group", "multicast")
 
     def _of_group(self, name: str) -> list[str]:
-        """What it has had that went to the group, and changes."""
+        """Return the group's messages and changes that ``name`` has got."""
         return [
             one for one in self.delivered[name] if one in self.changes or (self.is_run(one) and self._is_to_group(one))
         ]
@@ -108,7 +108,7 @@ class ExpellingWorld(World):
         return {one for ops in self.script.values() for op in ops if op.kind == "group" for one in op.destinations}
 
     def check_without(self) -> None:
-        """All that goes on without "d" has: the others wait for nothing."""
+        """Check that the others wait for nothing once they have done all that is possible without "d"."""
         expels = any(op.kind == "expel" for name, ops in self.script.items() for op in ops if name != DEAD)
         if not expels:
             raise ViolationError("nobody expels")
@@ -150,7 +150,7 @@ class ExpellingWorld(World):
         other = ExpellingWorld.__new__(ExpellingWorld)
         vars(other).update(vars(plain))
         for name, machine in other.machines.items():
-            other.join(name, machine, other.sending[name].waiting)  # what leaves goes to the copy
+            other.join(name, machine, other.sending[name].waiting)  # its output goes to the copy
         other.down, other.was_down = self.down, self.was_down
         other.changes = dict(self.changes)
         return other
@@ -160,7 +160,7 @@ class ExpellingWorld(World):
 
 
 def walk(script: Script, random: Random, make: type[Ordering] = Ordering, *, lates: int = 0) -> None:
-    """One interleaving; each step starts from a checkpoint. Raises ViolationError."""
+    """Run one interleaving; each step starts from a checkpoint. Raises ViolationError."""
     world = ExpellingWorld(script, make, lates_left=lates)
     while steps := [one for one in world.steps() if one[0] != "crash" or random.random() < CRASH_CHANCE]:
         world = world.fork()
@@ -171,7 +171,7 @@ def walk(script: Script, random: Random, make: type[Ordering] = Ordering, *, lat
 def explore_expelling(
     script: Script, make: type[Ordering] = Ordering, *, first_of: str = "", lates: int = 0
 ) -> tuple[int, int]:
-    """As :func:`tests.helpers.ordering_world.explore`. ``first_of``: what this one sends is delivered first."""
+    """Explore as :func:`tests.helpers.ordering_world.explore`. ``first_of``: its messages are delivered first."""
     first = ExpellingWorld(script, make, lates_left=lates)
     while first_of and (steps := [one for one in first.steps() if first_of in one]):
         first.do(steps[0])

@@ -1,4 +1,4 @@
-"""A backend on another machine, in memory: appends that are begun are done and answered when a test says so."""
+"""Backend on another machine, in memory: begun appends are done and answered when a test says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER, BROKEN = b".", b"x"
 
 
 class FarBackend(MemoryBackend):
-    """Over the tables of ``near``. ``sends``: False: the connection breaks as something is sent."""
+    """Backend over the tables of ``near``. ``sends``: if False, the connection breaks at the next send."""
 
     is_remote = True
     appends_max = 3
@@ -25,16 +25,16 @@ class FarBackend(MemoryBackend):
         super().__init__(near.durable, near.where, None)
         self.sends = True
         self.begun: deque[Append] = deque()  # and not answered
-        self._done_count = 0  # of those, by the server
-        self._answered_count = 0  # of those
+        self._done_count = 0  # of these, by the server
+        self._answered_count = 0  # of these
         self._is_unknown = False
         self._here, self._there = socket.socketpair()
-        self._lock = threading.RLock()  # the writer may be another thread, which connects anew meanwhile
+        self._lock = threading.RLock()  # the writer can be another thread, which reconnects meanwhile
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
     def answer(self, count: int) -> None:
-        """Do so many more, and say so."""
+        """Do ``count`` more appends, and answer them."""
         with self._lock:
             for _ in range(min(count, len(self.begun) - self._answered_count)):
                 if self._done_count == self._answered_count:
@@ -43,7 +43,7 @@ class FarBackend(MemoryBackend):
                 self._there.send(ANSWER)
 
     def do(self, count: int) -> None:
-        """Say nothing of it."""
+        """Do ``count`` more appends without an answer."""
         with self._lock:
             for append in list(self.begun)[self._done_count : self._done_count + count]:
                 super().append(append)

@@ -1,4 +1,4 @@
-"""Fleets with faults planted in their logs, and a plain oracle that says what an audit of such logs must find."""
+"""Fleets with faults planted in their logs, and a plain oracle that tells what an audit of such logs must find."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from immortal.protocol.record import HEADER_SIZE_BYTES
 from immortal.protocol.trailer import BatchKind
 
 Found = set[tuple[str, str, str, int]]
-"""(kind, sender, receiver, position); for damage ("damage", "", instance, record)."""
+"""Faults: (kind, sender, receiver, position); for damage ("damage", "", instance, record)."""
 
 
 @dataclass
 class Plan:
-    """A fleet in memory: records can be altered before they are written."""
+    """Fleet in memory, whose records can be altered before they are written."""
 
     committer_ids: dict[str, int]
     records: dict[str, list[PlannedRecord]]
@@ -45,7 +45,7 @@ class Plan:
         return list(self.records)
 
     def write(self, folder: Path) -> list[str]:
-        """Write all logs; their folders."""
+        """Write all logs; return their folders."""
         folders = []
         for name, records in self.records.items():
             path = write_planned(folder, name, self.committer_ids, records, self.endings[name])
@@ -55,7 +55,7 @@ class Plan:
         return folders
 
     def batches(self, sender: str, receiver: str) -> list[tuple[int, int, Input]]:
-        """(record, index in it, batch) of each batch of a stream, in the receiver's order."""
+        """Return (record, index in it, batch) of each batch of a stream, in the receiver's order."""
         name = "" if sender == receiver else sender
         return [
             (sequence_id, index, batch)
@@ -65,7 +65,7 @@ class Plan:
         ]
 
     def marks(self, sender: str, receiver: str) -> list[int]:
-        """The positions that the sender's marks name, without those of damaged records."""
+        """Return the positions in the sender's marks, without those of damaged records."""
         name = "" if sender == receiver else receiver
         damaged = self.damaged.get(sender, set())
         return [
@@ -85,7 +85,7 @@ def plan_fleet(services: int = 4, messages: int = 600, seed: int = 1, batch_mess
 
 
 def flip_byte(folder: Path, sequence_id: int, at: int = 30) -> None:
-    """Damage a record where no check of LMDB's sees it."""
+    """Damage a record where no check of LMDB sees it."""
     environment = lmdb.open(str(folder), max_dbs=32, map_size=1 << 30, lib_version=0)
     try:
         table = environment.open_db(b"records", create=False)
@@ -109,7 +109,7 @@ def remove_record(folder: Path, sequence_id: int) -> None:
 
 
 def cut(plan: Plan, share: float) -> Plan:
-    """The fleet as it was earlier."""
+    """Return the fleet as it was earlier."""
     return Plan(
         plan.committer_ids,
         {name: records[: 1 + int(len(records) * share)] for name, records in plan.records.items()},
@@ -118,7 +118,7 @@ def cut(plan: Plan, share: float) -> Plan:
 
 
 def trim(folder: Path, plan: Plan, name: str, last_sequence_id: int) -> None:
-    """Take a checkpoint behind that record, and trim what it makes superfluous."""
+    """Take a checkpoint after that record, and trim the records that it makes unnecessary."""
     store = open_log(folder, name)
     try:
         store.write_checkpoint_chunk(2, 0, b"newer")
@@ -145,14 +145,14 @@ def is_impulse(message: bytes) -> bool:
 
 
 def lose(plan: Plan, sender: str, receiver: str, rng: random.Random) -> Found:
-    """A batch of the stream is missing, with messages behind it."""
+    """Remove a batch of the stream, with messages after it."""
     record, index, batch = rng.choice(plan.batches(sender, receiver)[:-1])
     del plan.records[receiver][record].inputs[index]
     return {("lost", sender, receiver, position) for position in _positions(batch)}
 
 
 def duplicate(plan: Plan, sender: str, receiver: str, rng: random.Random) -> Found:
-    """A batch is executed once more, behind the first time."""
+    """Execute a batch once more, after the first time."""
     record, _, batch = rng.choice(plan.batches(sender, receiver)[:-1])
     later = rng.randrange(record, len(plan.records[receiver]))
     plan.records[receiver][later].inputs.append(replace(batch))
@@ -160,19 +160,19 @@ def duplicate(plan: Plan, sender: str, receiver: str, rng: random.Random) -> Fou
 
 
 def swap_batches(plan: Plan, sender: str, receiver: str, rng: random.Random) -> Found:
-    """Two batches that follow one another change places; one may so be executed before it was made."""
+    """Swap two consecutive batches; one can then be executed before it was made."""
     batches = plan.batches(sender, receiver)
     at = rng.randrange(len(batches) - 1)
     (record, index, first), (next_record, next_index, second) = batches[at], batches[at + 1]
     inputs, next_inputs = plan.records[receiver][record].inputs, plan.records[receiver][next_record].inputs
-    # The times go with the places: this fault is about the order alone.
+    # The times stay with the places: this fault is about the order alone.
     inputs[index] = replace(second, send_time_ns=first.send_time_ns)
     next_inputs[next_index] = replace(first, send_time_ns=second.send_time_ns)
     return {("order", sender, receiver, position) for position in _positions(first)}
 
 
 def swap_messages(plan: Plan, sender: str, receiver: str, rng: random.Random) -> Found:
-    """Two calls within a batch change places; positions stay as they were."""
+    """Swap two calls within a batch; positions stay unchanged."""
     last = plan.batches(sender, receiver)[-1][2].last_position
     mark = max(position for position in plan.marks(sender, receiver) if position <= last)
     candidates = []
@@ -190,7 +190,7 @@ def swap_messages(plan: Plan, sender: str, receiver: str, rng: random.Random) ->
 
 
 def damage(plan: Plan, receiver: str, rng: random.Random) -> Found:
-    """A byte of a record is flipped."""
+    """Flip a byte of a record."""
     free = sorted(set(range(1, len(plan.records[receiver]))) - plan.damaged.get(receiver, set()))
     sequence_id = rng.choice(free)
     plan.damaged.setdefault(receiver, set()).add(sequence_id)
@@ -210,7 +210,7 @@ STREAM_FAULTS: list[Callable[[Plan, str, str, random.Random], Found]] = [
 
 
 def streams_for_faults(plan: Plan) -> list[tuple[str, str]]:
-    """Streams in which each fault can be planted."""
+    """Return the streams in which each fault can be planted."""
     found = []
     for sender, receiver in itertools.product(plan.names, plan.names):
         batches = plan.batches(sender, receiver)
@@ -234,13 +234,13 @@ def streams_for_faults(plan: Plan) -> list[tuple[str, str]]:
 
 
 def audit_here(folders: list[str], tolerance_ns: int = 0, states: Mapping[str, LogState] | None = None) -> AuditReport:
-    """The audit of Spark's workers and driver, in this process. ``states``: as they were seen a while ago."""
+    """Run the audit of Spark's workers and driver in this process. ``states``: as read earlier."""
     states = log_states(folders) if states is None else states
     return judge(audit_rows(evidence_here(folders), tolerance_ns), states)
 
 
 def evidence_here(folders: list[str]) -> Iterator[Row]:
-    """In the order in which the audit takes it."""
+    """Yield the evidence in the order of the audit."""
     batches = []
     for wanted in log_ranges(folders):
         for values in read_range(wanted):
@@ -255,7 +255,7 @@ def evidence_here(folders: list[str]) -> Iterator[Row]:
 
 
 def found_in(report: AuditReport) -> Found:
-    """Without causality, which is about more than one stream."""
+    """Return the faults of a report, without causality, which is about more than one stream."""
     return {
         (violation.kind, violation.sender, violation.receiver, position)
         for violation in report.violations
@@ -275,7 +275,7 @@ class _Executed:
 
 
 def oracle(folders: list[str]) -> Found:
-    """What is wrong with the logs, by the plainest means: message by message, all in memory."""
+    """Return the faults of the logs, by the plainest means: message by message, all in memory."""
     executed: dict[tuple[str, str], list[_Executed]] = {}
     marks: dict[tuple[str, str], list[tuple[int, int]]] = {}
     damaged: dict[str, set[int]] = {}
@@ -360,7 +360,7 @@ def _stream_problems(
 def write_planned(
     folder: Path, name: str, committer_ids: dict[str, int], records: Iterable[PlannedRecord], ending: Ending
 ) -> Path:
-    """Write one log of records that were kept in memory, perhaps altered; its folder."""
+    """Write one log of records that were kept in memory, perhaps altered; return its folder."""
     path = folder / name / "log"
     log = PlannedLog(path, name, committer_ids[name])
     for record in records:

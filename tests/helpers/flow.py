@@ -1,4 +1,4 @@
-"""Four instances whose new code, of the same module name or of another, changes state, calls, both or nothing."""
+"""Four instances whose new code, under the same module name or another, changes state, calls, both or nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from immortal.coordinator.instances.registry import Registry
 from tests.helpers.recorded import Instances, load_module
 
 STATUSES = {"both": 3, "calls": 3, "nothing": 0, "state": 3}
-"""What a what-if of the new code ends with."""
+"""Exit status of a what-if with the new code, by instance."""
 
 OLD = """
 from immortal import Immortal, peer, rpc, impulse
@@ -42,7 +42,7 @@ def source_of(instance: str, *, new: bool = False) -> str:
 
 
 def write_code(folder: Path, module: str, *, new: bool = False) -> None:
-    """A package ``module`` with a submodule for each instance."""
+    """Write a package ``module`` with a submodule for each instance."""
     (folder / module).mkdir(parents=True)
     (folder / module / "__init__.py").write_text(f"from {module} import state\n")
     for instance in STATUSES:
@@ -58,7 +58,7 @@ def app_options(module: str = "flow") -> list[str]:
 
 
 def record_flow(folder: Path) -> None:
-    """folder/home, with the logs of what folder/old/flow did; folder/new/flow and folder/new/flow2 are new code."""
+    """Register in folder/home the logs of folder/old/flow; folder/new/flow and folder/new/flow2 are new code."""
     instances = Instances(folder / "logs")
     registry = Registry(folder / "home")
     for name in STATUSES:

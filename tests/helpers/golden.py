@@ -1,4 +1,4 @@
-"""The golden logs: how they are opened, and how all that waits in them comes to its end."""
+"""The golden logs: how to open them, and how to bring all that waits in them to its end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WAIT_S = 40.0
 
 
 def unpack(folder: Path) -> Path:
-    """A project of the apps of the golden logs, and its home, with ports that are free here."""
+    """Unpack a project of the golden logs' apps; return its home, with ports that are free here."""
     for name in FILES:
         shutil.copy(FOLDER / name, folder)
     with tarfile.open(FOLDER / "home.tar.xz") as packed:
@@ -66,7 +66,7 @@ def unpack(folder: Path) -> Path:
 
 
 def classes(home: Path) -> dict[str, Any]:
-    """The class that each instance runs at its next start, as its files name it."""
+    """Return the class that each instance runs at its next start, as its files name it."""
     found = {}
     for settings in map(Registry(home).load, Registry(home).names()):
         upgrade = upgrade_mark.read(settings.folder)
@@ -84,14 +84,14 @@ def apps_found() -> Iterator[None]:
 
 
 def problems(home: Path, name: str, cls: type) -> list[str]:
-    """What a replay of all that the log of ``name`` keeps does not do as it was done."""
+    """Return where a replay of the whole log of ``name`` differs from the log."""
     with open_reader(home / name / "log") as source:
         source.trusts_pickle = True
         return list(problems_of(source, definition_of(cls)))
 
 
 def state_at_end(home: Path, name: str, cls: type) -> Any:
-    """What the last checkpoint and the records behind it make, without the names of modules."""
+    """Return the state from the last checkpoint and the records after it, without the names of modules."""
     definition = definition_of(cls)
     with open_reader(home / name / "log") as source:
         source.trusts_pickle = True
@@ -137,7 +137,7 @@ class Fleet:
 
 
 def finish(fleet: Fleet, states: dict[str, Any]) -> dict[str, Any]:
-    """Bring all that waits in the golden logs to its end; what came of it. ``states``: those of the logs' ends."""
+    """Bring all that waits in the golden logs to its end; return the results. ``states``: those of the logs' ends."""
     found: dict[str, Any] = {}
     store, teller, exchange, broker = (fleet.client(name) for name in ("store", "teller", "exchange", "broker"))
     teller.signals(1, True)

@@ -1,4 +1,4 @@
-"""An instance that says whatever bytes a test gives it, as a peer of the others: in an environment of the SDK's."""
+"""Instance that sends any bytes a test gives it, as a peer of the others, in an environment of the SDK."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from immortal.protocol.messages import (
 from immortal.testing import Environment
 
 DEEP = b"\x91" * 1100 + b"\x01"
-"""One message of 1.1 kB: 1,100 arrays in one another."""
+"""Message of 1.1 kB: 1,100 nested arrays."""
 
 
 class HostileApp(OutsideApp):
-    """``answer``: from (caller's number as MessagePack, arguments of the call) to (kind, arguments) of its answer."""
+    """App that answers calls as ``answer_with`` says: from the call's number to (kind, arguments) of the answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _HostileNode(Node):
 
 
 def hostile(env: Environment, name: str) -> HostileApp:
-    """A new instance of ``env`` that is under the test's control."""
+    """Start a new instance of ``env`` that the test controls."""
     world = env._world
     node = world.nodes[name] = _HostileNode(world, name, None, len(world.nodes) + 1)
     node.start()
@@ -81,7 +81,7 @@ def client_says(
     runs: bool = True,
     **more: Any,
 ) -> None:
-    """A request or a query of a client, to the instance ``name``. ``runs``: until all is at rest."""
+    """Send a client's request or query to the instance ``name``. ``runs``: then run until all is at rest."""
     kind = ClientFrameType.QUERY if query else ClientFrameType.REQUEST
     values: dict[str, Any] = {"count": 1, "payload": encode_request(method_id, arguments)} | more
     frame = ClientFrame(kind, client_id, name, number=number, **values)

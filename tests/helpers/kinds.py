@@ -1,4 +1,4 @@
-"""Which tests are of which kind, where their folder or module says it all."""
+"""Kinds of tests, by their folder or module."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ KINDS = {  # by the beginning of a test's id
 }
 NOT_QUICK = ("slow", "kills", "cluster", "network")
 ON_DISK = ("kills", "cluster", "network")  # all others have their files in memory: helpers/memory.py
-# A writer in memory is so quick that a backup beside it never gets to an end.
+# A writer in memory is so quick that a backup beside it never ends.
 DISK_MODULES = ("tests/contract/test_log_backup.py",)
-# Side by side, what takes long is begun first; the many small ones of the other folders fill what time is left.
+# In a parallel run, long tests begin first; the many small ones of the other folders fill the remaining time.
 _FIRST = ("tests/scenarios/test_pipeline_", "tests/crash/", "tests/faults/", "tests/scenarios/", "tests/contract/")
 _SHARES_NOTHING = ("tests/crash/test_soak.py", "tests/faults/test_matrix.py", "tests/simulation/")
 
@@ -54,19 +54,19 @@ def kinds_of(test_id: str) -> set[str]:
 
 
 def is_left_out(path: str) -> bool:
-    """No test of this module is in the quick run, so it need not be imported."""
+    """Return True if no test of this module is in the quick run, so that it need not be imported."""
     return bool(kinds_of(path) & set(NOT_QUICK))
 
 
 def place_of(test_id: str) -> int:
-    """The lower, the sooner it is begun."""
+    """Return a test's place in the order: lower ones begin earlier."""
     return next((place for place, folder in enumerate(_FIRST) if test_id.startswith(folder)), len(_FIRST))
 
 
 def group_of(test_id: str) -> str:
-    """Tests of one group run in one process, one after the other."""
+    """Return the group of a test: tests of one group run in one process, one after the other."""
     if "cluster" in kinds_of(test_id):
-        return "cluster"  # one of Spark at a time: each takes seconds to start, and much memory
+        return "cluster"  # one Spark at a time: each takes seconds to start, and much memory
     if test_id.startswith(_SHARES_NOTHING):
         return test_id
-    return test_id.partition("::")[0]  # what the fixtures of a module made is made once
+    return test_id.partition("::")[0]  # a module's fixtures are set up once

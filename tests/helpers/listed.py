@@ -1,4 +1,4 @@
-"""Instances whose executions are listed, as beside a coordinator; what was not written at a kill is lost."""
+"""Instances whose executions are listed, as beside a coordinator; rows that were not written before a kill are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logging of a coordinator that runs in the process of the tests."""
+"""Logging of a coordinator that runs in the process of the tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept_logging() -> Iterator[None]:
-    """Undo at the end how a coordinator has configured its logger: other tests look at what is logged."""
+    """Restore the coordinator's logger at the end: other tests check what is logged."""
     logger = logging.getLogger("immortal.coordinator")
     handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
     try:

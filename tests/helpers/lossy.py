@@ -1,4 +1,4 @@
-"""A network between messengers that loses messages and replies, and changes their order, as no TCP connection does."""
+"""Network between messengers that loses messages and replies, and changes their order, as no TCP connection does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ POLL_MS = 2
 
 
 class LossyNetwork:
-    """Passes ZeroMQ's messages on between ``endpoint`` and ``target``. A context manager.
+    """Proxy that passes ZeroMQ's messages on between ``endpoint`` and ``target``. A context manager.
 
-    ``loss``: the share that is lost, each way. ``reordered``: the share that comes up to ``late_s`` late.
+    ``loss``: the share that is lost, each way. ``reordered``: the share that is delayed by up to ``late_s``.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ WAIT_SECONDS = 20.0
 
 
 class FakeClock:
-    """Time that passes when a test says so."""
+    """Clock that a test sets."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
@@ -29,9 +29,9 @@ class FakeClock:
 
 
 class House:
-    """Messengers; one loop calls process() only when a descriptor says so.
+    """Messengers in one loop, which calls process() only when a descriptor is ready or a deadline due.
 
-    In plain they share a ZeroMQ context. With CURVE, each has its own, and all have the same key.
+    Without keys the messengers share a ZeroMQ context. With CURVE, each has its own context, and all have the same key.
     """
 
     def __init__(self, transport: str, folder: Path) -> None:
@@ -44,7 +44,7 @@ class House:
         self.context: zmq.Context[Any] = zmq.Context()
         self.clock = FakeClock()
         self.messengers: list[Messenger] = []
-        self.receives_apart = False  # as an owner that has more urgent things to do than to send
+        self.receives_apart = False  # as an owner whose other work is more urgent than sending
         self._folder = folder
         self._names = 0
 
@@ -64,7 +64,7 @@ class House:
         }[self.transport]
 
     def fixed_endpoint(self) -> str:
-        """One that nobody listens at yet."""
+        """Return an endpoint at which nobody listens yet."""
         if self.transport != "tcp":
             return self.endpoint()
         with socket.socket() as probe:
@@ -72,7 +72,7 @@ class House:
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
     def raw(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket of a friend's key that belongs to no messenger; a ROUTER lets everybody in."""
+        """Return a socket with a friend's key that belongs to no messenger; a ROUTER accepts everybody."""
         made = self.context.socket(kind)
         if self.security is not None:
             connect_with(made, self.security.own, self.security.own.public)
@@ -85,7 +85,7 @@ class House:
         messenger.close()
 
     def drive(self, until: Callable[[], object]) -> None:
-        """Process what becomes readable or due, by the messengers' clock, until the condition holds."""
+        """Process readable and due messengers, by their clock, until the condition holds."""
         end = time.monotonic() + WAIT_SECONDS
         while not until():
             poller = select.poll()
@@ -110,7 +110,7 @@ class House:
                 pytest.fail("the condition did not come about: a wake-up or a message was lost")
 
     def settle(self) -> None:
-        """Until nothing is readable, twice in a row over a real round trip of ZeroMQ's threads."""
+        """Drive until nothing is readable, twice in a row over a real round trip of ZeroMQ's threads."""
         probe, answers = Messenger(context=self.context), []
         self.messengers.append(probe)
         endpoint = probe.listen("inproc://settle", lambda received: received.reply())
@@ -124,7 +124,7 @@ class House:
 def listen_when_free(
     messenger: Messenger, endpoint: str, server_loop: Callable[[Received], None], *, ordered: bool = False
 ) -> str:
-    """Listen where another has just let go: ZeroMQ's thread closes its socket a moment later."""
+    """Listen at an endpoint that was just released: ZeroMQ's thread closes the old socket a moment later."""
     end = time.monotonic() + WAIT_SECONDS
     while True:
         try:

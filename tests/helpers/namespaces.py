@@ -12,14 +12,14 @@ from typing import TypeVar
 import pytest
 
 DEADLINE_S = 60.0
-ADDRESSES = ("10.231.77.1", "10.231.77.2")  # nobody else sees them
+ADDRESSES = ("10.231.77.1", "10.231.77.2")  # visible only inside
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _NOWHERE = "02:00:00:00:00:99"
 Result = TypeVar("Result")
 
 
 class Namespaces:
-    """Side 0 and side 1. A context manager; skips the test where it is not allowed."""
+    """Namespaces of side 0 and side 1. A context manager; skips the test without the rights for it."""
 
     def __init__(self) -> None:
         self.names = [f"immortal-{os.getpid()}-{side}" for side in (0, 1)]
@@ -50,7 +50,7 @@ class Namespaces:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def inside(self, side: int, work: Callable[[], Result]) -> Result:
-        """Run ``work`` there: the sockets that it opens and the processes that it starts belong there."""
+        """Run ``work`` in that side's network: its sockets and the processes that it starts belong there."""
         results: list[Result] = []
         errors: list[BaseException] = []
 
@@ -74,14 +74,14 @@ class Namespaces:
         return results[0]
 
     def pull(self, side: int = 1) -> None:
-        """The link goes down."""
+        """Set the link down."""
         _ip("-n", self.names[side], "link", "set", "cable", "down")
 
     def plug(self, side: int = 1) -> None:
         _ip("-n", self.names[side], "link", "set", "cable", "up")
 
     def swallow(self) -> None:
-        """Side 0 is told nothing, and what it sends goes nowhere."""
+        """Let side 0's packets go nowhere, without an error for it."""
         _ip("-n", self.names[0], "neighbour", "replace", ADDRESSES[1], "lladdr", _NOWHERE, "dev", "cable")
 
     def deliver(self) -> None:

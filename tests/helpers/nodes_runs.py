@@ -1,4 +1,4 @@
-"""Seeded runs of nodes and handles over real instances, with faults, and a checker of what is promised."""
+"""Seeded runs of nodes and handles over real instances, with faults, and a checker of the promises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("m0", "m1", "m2", "m3")
 
 _moments = count()
 MOMENTS: dict[Any, int] = {}
-"""When what happened for the first time: replays do not count. Of (an instance, a number) and of ends, by key."""
+"""Order of first occurrences (replays do not count), by (instance, number), and of handles' ends, by key."""
 
 
 def _key_of(handle: Handle[Any]) -> bytes:
@@ -31,7 +31,7 @@ def _key_of(handle: Handle[Any]) -> bytes:
 
 @contextmanager
 def ends_noted() -> Iterator[None]:
-    """Each owner's end of a handle has its moment."""
+    """Note the moment of each owner's end of a handle."""
     MOMENTS.clear()
     end = Owner.end
 
@@ -45,7 +45,7 @@ def ends_noted() -> Iterator[None]:
 
 
 class BrokenHandlesError(AssertionError):
-    """Something that is promised of handles does not hold."""
+    """Raised when a promise about handles does not hold."""
 
 
 class Part(Node):
@@ -60,8 +60,9 @@ class Part(Node):
 
 
 class Member(Immortal, nodes=(Part,)):
-    """``seen``: in its order what its nodes and it have heard, and "end" of what. ``held``: others' handles, by name.
-    ``passed``: the names of those that it has passed on, so that their owner may hear late of a holder."""
+    """Instance with nodes. ``seen``: the labels that it and its nodes got, and ends, in order. ``held``: others'
+    handles, by name. ``passed``: names of handles that it has passed on, so that their owner can learn late of a
+    holder."""
 
     m0 = peer(lambda: Member, "m0")
     m1 = peer(lambda: Member, "m1")
@@ -102,7 +103,7 @@ class Member(Immortal, nodes=(Part,)):
         if not name.startswith(self.name()):
             self.note("got", handle)
         if handle in self.held.values() or name in self.ended or name.startswith(self.name()):
-            return  # a copy more, or one's own that has come home
+            return  # another copy, or the instance's own handle
         self.held[name] = handle
 
     @rpc
@@ -134,7 +135,7 @@ class Member(Immortal, nodes=(Part,)):
 
     @impulse
     def tell(self, which: int, to: list[str]) -> None:
-        """A multicast to a node, or two of different owners, and to others."""
+        """Multicast to a node, or to two of different owners, and to other instances."""
         names = sorted(self.held)
         if not names:
             return
@@ -174,12 +175,12 @@ class Member(Immortal, nodes=(Part,)):
 
 ALL = ("create", "create", "pass", "pass", "pass", "tell", "tell", "tell", "drop", "close")
 PASSING = ("create", *("pass",) * 8, "close", "close", "drop")
-"""So that many copies are under way while nodes are destroyed."""
+"""Acts of a run in which many copies are on their way while nodes are destroyed."""
 
 
 def run_seed(seed: int, acts: tuple[str, ...] = ALL) -> tuple[int, int]:
-    """How many nodes were destroyed and how often a last release was told. Raises BrokenHandlesError, and whatever an
-    instance or a replay fails with."""
+    """Run a seed; return how many nodes were destroyed and how often a last release was reported. Raises
+    BrokenHandlesError, and the errors of an instance or a replay."""
     rng = random.Random(seed)
     with ends_noted(), Environment(order=seed, seed=seed, fail_alone=True) as env:
         members = {name: env.start(Member, name) for name in NAMES}
@@ -214,7 +215,7 @@ def _act(rng: random.Random, member: Instance[Member], acts: tuple[str, ...]) ->
 
 
 def check(env: Environment, members: dict[str, Instance[Member]]) -> tuple[int, int]:
-    """At rest: each owner counts who holds, nobody remembers what is over, and the ends came in one order with all
+    """Check at rest: each owner counts its holders, ended handles are forgotten, and the ends are in one order with all
     multicasts."""
     machines = {name: _machines(env, name) for name in members}
     destroyed = 0
@@ -239,7 +240,7 @@ def check(env: Environment, members: dict[str, Instance[Member]]) -> tuple[int, 
             if handle._immortal_of[:2] not in usable:  # type: ignore[attr-defined]
                 raise BrokenHandlesError(f"{name} was not told of the end of {handle!r}")
     for name, member in members.items():
-        # A copy that came behind the end is in the state until the hook is called for it once more.
+        # A copy that arrived after the end stays in the state until the hook is called for it once more.
         letters = {one.text for one in member.dead_letters if "can't be passed on" not in one.text} - {"no"}
         if letters:
             raise BrokenHandlesError(f"{name} has refused or failed: {letters}")
@@ -253,7 +254,7 @@ def check(env: Environment, members: dict[str, Instance[Member]]) -> tuple[int, 
 
 
 def _check_told(name: str, told: list[tuple[str, str]]) -> None:
-    """No handle that was dead reached a handler whose instance had not been told of its end."""
+    """Check that no dead handle reached a handler before its instance was told of the end."""
     known = set()
     for number, (what, key) in enumerate(told, 1):
         if what == "end":
@@ -270,8 +271,8 @@ def _machines(env: Environment, name: str) -> tuple[Any, Any]:
 
 
 def _check_order(name: str, seen: list[str], members: dict[str, Instance[Member]], passed: set[str]) -> None:
-    """A multicast that a holder got behind the end of a node did not reach that node. One that it got before did, where
-    the owner knew all holders (it is not among those that were ``passed`` on)."""
+    """Check that a multicast that a holder got after a node's end did not reach the node, and one that it got before
+    did, if the owner knew all holders (the node is not among ``passed``)."""
     for index, item in enumerate(seen):
         if not item.startswith("end "):
             continue

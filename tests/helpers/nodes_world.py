@@ -1,4 +1,4 @@
-"""Owners and holders with nothing but the counting of handles, and a network that keeps the order of each stream."""
+"""Model of owners and holders, with only the counting of handles, and a network that keeps each stream's order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OWNER, KEY = "o", b"k"
 COPY, END = "a copy", "its end"
 Step = tuple[str, str, str]  # ("op", who, "") or ("arrive", sender, receiver)
 Script = dict[str, tuple[str, ...]]
-"""What each does, in this order, as soon as it can: "pass x", "release", and of the owner "destroy" and "ban x"."""
+"""Acts of each, done in this order as soon as possible: "pass x", "release", and for the owner "destroy", "ban x"."""
 
 _decode_grants = msgspec.msgpack.Decoder(list[Grant]).decode
 _decode_held = msgspec.msgpack.Decoder(list[Held]).decode
 
 
 class ViolationError(AssertionError):
-    """What was promised of handles is broken."""
+    """Raised when a promise about handles is broken."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class World:
         self.channels.setdefault((sender, receiver), []).append(message)
 
     def require_nobody(self, what: str) -> None:
-        """No copy is anywhere. Those on their way to the owner itself are none of anybody's."""
+        """Check that no copy exists, except on its way to the owner itself."""
         for (_, to), queue in self.channels.items():
             if to != OWNER and COPY in queue:
                 raise ViolationError(f"the key {what}, and a copy is under way to {to}")
@@ -136,7 +136,7 @@ class World:
                 raise ViolationError(f"the key {what}, and {name} holds it")
 
     def check_end(self) -> None:
-        """All has come to rest."""
+        """Check the counts once all is at rest."""
         grant = self.owner.grants.get(KEY)
         holding = {
             name: one.count for name, holder in self.holders.items() for one in holder.held.values() if one.count
@@ -150,7 +150,7 @@ class World:
         elif grant.stage != Stage.LIVE:
             raise ViolationError(f"the key was destroyed, and {list(grant.holders)} were never told")
 
-    # --- copies: each is also a crash, as all come back from their checkpoints ----------------------------------------
+    # --- copies: each is also a crash, since all are restored from their checkpoints ----------------------------------
 
     def fork(self) -> World:
         other = World(self.script, self.make_owner, self.make_holder)
@@ -175,7 +175,7 @@ class World:
 
 
 def explore(script: Script, owner: type[Owner] = Owner, holder: type[Holder] = Holder) -> tuple[int, int]:
-    """All interleavings: (states seen, ends seen). Each step starts from a checkpoint. Raises ViolationError."""
+    """Explore all interleavings: (states, ends) seen. Each step starts from a checkpoint. Raises ViolationError."""
     first = World(script, owner, holder)
     seen, stack, ends = {first.key()}, [first], 0
     while stack:

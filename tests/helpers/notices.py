@@ -1,4 +1,4 @@
-"""What is told, kept; and metrics served."""
+"""Sink that keeps notices, and a server of metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from immortal.coordinator.notices.metrics_server import Access, serve_metrics
 
 
 class Told:
-    """A sink."""
+    """Sink that keeps its notices."""
 
     def __init__(self) -> None:
         self.notices: list[Notice] = []
@@ -30,7 +30,7 @@ class Told:
 def serve_status(
     address: str, ask: Callable[[], Mapping[str, Any]], access: Access | None = None, told: Told | None = None
 ) -> str:
-    """The URL at which the metrics of "counter" are, whose status ``ask`` gives."""
+    """Serve the metrics of "counter", whose status ``ask`` returns; return their URL."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector("counter", ask))
     return serve_metrics(Notices("counter", told or Told()), address, registry, access)

@@ -1,4 +1,4 @@
-"""Seeded runs of ordered multicasts over real instances, with faults, and checkers of what is promised."""
+"""Seeded runs of ordered multicasts over real instances, with faults, and checkers of the promises."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NAMES = ("m0", "m1", "m2", "m3")
 
 
 class BrokenOrderError(AssertionError):
-    """One of the three properties does not hold."""
+    """Raised when one of the three properties does not hold."""
 
 
 class Member(Immortal):
-    """``seen``: what it has sent and got, in its order: ("sent" or "got", message, "run" or "call")."""
+    """Instance. ``seen``: its messages in order, as ("sent" or "got", message, "run" or "call")."""
 
     m0 = peer(lambda: Member, "m0")
     m1 = peer(lambda: Member, "m1")
@@ -35,7 +35,7 @@ class Member(Immortal):
         self.go_on(plan)
 
     def go_on(self, plan: list[str]) -> None:
-        """``plan``: the steps of a chain: "name:run:m0,m1" or "name:call:m2". The first one's receivers go on."""
+        """Send the first step of a chain, "name:run:m0,m1" or "name:call:m2"; its receivers continue with the rest."""
         if not plan:
             return
         name, kind, to = plan[0].split(":")
@@ -55,12 +55,12 @@ class Member(Immortal):
         if plan:
             first, *rest = plan
             _, what, to = first.split(":")
-            own = f"{name}>{self._immortal_context.instance_name}"  # each receiver goes on with a message of its own
+            own = f"{name}>{self._immortal_context.instance_name}"  # each receiver continues with a message of its own
             self.go_on([f"{own}:{what}:{to}", *rest])
 
 
 def chains(rng: random.Random) -> Iterator[tuple[str, list[str]]]:
-    """Who begins which chain. Clocks are apart, and often a third party, by a plain call, comes back to a receiver."""
+    """Yield who begins which chain. Clocks differ, and often a third party sends a plain call back to a receiver."""
     ahead = rng.choice(NAMES)
     for number in range(rng.randint(0, 4)):
         yield rng.choice(NAMES), [f"ahead{number}:run:{ahead}"]
@@ -80,7 +80,7 @@ def chains(rng: random.Random) -> Iterator[tuple[str, list[str]]]:
 
 
 def run_seed(seed: int) -> None:
-    """Raises BrokenOrderError, and whatever an instance or a replay fails with."""
+    """Run a seed. Raises BrokenOrderError, and the errors of an instance or a replay."""
     rng = random.Random(seed)
     with Environment(order=seed, seed=seed) as env:
         members = {name: env.start(Member, name) for name in NAMES}
@@ -90,7 +90,7 @@ def run_seed(seed: int) -> None:
             if rng.random() < 0.2:
                 _crash(rng, rng.choice(list(members.values())))
         for _ in range(rng.randint(0, 15)):
-            env._world.network.parted.clear()  # as env.heal(), but nobody has run to the end yet
+            env._world.network.parted.clear()  # as env.heal(), but without a run to the end
             for _ in range(rng.randint(0, 4)):
                 one, other = rng.sample(NAMES, 2)
                 env._world.network.parted.add(frozenset((one, other)))
@@ -116,12 +116,12 @@ def _crash(rng: random.Random, member: Instance[Member]) -> None:
     member.recover()
 
 
-# --- what is promised -------------------------------------------------------------------------------------------------
+# --- promises ---------------------------------------------------------------------------------------------------------
 
 
 def check(seen: dict[str, list[tuple[str, str, str]]]) -> None:
-    """Consistency: one order of all runs fits what each got. Causality: nobody got a run behind what followed from it.
-    Exactly once."""
+    """Check consistency (one order of all runs fits what each got), causality (no run after its consequences), and
+    exactly once."""
     causes = _causes(seen)
     order: dict[str, set[str]] = defaultdict(set)
     for name, events in seen.items():
@@ -139,7 +139,7 @@ def check(seen: dict[str, list[tuple[str, str, str]]]) -> None:
 
 
 def _causes(seen: dict[str, list[tuple[str, str, str]]]) -> dict[str, set[str]]:
-    """The messages that each message follows from."""
+    """Return the messages that each message follows from."""
     causes: dict[str, set[str]] = defaultdict(set)
     changed = True
     while changed:

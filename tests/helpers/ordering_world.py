@@ -1,8 +1,8 @@
-"""Instances with nothing but the algorithm of ordered multicast, and a network that keeps the order of each stream.
+"""Model of instances with only the algorithm of ordered multicast, and a network that keeps each stream's order.
 
-Each operation and each arrival is a step that whoever drives the world chooses. What is delivered is checked as it is:
-nothing may be delivered before something that was visible anywhere when it was sent. That is causality by whatever
-means, as a side channel may lead from anywhere to anywhere.
+Each operation and each arrival is a step, which the driver of the world chooses. Each delivery is checked at once: it
+must follow all that was visible anywhere when its message was sent. That is causality by any means, since a side
+channel can lead from anywhere to anywhere.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Step = tuple[str, str, str]  # ("op", instance, "") or ("arrive", sender, receiv
 
 
 class Op(msgspec.Struct, frozen=True):
-    """``kind``: "multicast", or "plain" to the one destination."""
+    """Operation of a script. ``kind``: "multicast", or "plain" to the one destination."""
 
     kind: str
     destinations: tuple[str, ...]
 
 
 Script = dict[str, tuple[Op, ...]]
-"""What each instance sends, in this order, at any time."""
+"""Operations of each instance, which it sends in this order, at any time."""
 
 
 def multicast(*destinations: str) -> Op:
@@ -41,12 +41,12 @@ def plain(destination: str) -> Op:
 
 
 class ViolationError(AssertionError):
-    """The order that was promised is broken."""
+    """Raised when the promised order is broken."""
 
 
 @dataclass
 class Message:
-    """One that was sent: ``to`` each, and what was visible somewhere by then."""
+    """Message that was sent: its destinations, and what was visible somewhere by then."""
 
     to: tuple[str, ...]
     before: frozenset[str]
@@ -64,7 +64,7 @@ class World:
     delivered: dict[str, list[str]] = field(default_factory=dict)
     visible: set[str] = field(default_factory=set)
     messages: dict[str, Message] = field(default_factory=dict)
-    lates_left: int = 0  # how often a run that holds others up may be put off, at any time
+    lates_left: int = 0  # how often a run that delays others can be postponed, at any time
 
     def __post_init__(self) -> None:
         names = {one for ops in self.script.values() for op in ops for one in op.destinations} | self.script.keys()
@@ -82,9 +82,9 @@ class World:
         return found + [("arrive", *way) for way, queue in sorted(self.channels.items()) if queue]
 
     def commuting(self, *, early_commits: bool = False) -> Step | None:
-        """A step that all others commute with, so that it may be taken first: an arrival at who only sends and has
-        nothing more to send. ``early_commits``: and, once all is sent, a commit, as all clocks are there already,
-        which is what a broken algorithm forgets."""
+        """Return a step that all others commute with, so that it can be taken first: an arrival at an instance that
+        only sends, and has nothing left to send. ``early_commits``: also a commit once all is sent, since all clocks
+        have then advanced, which a broken algorithm forgets."""
         all_sent = early_commits and all(self.done[name] == len(ops) for name, ops in self.script.items())
         for (sender, receiver), queue in sorted(self.channels.items()):
             if queue and all_sent and isinstance(queue[0], Commit) and not self.sending[receiver].holds:
@@ -131,7 +131,7 @@ class World:
             self.put(name, held.destination, label)
 
     def before(self, name: str, label: str) -> frozenset[str]:
-        """What is visible somewhere by now, and the runs that ``name`` has sent before it."""
+        """Return what is visible somewhere by now, and the runs that ``name`` has sent before."""
         earlier = self.script[name][: int(label.removeprefix(name)) - 1]
         mine = {f"{name}{index + 1}" for index, one in enumerate(earlier) if one.kind == "multicast"}
         return frozenset(self.visible | mine)
@@ -169,11 +169,11 @@ class World:
                 elif isinstance(action, Release):
                     self.deliver(name, action.filed.calls)
                     machine.executed()
-                elif isinstance(action, RunsCommitted):  # from here on whoever hears of the sender may know of the run
+                elif isinstance(action, RunsCommitted):  # from now on whoever hears of the sender can know of the run
                     self.visible.update(self.run_labels.get((name, action.number), ()))
             self.sending[name].advance()
 
-    # --- what is promised ---------------------------------------------------------------------------------------------
+    # --- promises -----------------------------------------------------------------------------------------------------
 
     def deliver(self, name: str, calls: list[bytes]) -> None:
         for call in calls:
@@ -200,7 +200,7 @@ class World:
         return self.script[name][int(label.removeprefix(name)) - 1].kind == "multicast"
 
     def check_end(self) -> None:
-        """All has come to rest."""
+        """Check all promises once all is at rest."""
         for label, message in self.messages.items():
             for name in message.to:
                 if label not in self.delivered[name]:
@@ -210,7 +210,7 @@ class World:
         self.check_consistency()
 
     def check_consistency(self) -> None:
-        """One order of all runs fits what each instance has seen."""
+        """Check that one order of all runs fits what each instance has seen."""
         behind: dict[str, set[str]] = {}
         for seen in self.delivered.values():
             runs = [one for one in seen if self.is_run(one)]
@@ -231,7 +231,7 @@ class World:
         for one in list(behind):
             visit(one)
 
-    # --- copies: each is also a crash, as all instances come back from their checkpoints ------------------------------
+    # --- copies: each is also a crash, since all instances are restored from their checkpoints ------------------------
 
     def fork(self) -> World:
         other = World.__new__(World)
@@ -269,14 +269,14 @@ _decode_state = msgspec.msgpack.Decoder(State).decode
 
 
 def restored(machine: Ordering) -> State:
-    """Its state after a crash: what a checkpoint has of it."""
+    """Return the state of a machine after a crash, from its checkpoint."""
     return _decode_state(msgspec.msgpack.encode(machine.save()))
 
 
 def explore(
     script: Script, make: type[Ordering] = Ordering, *, early_commits: bool = False, lates: int = 0
 ) -> tuple[int, int]:
-    """All interleavings: (states seen, ends seen). Each step starts from a checkpoint. Raises ViolationError.
+    """Explore all interleavings: (states seen, ends seen). Each step starts from a checkpoint. Raises ViolationError.
 
     ``early_commits``: see :meth:`World.commuting`.
     """

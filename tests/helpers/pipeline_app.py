@@ -1,4 +1,4 @@
-"""An app whose calls the pipeline decodes, and a writer that keeps committing in a process of its own."""
+"""App whose calls the pipeline decodes, and a writer that keeps committing in a process of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arguments(*values: object) -> bytes:
 
 
 def keep_writing(folder: Path, count: int, pause_s: float) -> None:
-    """``count`` commits of one record each; a line on stdout once the first is durable."""
+    """Make ``count`` commits of one record each; print a line once the first is durable."""
     from tests.helpers.pipeline_logs import open_for_writing, random_specs, transaction_of
 
     store = open_for_writing(folder, "live")

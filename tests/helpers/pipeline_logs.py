@@ -1,6 +1,6 @@
-"""Logs whose content is known: records from specifications, and the rows that each table must show for them.
+"""Logs with known content: records from specifications, and the rows that each table must show for them.
 
-The rows follow from what was put in, not from the bytes: no decoder takes part.
+The rows are derived from the specifications, not from the bytes: no decoder takes part.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def output_rows(instance: str, specs: Sequence[RecordSpec]) -> list[Row]:
 
 
 def random_specs(seed: int, count: int, *, first_sequence_id: int = 0, messages_max: int = 6) -> list[RecordSpec]:
-    """Records as a coordinator would log them: positions of each stream follow one another, times do not go back."""
+    """Return records as a coordinator would log them: positions of a stream are consecutive, times never go back."""
     draw = random.Random(seed)
     positions: dict[tuple[BatchKind, str], int] = {}
     time_ns = START_NS + first_sequence_id * 1_000_000
@@ -205,7 +205,7 @@ def open_for_writing(folder: Path, instance: str, committer_id: int = COMMITTER_
 
 
 def flip(folder: Path, needle: bytes, offset_bytes: int = 0) -> None:
-    """Flip one bit of the log's file, ``offset_bytes`` behind ``needle``, in every copy of its page."""
+    """Flip one bit of the log's file, ``offset_bytes`` after ``needle``, in every copy of its page."""
     path = folder / "data.mdb"
     data = bytearray(path.read_bytes())
     position = data.find(needle)

@@ -1,4 +1,4 @@
-"""A PostgreSQL of the tests' own: made from the machine's packages, on a Unix socket, with its disk as in service."""
+"""PostgreSQL of the tests' own: from the machine's packages, on a Unix socket, with synced writes as in service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSION_MIN = 15
 
 
 def binaries() -> Path | None:
-    """The newest server that is installed as Debian does it, and new enough; else the one in PATH."""
+    """Return the newest server that Debian's packages installed, if new enough; otherwise the one in PATH."""
     versions = [path for path in BINARIES.glob("*") if path.name.isdecimal() and int(path.name) >= VERSION_MIN]
     newest = max(versions, key=lambda path: int(path.name), default=None)
     found = None if newest is None else newest / "bin"
@@ -30,7 +30,7 @@ def binaries() -> Path | None:
 
 
 class Postgres:
-    """Runs until :meth:`stop`. ``folder``: of its socket and its data, within ``place``."""
+    """Server that runs until :meth:`stop`. ``folder``: of its socket and its data, within ``place``."""
 
     def __init__(self, programs: Path, place: Path | None = None, *settings: str) -> None:
         self._programs = programs
@@ -59,7 +59,7 @@ class Postgres:
         return done.returncode == 0
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> None:
-        """SIGINT: connections are broken off. SIGQUIT: as a crash, with a recovery at the next start."""
+        """Stop the server. SIGINT ends connections; SIGQUIT is like a crash, with a recovery at the next start."""
         if self._server is not None:
             self._server.send_signal(number)
             self._server.wait(30)
@@ -70,7 +70,7 @@ class Postgres:
         shutil.rmtree(self.folder)
 
     def url(self, instance: str = "", database: str = "postgres", **options: str) -> str:
-        """Of the log of ``instance``."""
+        """Return the URL of the log of ``instance``."""
         name = re.sub(r"\W+", "-", instance)
         more = "".join(f"&{key}={quote(value)}" for key, value in options.items())
         return f"postgresql://owner@/{database}?host={self.folder}{more}{f'#{name}' if name else ''}"
@@ -95,7 +95,7 @@ class Postgres:
 
 
 def user_of_servers() -> str | None:
-    """As whom it runs; None: as this process. It refuses to run as root."""
+    """Return the user of the server, which refuses to run as root; None: the user of this process."""
     if os.geteuid() != 0:
         return None
     return "postgres" if _is_user("postgres") else "nobody"

@@ -1,6 +1,6 @@
-"""Three servers of PostgreSQL: one takes writes, two follow it by streaming, and each commit waits for one of those.
+"""Three servers of PostgreSQL: a primary and two streaming standbys; each commit waits for one of these.
 
-Which one takes writes changes: :meth:`Cluster.promote`. One that was the primary comes back as a new copy.
+:meth:`Cluster.promote_instead` and others change the primary. A former primary returns as a new copy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SETTINGS = {
     "wal_sender_timeout": "10s",
     "synchronous_standby_names": f"ANY 1 ({', '.join(f'pg{number}' for number in range(SERVERS))})",
 }
-SEGMENT_MIB = 1  # of the write-ahead log: it is small, and a full disk is met soon
+SEGMENT_MIB = 1  # of the write-ahead log: small, so that a full disk is reached soon
 
 
 class Server:
-    """One of them, with its folder; ``size_mib``: of a file system of its own, in memory, which can be full (root)."""
+    """Server of the cluster. ``size_mib``: of a file system of its own, in memory, which can become full (root)."""
 
     def __init__(self, programs: Path, number: int, folder: Path, address: str, size_mib: int | None) -> None:
         self.name = f"pg{number}"
@@ -73,7 +73,7 @@ class Server:
                 file.write(f"host all all {host} trust\nhost replication all {host} trust\n")
 
     def copy(self, source: Server) -> None:
-        """All of ``source``, which runs."""
+        """Copy all data of ``source``, which is running."""
         shutil.rmtree(self.data, ignore_errors=True)
         place = ["-h", self._address, "-p", str(source.port), "-U", OWNER]
         self.run("pg_basebackup", "-D", str(self.data), *place, "-c", "fast", "-X", "stream")
@@ -82,7 +82,7 @@ class Server:
             shutil.chown(self.data / "standby.signal", self._user)
 
     def start(self, primary: str) -> None:
-        """``primary``: where it follows, as long as it is a standby."""
+        """Start the server. ``primary``: the server that it follows while it is a standby."""
         settings = {**SETTINGS, "listen_addresses": self._address, "port": str(self.port), "primary_conninfo": primary}
         settings |= {"unix_socket_directories": str(self.folder), "cluster_name": self.name}
         arguments = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
@@ -108,7 +108,7 @@ class Server:
         return self.process is not None and self.process.poll() is None
 
     def end(self, number: signal.Signals = signal.SIGQUIT) -> None:
-        """SIGQUIT: as by a crash; what is in memory is not written."""
+        """End the server. SIGQUIT acts as a crash: data in memory is not written."""
         if self.process is not None:
             self.send(signal.SIGCONT)
             self.process.send_signal(number)
@@ -116,7 +116,7 @@ class Server:
             self.process = None
 
     def send(self, number: signal.Signals) -> None:
-        """To all its processes."""
+        """Send a signal to all processes of the server."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -130,7 +130,7 @@ class Server:
         self.run("pg_ctl", "promote", "-D", str(self.data), "-w", "-t", "60")
 
     def fill(self) -> None:
-        """Its disk, to the last byte."""
+        """Fill the server's disk to the last byte."""
         with (self.folder / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
@@ -158,7 +158,7 @@ class Server:
 
 
 class Cluster:
-    """A context manager. ``address``: where all listen; ``hosts``: who may connect, besides this machine itself."""
+    """Cluster as a context manager. ``address``: of all servers; ``hosts``: other hosts that can connect."""
 
     def __init__(
         self, programs: Path, address: str = "127.0.0.1", hosts: Sequence[str] = (), size_mib: int | None = None
@@ -196,7 +196,7 @@ class Cluster:
         return [server for server in self.servers if server is not self.primary]
 
     def url(self, user: str = OWNER) -> str:
-        """With all hosts."""
+        """Return the URL with all hosts."""
         places = ",".join(server.place for server in self.servers)
         return f"postgresql://{user}@{places}/postgres?sslmode=prefer"
 
@@ -216,7 +216,7 @@ class Cluster:
         self._start(server)
 
     def until_whole(self) -> None:
-        """All run, both standbys follow, and have all that there is."""
+        """Wait until all servers run, and both standbys follow and have all data."""
         for server in self.servers:
             if not server.runs:
                 self._start(server)
@@ -230,13 +230,13 @@ class Cluster:
         wait_for(is_whole, lambda: "both standbys follow\n" + "\n".join(one.tail() for one in self.servers))
 
     def fail_over(self) -> None:
-        """The primary is gone at once; the standby that has most is promoted. What was acknowledged, that one has."""
+        """End the primary at once, and promote the standby with most data, which has all that was acknowledged."""
         self.primary.end(signal.SIGQUIT)
         self.primary = max(self.standbys, key=_received)
         self.primary.promote()
 
     def promote_one_behind(self, until_more_is_done: Callable[[], None]) -> Server:
-        """A standby that was away while commits were done; all others are gone. One of those that has all."""
+        """Promote a standby that was down during some commits, with all others down; return a complete one."""
         behind, other = self.standbys
         behind.end(signal.SIGQUIT)
         until_more_is_done()
@@ -248,7 +248,7 @@ class Cluster:
         return other
 
     def promote_instead(self, server: Server) -> None:
-        """In place of the primary, which is gone; all others come back as its copies."""
+        """Promote ``server`` in place of the primary, which ends; all others return as its copies."""
         self.primary.end(signal.SIGQUIT)
         self.primary = server
         self._start(server)
@@ -256,7 +256,7 @@ class Cluster:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Those that do not run come back as copies of the primary."""
+        """Restart the servers that do not run, as copies of the primary."""
         for server in self.standbys:
             if not server.runs:
                 server.copy(self.primary)

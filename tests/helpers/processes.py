@@ -1,4 +1,4 @@
-"""Real coordinators as processes, and small apps on real sockets. All waiting is for a condition, up to a deadline."""
+"""Real coordinators as processes, and small apps on real sockets. All waits are for a condition, up to a deadline."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from immortal.protocol.messages import (
 from immortal.protocol.readers import BlobData, BlobStart, RecordReader
 
 DEADLINE_S = 20.0
-LOOK_S = 0.02  # between two looks at what nobody tells of
-FORWARD, TOLD = 1, 2  # methods: tell the peer the same number; have been told
+LOOK_S = 0.02  # between two checks of a condition without events
+FORWARD, TOLD = 1, 2  # methods: send the same number to the peer; receive it
 BASE_TYPES = frozenset({0, 1, 2, 5, 8, 9, 11})
 
 
 class CoordinatorProcess:
-    """One `coordinator NAME`; its log lines as they come."""
+    """Process of `coordinator NAME`, and its log lines."""
 
     def __init__(self, settings: InstanceSettings, home: Path, *options: str, started: bool = True) -> None:
         self.settings = settings
@@ -65,7 +65,7 @@ class CoordinatorProcess:
             self._changed.notify_all()
 
     def line(self, text: str, count: int = 1) -> str:
-        """The ``count``-th line with ``text``, once it is there."""
+        """Return the ``count``-th line with ``text``, once it is there."""
 
         def there() -> bool:
             return self.count(text) >= count or self.lines[-1:] == [""]
@@ -79,13 +79,13 @@ class CoordinatorProcess:
         return sum(text in line for line in self.lines)
 
     def ended(self) -> tuple[int, list[str]]:
-        """The exit status and all lines, once it has ended by itself."""
+        """Return the exit status and all lines, once the process has ended by itself."""
         status = self.process.wait(DEADLINE_S)
         self._reader.join(DEADLINE_S)
         return status, [line for line in self.lines if line]
 
     def failed(self, expected: int = 1) -> str:
-        """Ended with that status; the one line of its error."""
+        """Wait for the end with that status; return the last line of an error."""
         status, lines = self.ended()
         assert status == expected, (status, lines)
         assert not any("Traceback" in line for line in lines), lines
@@ -101,7 +101,7 @@ class CoordinatorProcess:
         self.process.send_signal(signal.SIGTERM)
 
     def pause(self) -> None:
-        """It stands still until :meth:`resume`; what is sent to it waits in its sockets."""
+        """Stop the process (SIGSTOP) until :meth:`resume`; bytes sent to it wait in its sockets."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -112,7 +112,7 @@ class CoordinatorProcess:
         return control.query(self.settings.folder, "status")
 
     def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The status for which ``condition`` holds."""
+        """Return the first status for which ``condition`` holds."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition(status := self.status()):
             assert time.monotonic() < deadline, f"it does not come about: {status}\n{self.lines}"
@@ -120,9 +120,10 @@ class CoordinatorProcess:
 
 
 class SocketApp:
-    """A deterministic app: it lists what it is called with, and tells ``peer`` what it is to forward.
+    """Deterministic app: it keeps the numbers that it is called with, and forwards some of them to ``peer``.
 
-    ``extended``: it says Hello and wants all extensions. Otherwise it knows the base protocol; all else fails the test.
+    ``extended``: it says Hello and asks for all extensions. Otherwise it knows the base protocol; all else fails the
+    test.
     """
 
     def __init__(
@@ -184,14 +185,14 @@ class SocketApp:
     # --- listening ---------------------------------------------------------------------------------------------------
 
     def until(self, condition: Callable[[], bool]) -> SocketApp:
-        """Let all apps handle what comes in until ``condition`` holds."""
+        """Let all apps handle their input until ``condition`` holds."""
         while not condition():
             assert not self.closed, f"the connection ended: {self.state} {self.refusal}"
             self.turn()
         return self
 
     def serve_until(self, condition: Callable[[], bool]) -> None:
-        """As until(), for something that no app hears of."""
+        """Serve as until(), for a condition that no app's input announces."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, f"it does not come about: {self.state}"
@@ -199,7 +200,7 @@ class SocketApp:
                 self.receive()
 
     def turn(self) -> None:
-        """All apps of the test handle what has come in; at least one has."""
+        """Let all apps of the test handle their input; at least one has some."""
         alive = [app for app in self.neighbours if not app.closed]
         ready, _, _ = select.select([app.socket for app in alive], [], [], DEADLINE_S)
         assert ready, f"nothing more comes in: {[(app.state, app.types) for app in alive]}"
@@ -208,7 +209,7 @@ class SocketApp:
                 app.receive()
 
     def ready(self) -> SocketApp:
-        """Primary, with the initial message back."""
+        """Wait until the app is primary and has got its initial message back."""
         return self.until(lambda: self.primary and bool(self.state.get("begun")))
 
     def until_closed(self) -> SocketApp:
@@ -286,7 +287,7 @@ class SocketApp:
 
 
 class House:
-    """The instances of one test. What it starts, it stops."""
+    """Instances of one test, which stops all that it starts."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -295,7 +296,7 @@ class House:
         self._apps: list[SocketApp] = []
 
     def register(self, *names: str, **options: Any) -> None:
-        options = {"app_auth": "none", **options}  # the apps of these tests may know only the base protocol
+        options = {"app_auth": "none", **options}  # the apps of these tests can know only the base protocol
         for name in names:
             self.registry.register(name, "tcp://127.0.0.1:*", **options)
 
@@ -311,7 +312,7 @@ class House:
         return kind(self.settings(name), self._apps, **options)
 
     def both(self, name: str, **options: Any) -> tuple[CoordinatorProcess, SocketApp]:
-        """A registered instance, in normal processing."""
+        """Start a registered instance, up to normal processing."""
         process = self.start(name)
         return process, self.app(name, **options).ready()
 

@@ -1,4 +1,4 @@
-"""Programs of a user's for the search at the start, imported for real. ``#: words`` marks a line to be found."""
+"""Users' programs for the search at the start, really imported. ``#: words`` marks a line to be found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from immortal import Immortal, Impulses, Transient, impulse, initial, on_primary
 
 
 class Program:
-    """Modules of a user's, imported for real."""
+    """Modules of a user, really imported."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class Program:
         return check(definition_of(getattr(self.module(source), name)))
 
     def compare(self, source: str, name: str = "Counter") -> None:
-        """The findings are those that the source announces."""
+        """Check that the findings are those that the source announces."""
         module = self.module(source)
         findings = check(definition_of(getattr(module, name)))
         found = {(finding.line, str(finding)) for finding in findings if finding.file == module.__file__}

@@ -1,4 +1,4 @@
-"""A project of two services in a folder, and `immortal dev` on it."""
+"""Project of two services in a folder, and `immortal dev` on it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def immortal(folder: Path, *arguments: str, status: int = 0, **environment: str) -> str:
-    """What the command prints, in ``folder``; it must end with ``status`` and without a traceback."""
+    """Run a command in ``folder``; return its output. It must end with ``status`` and without a traceback."""
     done = commands.run(folder, *arguments, environment=environment)
     output = done.stdout + done.stderr
     assert done.returncode == status, f"status {done.returncode}: {output}"
@@ -98,7 +98,7 @@ def immortal(folder: Path, *arguments: str, status: int = 0, **environment: str)
 
 
 class Development:
-    """`immortal dev` without a terminal, and its lines as they come."""
+    """Process of `immortal dev` without a terminal, and its lines as they are printed."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class Development:
             self._more.notify_all()
 
     def see(self, *texts: str) -> str:
-        """The next line behind the last one seen that has all of ``texts``."""
+        """Return the next line, after the last one seen, that has all of ``texts``."""
 
         def found() -> int | None:
             numbers = range(self._looked, len(self.lines))
@@ -146,7 +146,7 @@ class Development:
         return f"no line with {texts} came:\n{shown}"
 
     def ready(self, *names: str) -> None:
-        """Each of ``names`` is, in any order."""
+        """Wait until each of ``names`` is ready, in any order."""
         with self._more:
             there = self._more.wait_for(
                 lambda: all(
@@ -165,7 +165,7 @@ class Development:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            self.process.kill()  # what it runs dies with it
+            self.process.kill()  # its children die with it
         self.process.wait(DEADLINE_S)
         self._reader.join(DEADLINE_S)
         assert self.process.stdout is not None

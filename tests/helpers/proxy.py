@@ -1,7 +1,7 @@
-"""A TCP proxy that breaks what it passes on, when a test says so.
+"""TCP proxy that breaks connections when a test says so.
 
-"To" is the direction towards the target, "back" the other. What is asked for holds for all connections, also those that
-are made later, until it is taken back.
+"To" is the direction towards the target, "back" the other. A fault applies to all connections, also later ones, until
+it is removed.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Faults:
-    """What is done to the bytes. Changed by :meth:`FaultProxy.set` only."""
+    """Faults of the proxy, changed by :meth:`FaultProxy.set` only."""
 
     stalled: bool = False  # nothing is read: the sender's window fills, as if the other end hung
     held: bool = False  # everything is read and kept, nothing is passed on
     black_hole: bool = False  # everything is read and thrown away
     delay_s: float = 0.0  # each piece is passed on so much later
     rate_bytes_per_s: float | None = None  # towards the target
-    cut_after_bytes: int | None = None  # so many more towards the target, then all connections end
+    cut_after_bytes: int | None = None  # all connections end after so many more towards the target
     refusing: bool = False  # new connections are closed at once
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """One direction of a connection: pieces on their way, with the time at which they came in."""
+    """One direction of a connection: pieces on their way, with the times at which they arrived."""
 
     pieces: deque[tuple[float, bytes]] = field(default_factory=deque)
     ended: bool = False
-    stranded: bool = False  # its sender is cut off; what is in it waits for deliver_stranded()
+    stranded: bool = False  # its sender is cut off; its pieces wait for deliver_stranded()
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class _Connection:
 
 
 class FaultProxy:
-    """Listens at ``endpoint``, passes connections on to ``target``; both are tcp://host:port. A context manager."""
+    """Proxy at ``endpoint``, which passes connections on to ``target``; both are tcp://host:port. A context manager."""
 
     def __init__(self, target: str, *, record: bool = False) -> None:
         self.target = target
@@ -61,7 +61,7 @@ class FaultProxy:
         self.accepted = 0  # connections made so far
         self.cuts = 0  # made by cut_after_bytes
         self.passed_bytes = 0  # towards the target
-        self.recordings: list[bytes] = []  # of ended connections: all that came in from the near side
+        self.recordings: list[bytes] = []  # of ended connections: all bytes from the near side
         self._record = record
         self._faults = Faults()
         self._connections: list[_Connection] = []
@@ -82,7 +82,7 @@ class FaultProxy:
         self._thread.join(DEADLINE_S)
         self._loop.close()
 
-    # --- what a test asks for -----------------------------------------------------------------------------------------
+    # --- methods for tests --------------------------------------------------------------------------------------------
 
     def set(self, **faults: object) -> None:
         """Change :class:`Faults`, as in ``set(delay_s=0.1)``."""
@@ -94,23 +94,23 @@ class FaultProxy:
         self._do(change)
 
     def retarget(self, target: str) -> None:
-        """Pass new connections on to another place."""
+        """Pass new connections on to another target."""
         self._do(lambda: setattr(self, "target", target))
 
     def cut(self) -> int:
-        """End all connections at once, with what is on its way; how many there were."""
+        """End all connections at once, with the bytes on their way; return their number."""
         return self._do(self._cut_all)
 
     def strand(self) -> int:
-        """Cut the senders off, but keep their connections to the target, with what is on its way there."""
+        """Cut the senders off, but keep their connections to the target, with the bytes on their way there."""
         return self._do(self._strand_all)
 
     def deliver_stranded(self) -> None:
-        """Let what was stranded arrive; its connections stay open until the target ends them."""
+        """Let stranded bytes arrive; their connections stay open until the target ends them."""
         self._do(self._unstrand_all)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what this object shows."""
+        """Wait until a condition on this object holds."""
 
         async def waiting() -> None:
             async with self._changed:
@@ -119,7 +119,7 @@ class FaultProxy:
         self._run(waiting())
 
     def play_again(self, recording: bytes) -> socket.socket:
-        """A new connection to the target that says what an earlier one has said; to be closed by the caller."""
+        """Open a connection to the target that sends the bytes of an earlier one; the caller must close it."""
         host, port = _address(self.target)
         again = socket.create_connection((host, port), timeout=DEADLINE_S)
         again.sendall(recording)
@@ -213,7 +213,7 @@ class FaultProxy:
             self._end_connection(connection)
 
     async def _limit(self, line: _Line, data: bytes) -> bytes:
-        """What of ``data`` goes now, after the time that it takes; the rest is put back."""
+        """Return the part of ``data`` that is sent now, after its time; the rest is put back."""
         faults = self._faults
         size_bytes = len(data)
         if faults.rate_bytes_per_s is not None:
@@ -241,7 +241,7 @@ class FaultProxy:
             self.recordings.append(bytes(connection.recorded))
         for writer in (connection.near, connection.far):
             with contextlib.suppress(OSError):
-                writer.close()  # sends what the transport still holds, then ends the connection
+                writer.close()  # sends the transport's remaining bytes, then ends the connection
 
     def _strand_all(self) -> int:
         count = 0

@@ -1,4 +1,4 @@
-"""Logs of SDK apps, made without a process or socket: real machines over real logs, with the apps' own dispatchers."""
+"""Logs of SDK apps, written without a process or socket: real machines over real logs, with the apps' dispatchers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _modules = itertools.count(1)
 
 
 def write_module(folder: Path, source: str) -> str:
-    """A module of its own in ``folder``; its name, for ``module:Class`` in a process with that folder on its path."""
+    """Write a module in ``folder``; return its name, for ``module:Class`` in a process with that folder on its path."""
     name = f"recorded_app_{next(_modules)}"
     (folder / f"{name}.py").write_text(source)
     return name
@@ -43,7 +43,7 @@ def load_module(folder: Path, name: str) -> ModuleType:
 
 
 class RecordedInstance:
-    """One instance of a test: ``cls`` runs in this process. Everything it does goes through its log in ``folder``."""
+    """Instance of a test: ``cls`` runs in this process. All that it does goes through its log in ``folder``."""
 
     def __init__(self, instances: Instances, name: str, cls: type, *, upgrade_to: int | None = None) -> None:
         self.instances = instances
@@ -66,11 +66,11 @@ class RecordedInstance:
         return self.dispatcher.instance
 
     def impulse(self, handler: str, *arguments: Any, to: str = "") -> None:
-        """One impulse, logged and handled before this returns. ``to``: an attribute that is a peer."""
+        """Send one impulse, which is logged and handled before this returns. ``to``: an attribute that is a peer."""
         self.impulses([(handler, arguments)], to=to)
 
     def impulses(self, calls: Sequence[tuple[str, Sequence[Any]]], *, to: str = "") -> None:
-        """Several, in one record."""
+        """Send several impulses, in one record."""
         dispatcher = self.dispatcher
         impulses = Impulses(dispatcher.instance, dispatcher.definition, dispatcher.outbox.impulses)
         target = getattr(impulses, to) if to else impulses
@@ -89,7 +89,7 @@ class RecordedInstance:
         self.instances.settle()
 
     def turn(self) -> bool:
-        """Let the app handle what there is for it; False if there was nothing."""
+        """Let the app handle its input; return False if there was none."""
         driven, dispatcher = self.driven, self.dispatcher
         driven.now_ns = self.instances.next_time_ns()
         data = bytes(driven.app_bytes)
@@ -111,7 +111,7 @@ class RecordedInstance:
 
 
 class Instances:
-    """The instances of one test, which reach each other."""
+    """Instances of one test, which reach each other."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Instances:
         *,
         fails_alone: bool = False,
     ) -> None:
-        self.fails_alone = fails_alone  # without it, a message that fails fails the test
+        self.fails_alone = fails_alone  # if False, a message that fails makes the test fail
         self.folder = folder
         self.effects = effects
         self.limits = limits
@@ -133,7 +133,7 @@ class Instances:
         return self._time_ns
 
     def start(self, name: str, cls: type, *, upgrade_to: int | None = None) -> RecordedInstance:
-        """Start it for the first time, or recover it."""
+        """Start an instance for the first time, or recover it."""
         instance = self._running[name] = RecordedInstance(self, name, cls, upgrade_to=upgrade_to)
         self.settle()
         return instance
@@ -142,7 +142,7 @@ class Instances:
         self._running.pop(name).close()
 
     def settle(self) -> None:
-        """Until nobody has anything to do."""
+        """Run until no instance has anything to do."""
         moved = True
         while moved:
             moved = False

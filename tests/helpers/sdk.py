@@ -1,4 +1,4 @@
-"""The other end of an app: a dispatcher driven by hand, and a small coordinator on a real socket."""
+"""Other end of an app: a dispatcher driven by hand, and a small coordinator on a real socket."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SEED = bytes(range(16))
 
 
 def upgrade_record(version: int | None, message_type: int = MessageType.UPGRADE_TAKE_CHECKPOINT) -> bytes:
-    """The control record that asks for an upgrade; without a version, as a base coordinator does."""
+    """Return the control record that asks for an upgrade; without a version, as a base coordinator does."""
     content = b"" if version is None else encode_version(version)
     return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, content + encode_message(message_type))
 
 
 @dataclass
 class Life:
-    """A dispatcher and what it sent."""
+    """Dispatcher and its output."""
 
     dispatcher: Dispatcher
     output: AppOutput
@@ -59,7 +59,7 @@ class Life:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Those that the app has sent."""
+        """Return the verdicts that the app has sent."""
         sent = [one for one in self.output.messages if one.message_type == MessageType.VERDICT]
         return [decode_verdict(one.data) for one in sent]
 
@@ -69,14 +69,14 @@ class Life:
 
 
 def verdicts_record(*verdicts: Verdict) -> bytes:
-    """What a coordinator that keeps verdicts sends before the first record."""
+    """Return the record that a coordinator with verdicts sends before the first record."""
     return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, b"".join(encode_verdicts(verdicts)))
 
 
 def first_start(
     app: type, piece_size_bytes: int = 1 << 20, *, effects: EffectRunner | None = None, **more: Any
 ) -> Life:
-    """Without verdicts, as beside a coordinator that keeps none: whatever fails stops the app."""
+    """Start an app without verdicts, as beside a coordinator that keeps none: a failure stops the app."""
     life = Life.of(app, effects, **more)
     life.give(TAKE_FIRST, piece_size_bytes)
     life.give(initial_record(life.output.initial_message), piece_size_bytes)
@@ -84,7 +84,7 @@ def first_start(
 
 
 def first_start_with_verdicts(app: type, name: str = "", **more: Any) -> Life:
-    """Beside a coordinator that keeps verdicts: what fails, fails alone."""
+    """Start an app beside a coordinator that keeps verdicts: a failure affects only its message."""
     life = Life.of(app, **more)
     life.give(verdicts_record() + TAKE_FIRST)
     life.give(initial_record(life.output.initial_message, name))
@@ -99,7 +99,7 @@ def recover(
     verdicts: Iterable[Verdict] | None = None,
     **more: Any,
 ) -> Life:
-    """``verdicts``: those in the log; None: the coordinator keeps none."""
+    """Recover an app. ``verdicts``: those in the log; None: the coordinator keeps none."""
     life = Life.of(app, **more)
     told = b"" if verdicts is None else verdicts_record(*verdicts)
     life.give(checkpoint_record(blob) + told + b"".join(records) + TAKE_FIRST, piece_size_bytes)
@@ -112,7 +112,7 @@ Script = Callable[["ScriptedCoordinator"], None]
 
 
 class ScriptedCoordinator(threading.Thread):
-    """Listens, takes one app, runs the script, closes."""
+    """Coordinator that listens, takes one app, runs the script, closes."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(daemon=True)

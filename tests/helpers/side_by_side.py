@@ -1,4 +1,4 @@
-"""Tests side by side, in processes of pytest-xdist."""
+"""Parallel tests, in processes of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ PORTS = range(15000, 32768)  # below those of outgoing connections
 
 
 def ports_of(worker: str, workers: int) -> str:
-    """IMMORTAL_PORTS for one of the processes, "gw0", "gw1" and so on: what one registers, no other one binds first."""
+    """Return IMMORTAL_PORTS for a process "gw0", "gw1" and so on: no other one binds a port that it registers."""
     size = len(PORTS) // workers
     lowest = PORTS.start + size * int(worker.removeprefix("gw"))
     return f"{lowest}-{lowest + size - 1}"
 
 
 class Groups(LoadScopeScheduling):
-    """Hands out group after group, in the order of the tests."""
+    """Scheduling of one group after the other, in the order of the tests."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
 
 class Room:
-    """Any number of tests are in it, or one that wants to be alone: across all processes with the same ``folder``."""
+    """Lock that many tests share, or one test has alone, across all processes with the same ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._door = (folder / "door").open("w")
         self._inside = (folder / "inside").open("w")
 
     def enter(self, *, alone: bool) -> None:
-        fcntl.flock(self._door, fcntl.LOCK_EX)  # who waits to be alone waits here in the door, so that nobody passes
+        fcntl.flock(self._door, fcntl.LOCK_EX)  # a test that waits to be alone holds the door, so that nobody passes
         fcntl.flock(self._inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(self._door, fcntl.LOCK_UN)
 

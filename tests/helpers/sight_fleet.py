@@ -1,4 +1,4 @@
-"""Two instances with logs and settings, of which one waits for the other: for tests of what shows logs."""
+"""Two instances with logs and settings, one of which waits for the other: for tests of tools that show logs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Reader(Immortal):
 
 
 def make_fleet(folder: Path, words: list[str]) -> str:
-    """The registry is in ``folder``/HOME; gives the module's name, which is in ``folder``.
+    """Make the registry in ``folder``/HOME; return the name of the app's module in ``folder``.
 
     Each word is a record of its own; at the end one handler waits for an effect, and one for a timer.
     """

@@ -14,7 +14,7 @@ import immortal.pipeline.session
 @contextmanager
 def running_session() -> Iterator[SparkSession]:
     options = {"spark.sql.shuffle.partitions": "4", "spark.driver.memory": "1g"}
-    # Behind all others, its workers would not start within the 10 s that Spark gives them while other tests run.
+    # With a lower priority its workers would not start within Spark's 10 s while other tests run.
     with patch.object(immortal.pipeline.session, "_NICENESS", 0):
         spark = immortal.pipeline.session.session("local[2]", "immortal tests", **options)
     try:
@@ -31,7 +31,7 @@ def read(spark: SparkSession, table: str, *paths: object, **options: object) -> 
 
 
 def rows(frame: DataFrame, *order: str) -> list[dict[str, object]]:
-    """The rows as plain dicts; binary as bytes."""
+    """Return the rows as plain dicts; binary as bytes."""
     collected = (frame.orderBy(*order) if order else frame).collect()
     return [
         {name: bytes(value) if isinstance(value, bytearray) else value for name, value in row.asDict().items()}

@@ -1,4 +1,4 @@
-"""A real standalone cluster on loopback: one master, some workers, each a Java process of its own, ports asked for."""
+"""Real standalone cluster on loopback: a master and some workers, each a Java process on free ports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BRIEF_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 REPOSITORY = Path(__file__).parents[2]
 _SETTINGS = {
     "SPARK_DAEMON_MEMORY": "256m",
-    # They live for a minute: code that is compiled well, or collected by several threads, does not pay.
+    # They run for a minute: optimized code, or parallel garbage collection, is not worth its start.
     "SPARK_DAEMON_JAVA_OPTS": BRIEF_JVM,
     "SPARK_MASTER_OPTS": "-Dspark.master.rest.enabled=false",  # its port would be a fixed one
 }
@@ -30,7 +30,7 @@ _SETTINGS = {
 
 @contextmanager
 def standalone_cluster(folder: Path, workers: int = 2) -> Iterator[str]:
-    """Its URL, once all workers are registered. Every process that was started is stopped."""
+    """Yield the cluster's URL, once all workers are registered. Every process that was started is stopped."""
     spark_home = Path(pyspark.__file__).parent
     java = find_java()
     environment = {

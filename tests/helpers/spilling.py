@@ -1,4 +1,4 @@
-"""An app whose calls are so large that its coordinator's memory soon has no room for them."""
+"""App whose calls are so large that its coordinator's memory soon has no room for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CALL_SIZE_BYTES = 256 << 10
 
 
 class Caller(SocketApp):
-    """Each impulse makes it call its peer once, with a large argument."""
+    """App that calls its peer once for each impulse, with a large argument."""
 
     def _forward(self, number: int) -> None:
         if not self.attached:
@@ -26,6 +26,6 @@ class Caller(SocketApp):
 
 
 def limit_memory(registry: Registry, name: str, memory_mib: int = 1) -> None:
-    """What the instance keeps in memory for one peer; more goes to its log."""
+    """Limit the memory for messages to one peer; further ones are spilled to the log."""
     with registry.path(name).open("a") as file:
         file.write(f"\n[tuning]\npeer_buffer_mib_max = {memory_mib}\n")

@@ -1,4 +1,4 @@
-"""An app whose every step is the test's, beside a real coordinator."""
+"""App whose every step the test takes, beside a real coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.processes import DEADLINE_S, CoordinatorProcess
 
 
 class SteppingApp:
-    """An app whose every step is the test's: it gathers what it is sent, and says what it is told to say."""
+    """App whose every step the test takes: it gathers its input, and sends only what the test says."""
 
     def __init__(self, process: CoordinatorProcess, version: int = 2) -> None:
         settings = process.settings

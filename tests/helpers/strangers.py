@@ -1,4 +1,4 @@
-"""Another user of the same machine: what he gets when he tries something. Only root can be somebody else."""
+"""Another user of the same machine, whose attempts a test runs. Only root can act as somebody else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can try as 
 
 
 def as_stranger(act: Callable[[], object]) -> str:
-    """What ``act`` gives, or the name of the OSError that it raises, in a process of that user."""
+    """Run ``act`` in a process of that user; return its result, or the name of the OSError that it raises."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -37,7 +37,7 @@ def as_stranger(act: Callable[[], object]) -> str:
 
 
 def open_to_all(folder: Path) -> None:
-    """Everybody may look into ``folder`` and reach it, as where the users of a machine share a registry."""
+    """Let everybody read and reach ``folder``, as on a machine whose users share a registry."""
     for one in (folder, *folder.parents):
         if one.stat().st_uid == os.geteuid() and one.stat().st_mode & 0o005 != 0o005:
             one.chmod(one.stat().st_mode | 0o055)
@@ -48,7 +48,7 @@ def mode(path: Path) -> str:
 
 
 def modes(folder: Path) -> dict[str, str]:
-    """Of ``folder`` and all that is in it, by path: what is not for its owner alone."""
+    """Return the modes, by path, of ``folder`` and all in it that is not for its owner alone."""
     found = {path: mode(path) for path in (folder, *folder.rglob("*"))}
     private = {path for path, one in found.items() if one == ("0700" if path.is_dir() else "0600")}
     return {str(path.relative_to(folder)): one for path, one in found.items() if path not in private}

@@ -1,4 +1,4 @@
-"""Services for fleets of tests: one asks, another answers, and one that keeps to itself."""
+"""Services for fleets of tests: one asks, another answers, and one has no peers."""
 
 from __future__ import annotations
 

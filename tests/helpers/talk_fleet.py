@@ -1,4 +1,4 @@
-"""A registry's home with the logs of real coordinators, and new code that alters what some of its instances do."""
+"""Registry's home with the logs of real coordinators, and new code that changes some of its instances."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHANGES = {
 
 
 def record_talk(folder: Path) -> Path:
-    """The home: an asker and a helper that talked, and three tallies that run the same class on different numbers."""
+    """Return a home: an asker and a helper that talked, and three tallies of one class with different numbers."""
     instances = Instances(folder / "logs")
     running = {name: instances.start(name, CLASSES[name]) for name in reversed(CLASSES)}
     for number in range(5):
@@ -41,10 +41,10 @@ def record_talk(folder: Path) -> Path:
 
 
 def write_changed_code(folder: Path) -> str:
-    """A module of the same classes: helper answers otherwise, a tally counts at most 100, and no negative number.
+    """Write a module of the same classes: helper answers otherwise, a tally counts at most 100, and no negative number.
 
-    On the logs of :func:`record_talk` helper and tally-large do other things, a call of tally-negative fails, the
-    others do what they did.
+    On the logs of :func:`record_talk` helper and tally-large act otherwise, a call of tally-negative fails, the others
+    do the same.
     """
     source = Path(talk_app.__file__).read_text()
     for old, new in _CHANGES.items():
@@ -55,5 +55,5 @@ def write_changed_code(folder: Path) -> str:
 
 
 def app_options(module: str) -> list[str]:
-    """``--app`` for every instance, by its class in ``module``."""
+    """Return ``--app`` for every instance, by its class in ``module``."""
     return [part for name, cls in CLASSES.items() for part in ("--app", f"{name}={module}:{cls.__name__}")]

@@ -1,7 +1,7 @@
-"""The smallest backend that keeps its promises: every append is an entry at the end of one file, synced.
+"""The smallest correct backend: every append is an entry at the end of one file, synced.
 
-Whoever opens it for writing puts an entry there first; a writer compares, under a lock, where the file ends with where
-it believes that it ends. So the one before can write no more.
+A process that opens it for writing first appends an entry. A writer compares, under a lock, the end of the file with
+the end that it knows. So an earlier writer can write no more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ToyBackend(Backend):
         self.identity = read_identity(self._tables, self.where, instance_name)
         if writes:
             with self._locked():
-                self._read_on()  # what was appended since
+                self._read_on()  # entries that were appended meanwhile
                 self.fence = self._term + 1
                 self._write(Entry(self.fence))
 
@@ -59,7 +59,7 @@ class ToyBackend(Backend):
     def view(self, *, copies: bool = False) -> Iterator[MemoryTables]:
         with self._tables.lock:
             self.raise_failure()
-            if not self.fence:  # whoever writes has read all that is its own
+            if not self.fence:  # a writer has read all, since all new entries are its own
                 self._read_on()
             yield self._tables
 
@@ -90,7 +90,7 @@ class ToyBackend(Backend):
     def _write(self, entry: Entry) -> None:
         data = encode(entry)
         try:
-            os.ftruncate(self._file, self._end)  # what was cut off
+            os.ftruncate(self._file, self._end)  # remove an incomplete entry
             require(os.pwrite(self._file, data, self._end) == len(data), "a short write")
             os.fsync(self._file)
         except OSError as error:
@@ -123,7 +123,7 @@ class ToyBackend(Backend):
 
 
 class ToyPlace(Place):
-    """A location is the path of the file."""
+    """Place whose location is the path of the file."""
 
     scheme = "toy"
 

@@ -1,4 +1,4 @@
-"""A plain asyncio loop with a virtual clock: what asyncio itself does with a program of timers."""
+"""Plain asyncio loop with a virtual clock: shows what asyncio itself does with a program of timers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class WaitsForEverError(Exception):
-    """All tasks of a program wait for each other."""
+    """Raised when all tasks of a program wait for each other."""
 
 
 class NumberedTask(asyncio.Task[Any]):
-    """A task that has one place in a set, as in a handler: a TaskGroup cancels its tasks in the order of a set."""
+    """Task with a fixed hash, as in a handler: a TaskGroup cancels its tasks in the order of a set."""
 
     def __init__(self, loop: VirtualLoop, coroutine: Any, **options: Any) -> None:
         loop.tasks_count += 1
@@ -31,7 +31,7 @@ class NumberedTask(asyncio.Task[Any]):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose time goes to the next timer as soon as nothing else is to do."""
+    """Loop whose time moves to the next timer as soon as nothing else is to do."""
 
     _scheduled: list[asyncio.TimerHandle]
     _ready: Any
@@ -55,7 +55,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` to its end on a loop of its own, as asyncio.run does; what is left is cancelled in order.
+    """Run ``coroutine`` to its end on a loop of its own, as asyncio.run does; remaining tasks are cancelled in order.
 
     Raises WaitsForEverError where asyncio.run would hang.
     """
@@ -66,7 +66,7 @@ def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
         for task in left:
             task.cancel()
         if left:
-            loop.tasks_count -= 1  # of the wait, which a handler has not: what is left may make tasks as it cleans up
+            loop.tasks_count -= 1  # of the wait, which a handler lacks: cleanups of remaining tasks can create tasks
             loop.run_until_complete(asyncio.wait(left))
         loop.run_until_complete(loop.shutdown_asyncgens())
         return result

@@ -1,4 +1,4 @@
-"""Instances that wait for each other and for the time, and crash in between: real machines, logs and dispatchers."""
+"""Instances that wait for each other and for the time, with crashes between: real machines, logs and dispatchers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ S_NS = 1_000_000_000
 
 
 class EffectsByHand:
-    """An EffectRunner that runs nothing by itself."""
+    """EffectRunner that runs nothing by itself."""
 
     def __init__(self) -> None:
-        self.requests: list[EffectRequest] = []  # all that there were
-        self.cancelled: list[EffectRequest] = []  # those that were not done
+        self.requests: list[EffectRequest] = []  # all requests
+        self.cancelled: list[EffectRequest] = []  # requests that were not done
 
     def start(self, request: EffectRequest) -> None:
         self.requests.append(request)
@@ -34,7 +34,7 @@ class EffectsByHand:
 
 
 class WaitingInstances(Instances):
-    """``classes``: what each instance runs. A message to one that is down is sent again once it is up."""
+    """Instances by class. ``classes``: by name. A message to a stopped one is sent again once it runs."""
 
     def __init__(self, folder: Path, classes: dict[str, type], effects: EffectRunner | None = None) -> None:
         super().__init__(folder, effects)
@@ -54,14 +54,14 @@ class WaitingInstances(Instances):
         return self[name].dispatcher.tasks.count
 
     def effect_requests(self, name: str) -> list[EffectRequest]:
-        """What the running app waits for, and has no answer to."""
+        """Return the requests of the running app that have no answer."""
         requests = self[name].dispatcher.tasks.effects._requests.values()
         return [request for request in requests if not request.is_done]
 
     # --- crashes ----------------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """App and coordinator are gone, with all that they had not written or sent."""
+        """Stop app and coordinator, with all that they had not written or sent."""
         self.stop(name)
         self._unsent = [(sender, effect) for sender, effect in self._unsent if sender.name != name]
 
@@ -72,7 +72,7 @@ class WaitingInstances(Instances):
             self.start(name, self.classes[name])
 
     def step(self, name: str) -> bool:
-        """Let one instance handle what it has and say what it has to say, and go no further."""
+        """Let one instance handle its input and send its output, and do nothing more."""
         instance = self._running[name]
         moved = instance.turn()
         effects, instance.driven.effects = instance.driven.effects, []
@@ -101,7 +101,7 @@ class WaitingInstances(Instances):
         if isinstance(effect, ef.ReplyToPeer):
             assert isinstance(effect.token, tuple)
             sender, tag = effect.token
-            if self._running.get(sender.name) is sender:  # else it was for one that has crashed
+            if self._running.get(sender.name) is sender:  # otherwise it was for an instance that has crashed
                 sender.driven.handle(ev.PeerReplied(instance.name, tag, effect.frame))
             return True
         if isinstance(effect, ef.OperatorAnswered):
@@ -113,7 +113,7 @@ class WaitingInstances(Instances):
     # --- operators --------------------------------------------------------------------------------------------------
 
     def ask(self, name: str, event_type: type, *fields: object) -> Any:
-        """What the operator is answered who asks for that, once it is; None: not yet."""
+        """Send an operator's request; return its answer, None while there is none."""
         token = object()
         self[name].driven.handle(event_type(*fields, token))
         self.settle()
@@ -125,7 +125,7 @@ class WaitingInstances(Instances):
     # --- time -------------------------------------------------------------------------------------------------------
 
     def pass_time(self, duration_s: float) -> None:
-        """The clock goes on, and whoever has a timer that is due hears of it."""
+        """Advance the clock, and tell every instance that has a due timer."""
         self._time_ns += int(duration_s * S_NS)
         self.tell_time()
 
@@ -141,7 +141,7 @@ class WaitingInstances(Instances):
             self.settle()
 
     def pass_all_time(self) -> None:
-        """Until no timer is left."""
+        """Pass time until no timer is left."""
         while due := [d for i in self._running.values() if (d := i.dispatcher.next_due_ns) is not None]:
             self._time_ns = max(self._time_ns, min(due))
             self.tell_time()

@@ -1,4 +1,4 @@
-"""The keys that an instance knows, as its coordinator sees them, without one that runs."""
+"""Keys that an instance knows, as its coordinator sees them, without a running one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from immortal.coordinator.peers.security import POLL_NS, PeerSecurity
 
 
 class Watched:
-    """The security of "alice", and what it warns of. ``today``: a day that can be set."""
+    """Security of "alice", and its warnings. ``today``: a day that can be set."""
 
     def __init__(self, registry: Registry, today: date | None = None) -> None:
         self.today = today or keys.today()
@@ -28,7 +28,7 @@ class Watched:
 
     @property
     def callers(self) -> set[str]:
-        """Without the instance itself, whose keys its owner's clients show."""
+        """Return the callers without the instance itself, whose keys its owner's clients show."""
         assert self.it.security is not None
         names = set(self.it.security.callers.values())
         assert "alice" in names

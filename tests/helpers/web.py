@@ -1,4 +1,4 @@
-"""A web server as a process, on a free port of loopback, that can be killed and started again."""
+"""Web server as a process, on a free port of loopback, that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWER_S = 40.0
 
 
 class Web:
-    """uvicorn in ``folder``. The listening socket is the test's, so that the port stays the same over starts."""
+    """uvicorn in ``folder``. The listening socket is the test's, so that the port stays the same over restarts."""
 
     def __init__(self, folder: Path, app: str) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class Web:
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """The status, the body (of JSON, where there is one), and the headers in small letters."""
+        """Send a request; return the status, the body (decoded if it is JSON), and the headers in lower case."""
         connection = self.connection()
         try:
             given = None if body is None else json.dumps(body)

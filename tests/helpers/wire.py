@@ -1,6 +1,6 @@
-"""The coordinator's end of the wire, by hand: for tests of the SDK, with or without a socket.
+"""Coordinator's end of the wire, by hand: for tests of the SDK, with or without a socket.
 
-It does no I/O and keeps no log: it makes the bytes that a coordinator sends, and reads those that an app sends.
+It does no I/O and keeps no log: it encodes the bytes that a coordinator sends, and decodes those that an app sends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_TIME_NS = 1_700_000_000_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One message of an app. ``calls`` are those of a batch: (method ID, RPC type, arguments as they are encoded)."""
+    """Message of an app. ``calls`` are those of a batch: (method ID, RPC type, encoded arguments)."""
 
     message_type: int
     data: bytes = b""
@@ -43,12 +43,12 @@ class Sent:
 
 
 def call(method_id: int, *arguments: Any, rpc_type: RpcType = RpcType.FORK) -> bytes:
-    """One RPC message, as its receiver sees it."""
+    """Return one RPC message, as its receiver gets it."""
     return encode_incoming_rpc(method_id, rpc_type, encoder.encode(arguments))
 
 
 def control(message_type: MessageType, data: bytes = b"") -> bytes:
-    """A control record with one message."""
+    """Return a control record with one message."""
     return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, encode_message(message_type, data))
 
 
@@ -57,12 +57,12 @@ def accepted(count: int) -> bytes:
 
 
 def checkpoint_record(blob: bytes) -> bytes:
-    """What a recovery starts with: the record with sequence ID -2, and the blob."""
+    """Return the start of a recovery: the record with sequence ID -2, and the blob."""
     return encode_record(COMMITTER_ID, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(len(blob))) + blob
 
 
 def logged(sequence_id: int, calls: Iterable[bytes], time_ns: int | None = None) -> bytes:
-    """A logged record with one batch. ``time_ns`` is by default one second per record behind START_TIME_NS."""
+    """Return a logged record with one batch. ``time_ns``: by default one second per record after START_TIME_NS."""
     messages = list(calls)
     payload = b"".join(messages)
     time_ns = START_TIME_NS + sequence_id * 1_000_000_000 if time_ns is None else time_ns
@@ -71,12 +71,12 @@ def logged(sequence_id: int, calls: Iterable[bytes], time_ns: int | None = None)
 
 
 def answer(method_id: int, kind: RpcKind, number: int, *rest: Any) -> bytes:
-    """The answer to the call with this number: with the value, with nothing, or with (name, arguments, attributes)."""
+    """Return the answer to the call with this number: a value, nothing, or (name, arguments, attributes)."""
     return encode_incoming_rpc(method_id, RpcType.ASYNC, encoder.encode((number, *rest)), kind)
 
 
 def initial_record(initial_message: bytes, instance_name: str = "") -> bytes:
-    """Record 0: what the instance is called, if it is said, and the initial message's data, given back."""
+    """Return record 0: the instance's name, if given, and the data of the initial message."""
     name = encode_message(MessageType.INSTANCE_NAME, instance_name.encode()) if instance_name else b""
     content = encode_record_time(START_TIME_NS) + name + encode_message(MessageType.INITIAL_MESSAGE, initial_message)
     return encode_record(COMMITTER_ID, 0, content)
@@ -84,7 +84,7 @@ def initial_record(initial_message: bytes, instance_name: str = "") -> bytes:
 
 @dataclass
 class AppOutput:
-    """Reads what an app sends: ``messages`` in order, and the ``blobs`` of its checkpoints."""
+    """Reader of an app's output: ``messages`` in order, and the ``blobs`` of its checkpoints."""
 
     messages: list[Sent] = field(default_factory=list)
     blobs: list[bytes] = field(default_factory=list)
@@ -92,7 +92,7 @@ class AppOutput:
     _pieces: list[bytes] = field(default_factory=list)
 
     def receive_data(self, data: bytes) -> None:
-        """Raises RemoteProtocolError where an app's bytes are not the protocol, or use what it did not attach to."""
+        """Take an app's bytes. Raises RemoteProtocolError for wrong ones, or for a peer that was not attached."""
         self._reader.receive_data(data)
         while (event := self._reader.next_event()) is not None:
             if isinstance(event, BlobStart):
@@ -131,7 +131,7 @@ class AppOutput:
 
     @property
     def calls(self) -> list[tuple[str, int, tuple[Any, ...]]]:
-        """All calls and impulses so far: (destination, method ID, arguments)."""
+        """Return all calls and impulses so far: (destination, method ID, arguments)."""
         return [
             (sent.destination, method_id, tuple(msgspec.msgpack.decode(arguments)))
             for sent in self.messages

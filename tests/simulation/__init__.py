@@ -1,5 +1,4 @@
-"""Several real cores and real apps in one process and thread, over a simulated disk, network and clock, from one seed.
+"""Simulation of several real cores and apps in one thread, over a simulated disk, network and clock, from one seed.
 
-`plan.py` draws what is to happen, `world.py` runs it, `node.py` drives one core. README.md lists
-what is modelled.
+`plan.py` draws the faults and the work, `world.py` runs them, `node.py` drives one core. README.md lists the model.
 """

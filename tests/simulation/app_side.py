@@ -1,4 +1,4 @@
-"""An app's process beside its coordinator, and the connection between them: bytes come late and in any pieces."""
+"""App's process beside its coordinator, and their connection: bytes arrive late and in any pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AppInterface:
-    """What the driver has for an app, while one process of the coordinator lives."""
+    """Driver's port for an app, while one process of the coordinator lives."""
 
     def __init__(self, node: Node, rng: random.Random) -> None:
         self._node = node
@@ -29,14 +29,14 @@ class AppInterface:
         self._life = 0  # of the app
         self._to_app: deque[bytes] = deque()
         self._to_core = bytearray()
-        self._taken_bytes = 0  # by the app, and the core has not heard of it
+        self._taken_bytes = 0  # by the app; the core does not know of them yet
         self._reading = self._writing = self._acting = self._closing = self._paused = False
         self._slow = 1  # times as slow as usual
         self._time_due_ns: int | None = None
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is on its way, and the app has done all it is to do."""
+        """Return True if nothing is on its way, and the app has done all its work."""
         return self.app is not None and self.app.is_done and not (self._to_app or self._to_core or self.app.out)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class AppInterface:
         self._has_run()
 
     def crash(self) -> None:
-        """Its connection ends; what it had sent may still be read, or not."""
+        """End the app's connection; bytes that it had sent can still be read, or not."""
         if self.app is None:
             return
         if self._to_core and not self._paused and self._rng.random() < 0.5:
@@ -62,7 +62,7 @@ class AppInterface:
         self._is_gone()
 
     def outlive_coordinator(self) -> None:
-        """It works on until it sees that its coordinator is gone."""
+        """Let the app work on until it sees that its coordinator is gone."""
         if self.app is not None:
             try:
                 for data in self._to_app:
@@ -71,7 +71,7 @@ class AppInterface:
                 pass
 
     def end(self) -> None:
-        """Nothing more of it happens."""
+        """End the app: nothing more of it happens."""
         self.app = None
         self._life += 1
 
@@ -83,7 +83,7 @@ class AppInterface:
         self._node.post(ev.AppClosed())
 
     def _dies(self, app: App) -> None:
-        """Something that it handles has ended its process. All that it had put out is on its way."""
+        """End the app's process, which a message killed. All its output is on its way."""
         self._world.marks[f"app died while {self._node.phase.value}"] += 1
         self._node.note("the app dies")
         data = bytes(self._to_core + app.out)
@@ -123,7 +123,7 @@ class AppInterface:
         taken_bytes, self._taken_bytes = self._taken_bytes, 0
         return [ev.AppSent(taken_bytes)] if taken_bytes else ()
 
-    # --- what the app does -------------------------------------------------------------------------------------------
+    # --- acts of the app ---------------------------------------------------------------------------------------------
 
     def _read_later(self) -> None:
         if not self._reading:
@@ -176,7 +176,7 @@ class AppInterface:
             self._clock.after(max(0, due_ns - app.time_ns(self._clock.now_ns)), self.look_at_clock, self._life)
 
     def look_at_clock(self, life: int | None = None) -> None:
-        """``life``: which one set the timer; None: the time has been told anew, what is waited for may come sooner."""
+        """Tell the app the time, if due. ``life``: which one set the timer; None: the clock has moved."""
         if self.app is None or life not in (None, self._life):
             return
         self._time_due_ns = None

@@ -1,15 +1,16 @@
-"""A small app that speaks the protocol byte by byte, is deterministic, and checks each message that it gets.
+"""Small deterministic app that speaks the protocol byte by byte, and checks each message that it gets.
 
-A tick is an impulse to itself. Each calls all peers, some of them several times (a storm), some calls are passed on
-from one instance to the next (a cycle, also back to where they came from), and every third tick calls the app itself.
-Beside that it sends impulses to its peers. Calls from one instance to another are numbered by the caller, and each
-carries a check over all before it: one that is lost, doubled, out of order or another one shows where it is executed.
+A tick is an impulse to itself. Each tick calls all peers, some of them several times (a storm); some calls are passed
+on from one instance to the next (a cycle, also back to the first one), and every third tick calls the app itself. It
+also sends impulses to its peers. The caller numbers its calls to each instance, and each call carries a check over all
+earlier ones: a call that is lost, doubled, reordered or altered is found where it is executed.
 
-Some messages fail, each in its way: are refused, raise, raise and keep what they did, raise by chance, end the process.
-What such a call's verdict says is drawn, and goes back to its caller: only by its verdict is a replay the same.
+Some messages fail, each in its way: they are refused, raise, raise and keep their changes, raise by chance, or end the
+process. The text of such a call's verdict is drawn, and goes back to its caller: so only its verdict makes a replay
+equal.
 
-Each version words its calls to itself in its own way: a record that the wrong version handles makes other outputs. A
-plain app is one of the base protocol: no Hello, no extensions, and it may hold calls back behind a checkpoint.
+Each version has its own calls to itself: a record that the wrong version handles makes other outputs. A plain app is
+one of the base protocol: no Hello, no extensions, and it can hold calls back until after a checkpoint.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ _decode_impulse = msgspec.msgpack.Decoder(tuple[str, int]).decode
 
 
 DOOMS = (VerdictKind.REFUSED, VerdictKind.UNDONE, VerdictKind.KEPT, VerdictKind.UNDONE, VerdictKind.KILLED)
-FLAKY = 3  # of them: it fails by chance
+FLAKY = 3  # index of the one that fails by chance
 
 
 def doom_of(rpc: IncomingRpc) -> Doom | None:
-    """What the call is to come to. Somebody waits for every other one, as its verdict says."""
+    """Return the expected fate of a call. Every other one has a caller that waits, as its verdict says."""
     if rpc.method_id != METHOD_DOOMED:
         return None
     sender, number, which = _decode_doomed(rpc.arguments)
@@ -85,16 +86,16 @@ def doom_of(rpc: IncomingRpc) -> Doom | None:
 
 
 class Outside:
-    """The world outside: it makes impulses to other instances, and knows which were accepted."""
+    """World outside: it sends impulses to other instances, and knows which were accepted."""
 
     def __init__(self) -> None:
         self.made = 0
-        self.wiped = ""  # one that has lost its log: it numbers its calls anew, and does not know what it had executed
-        self.begun_anew: dict[tuple[str, str], int] = {}  # by sender and receiver: the first number behind the loss
+        self.wiped = ""  # an instance that has lost its log: it numbers its calls anew, and has forgotten executed ones
+        self.begun_anew: dict[tuple[str, str], int] = {}  # by sender and receiver: the first number after the loss
         self.accepted: dict[tuple[str, str], set[int]] = {}
 
     def allows(self, sender: str, receiver: str, number: int, before: int) -> bool:
-        """Whether ``number`` may be executed behind ``before``, though it does not follow it."""
+        """Return True if ``number`` can be executed after ``before``, though it does not follow it."""
         if (
             self.wiped
             and sender
@@ -112,20 +113,20 @@ class Outside:
 
 
 class App(Protocol):
-    """One life of an app, as its node sees it."""
+    """Interface of one life of an app, as its node uses it."""
 
     primary: bool
     fails_upgrade: bool
-    out: bytearray  # what is to be sent
+    out: bytearray  # bytes to be sent
 
     @property
     def is_restless(self) -> bool:
-        """It would do something of its own accord: :meth:`act`."""
+        """Return True if the app would act by itself: :meth:`act`."""
 
     def receive(self, data: bytes) -> None: ...
 
     def act(self) -> bool:
-        """Something of its own accord; whether there is more to do of that kind."""
+        """Act by itself; return True if there is more to do of that kind."""
 
     def time_ns(self, steady_ns: int) -> int: ...
 
@@ -136,26 +137,26 @@ class App(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """All its work is done, and all its impulses are accepted."""
+        """Return True if all its work is done, and all its impulses are accepted."""
 
     @property
     def made(self) -> dict[str, int]:
-        """Calls made, by destination."""
+        """Return the number of calls made, by destination."""
 
     @property
     def got(self) -> dict[str, int]:
-        """Calls executed, by sender."""
+        """Return the number of calls executed, by sender."""
 
     @property
     def outside(self) -> dict[str, list[int]]:
-        """Impulses executed, by sender."""
+        """Return the impulses executed, by sender."""
 
     @property
     def spoiled(self) -> bool:
-        """Something of a call that has failed is left."""
+        """Return True if a failed call has left changes."""
 
     def count_that_answer(self, caller: str) -> int:
-        """Handlers that are at work for ``caller``, who waits."""
+        """Return the number of handlers at work for ``caller``, which waits."""
 
 
 class State(msgspec.Struct):
@@ -170,10 +171,10 @@ class State(msgspec.Struct):
     got: dict[str, int] = {}
     got_check: dict[str, int] = {}
     outside: dict[str, list[int]] = {}
-    doomed: int = 0  # calls that fail: made
-    kept: int = 0  # ..., and those of them that came and have changed the state before they failed
-    lucky: int = 0  # ..., or have not failed
-    held: list[tuple[str, int, bytes]] = []  # calls of a plain app that are still to be sent
+    doomed: int = 0  # calls made that must fail
+    kept: int = 0  # ... received ones that changed the state before they failed
+    lucky: int = 0  # ... received ones that did not fail
+    held: list[tuple[str, int, bytes]] = []  # calls of a plain app that are not sent yet
 
 
 _decode_state = msgspec.msgpack.Decoder(State).decode
@@ -212,29 +213,29 @@ class CheckingApp:
         self._salt = salt  # -1: nothing fails
         self._verdicts: dict[MessageKey, Verdict] = {}
         self._index = 0  # of the message in its record
-        self._suspect = -1  # of this record it says each message that it is about to handle
+        self._suspect = -1  # in this record it announces each message before it handles it
         self._reader = RecordReader()
         self._blob: list[bytes] | None = None
         self._state: State | None = None
         self._made: list[tuple[str, int, bytes]] = []  # calls that are not in ``out`` yet
         self._upgrading_to = 0
         self._upgraded = False
-        self._snapshot: deque[bytes] = deque()  # what is still to be said of the one on its way
+        self._snapshot: deque[bytes] = deque()  # the rest of the snapshot on its way
         self._ticks_sent = 0
         self._impulses: list[tuple[str, int] | None] = []  # (peer, number) by count; None for a tick
         self._accepted = 0
         self._has_held = False  # calls were held back at the last checkpoint
-        self._sources: list[str] | None = None  # of the batches of the next records, as it was told
-        self._source: str | None = None  # of the batch that is handled
-        self._introduced = plain  # told its verdicts: before its first record
-        self._careful_until = -1  # up to this record it says what it is about to handle
+        self._sources: list[str] | None = None  # of the next records' batches, as the coordinator said
+        self._source: str | None = None  # of the current batch
+        self._introduced = plain  # has got its verdicts, which precede its first record
+        self._careful_until = -1  # up to this record it announces the message that it will handle
         if not plain:
             self.out += encode_hello(Hello(ALL_EXTENSIONS, name))
             self.out += encode_app_description(AppDescription(version))
         for peer in peers:
             self.out += encode_attach_to(peer)
 
-    # --- what the world looks at -------------------------------------------------------------------------------------
+    # --- what the world checks ---------------------------------------------------------------------------------------
 
     @property
     def is_restless(self) -> bool:
@@ -365,7 +366,7 @@ class CheckingApp:
                 self._begin_snapshot()
             else:
                 self._checkpoint()
-                if self._upgraded:  # a follower is asked for one as well
+                if self._upgraded:  # a follower gets this request as well
                     self._become_primary()
         elif message_type == MessageType.BECOMING_PRIMARY:
             self._marks["promoted"] += 1
@@ -441,7 +442,7 @@ class CheckingApp:
     # --- calls that fail ---------------------------------------------------------------------------------------------
 
     def _doomed(self, rpc: IncomingRpc, index: int) -> None:
-        """By chance in what it says, and at times in whether it does: the verdict alone makes replays the same."""
+        """Execute a doomed call. Its text, and at times its failure, are random: only the verdict fixes replays."""
         state = self._known
         key = (state.sequence_id, index, 0, 0)
         verdict = self._verdicts.get(key)
@@ -452,7 +453,7 @@ class CheckingApp:
                 self._make(self._next_hop(index), 1)
                 return
             verdict = self._verdicts[key] = self._fail(rpc, key)
-        elif self._rng.random() < 0.2:  # the first one counts
+        elif self._rng.random() < 0.2:  # the first verdict counts
             self.out += encode_verdict(msgspec.structs.replace(verdict, kind=VerdictKind.UNDONE, text="another"))
         if verdict.kind is VerdictKind.KEPT:
             state.kept += 1
@@ -498,7 +499,7 @@ class CheckingApp:
         self._made.append((destination, METHOD_CALL, arguments))
 
     def _flush(self, *, everything: bool) -> None:
-        """Calls may go in any batches, and a replay may make others."""
+        """Send calls in random batches; a replay can make other batches."""
         made = self._made
         if not made or (not everything and self._rng.random() < 0.4):
             return
@@ -525,7 +526,7 @@ class CheckingApp:
         return blob
 
     def _checkpoint(self) -> None:
-        # What it held back at one checkpoint comes before the next.
+        # Calls held back at one checkpoint precede the next one.
         self._flush(everything=not self._plain or self._has_held)
         self._has_held = bool(self._made)
         blob = self._blob_of_state()
@@ -556,7 +557,7 @@ class CheckingApp:
         self._upgraded = True
         self._checkpoint()
 
-    # --- of its own accord -------------------------------------------------------------------------------------------
+    # --- acts by itself ----------------------------------------------------------------------------------------------
 
     def _become_primary(self) -> None:
         if not self.primary:
@@ -575,10 +576,10 @@ class CheckingApp:
         return steady_ns
 
     def tell_time(self, time_ns: int) -> None:
-        """It asks for no time."""
+        """Do nothing: the app asks for no time."""
 
     def act(self) -> bool:
-        """A part of a snapshot, a few ticks, an impulse to a peer."""
+        """Send a part of a snapshot, a few ticks, an impulse to a peer."""
         if self._snapshot:
             self.out += self._snapshot.popleft()
         rng = self._rng

@@ -1,4 +1,4 @@
-"""Callers from outside: processes that are no instances. Their requests are done once, however often they are sent."""
+"""Callers from outside, which are no instances. Their requests are done once, however often they are sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AT_ONCE_MAX = 3
 
 
 class Caller:
-    """One client of the instance ``target``: ``count`` requests, each sent again until it is answered."""
+    """Client of the instance ``target``: ``count`` requests, each sent again until it is answered."""
 
     def __init__(self, world: World, number: int, target: str, count: int) -> None:
         self.target, self.count = target, count
@@ -50,14 +50,14 @@ class Caller:
 
     @property
     def _answered(self) -> int:
-        """All up to this number are."""
+        """Return the number up to which all requests are answered."""
         number = 0
         while number + 1 in self._replies:
             number += 1
         return number
 
     def _ask(self) -> None:
-        """Whatever is not answered is asked for again, whether it was taken or not."""
+        """Send unanswered requests again, whether the instance took them or not."""
         if self.is_done:
             return
         rng, first = self._rng, self._answered + 1
@@ -96,7 +96,7 @@ class Caller:
             node.post(ev.ClientFrameReceived(self, decode_client_frame(encode_client_frame(frame))))
 
     def replied(self, effect: ef.ReplyToClient) -> None:
-        """A frame is on its way back."""
+        """Send a frame back to the client."""
         if self._rng.random() >= self._world.plan.loss_rate:
             frame = decode_client_frame(encode_client_frame(effect.frame))
             self._world.clock.after(self._rng.random() * 200 * US, self._receive, frame)
@@ -127,7 +127,7 @@ class Caller:
 
 
 def method_of_request(number: int, *, fails: bool) -> str:
-    """Which method a caller's request is of. ``fails``: some of them do."""
+    """Return the method of a caller's request. ``fails``: some of them fail."""
     if fails and number % 3 == 0:
         return METHODS_THAT_FAIL[number // 3 % 3]
     return ("serve", "serve_later")[number % 2]

@@ -1,7 +1,7 @@
-"""What must hold, looked at from outside the core, as it happens. A Violation says what did not.
+"""Checks from outside the core, made while it runs. A Violation tells what did not hold.
 
-One :class:`Checker` watches one instance through all its lives: what it has logged, what it has answered to its peers,
-what it has told its app, and which state each record has led to.
+One :class:`Checker` watches one instance through all its lives: what it has logged, its answers to peers, its messages
+to the app, and the state after each record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.simulation.trace import Violation
 
 
 class Checker:
-    """``acknowledged``: by sender, what its peers were told is durable here. ``executed_through``: by the app, ever."""
+    """Checker of one instance. ``acknowledged``: by sender, the position that its peers know to be durable here."""
 
     def __init__(self, name: str, doom_of: DoomOf = lambda rpc: None) -> None:
         self.name = name
@@ -24,21 +24,21 @@ class Checker:
         self.ledger: dict[int, bytes] = {}  # by sequence ID: values as they became durable
         self.acknowledged: dict[str, int] = {}
         self.positions: dict[tuple[int, str], int] = {}  # by kind and source: the last one in the ledger
-        self.durable: dict[str, int] = {}  # by source: as the log's own table says
-        self.epochs: dict[str, int] = {}  # by source: of the last that was taken
-        self.committers: dict[str, int] = {}  # by source: which log of it
+        self.durable: dict[str, int] = {}  # by source: as in the log's own table
+        self.epochs: dict[str, int] = {}  # by source: of the last batch taken
+        self.committers: dict[str, int] = {}  # by source: the committer of its log
         self.impulse_positions: dict[str, int] = {}  # by destination: the last position of a durable impulse
-        self.sent: dict[str, int] = {}  # by destination: the last position that ever left
-        self.states: dict[int, int] = {}  # by sequence ID: a check of the app's state behind that record
+        self.sent: dict[str, int] = {}  # by destination: the last position ever sent
+        self.states: dict[int, int] = {}  # by sequence ID: a check of the app's state after that record
         self.checkpointed = False
-        self.is_reset = False  # its streams are: positions in frames are not those of the log
+        self.is_reset = False  # its streams are reset: positions in frames are not those of the log
         self.wiped = ""  # an instance that has lost its log
         self.last_time_ns = 0
         self.epoch = 0  # of the log
         self.speakers: dict[int, int] = {}  # by epoch: the node that has sent frames in it
 
     def copy(self) -> Checker:
-        """For a second copy of the log."""
+        """Return a checker for a second copy of the log."""
         other = Checker(self.name)
         for name, value in vars(self).items():
             setattr(other, name, value.copy() if isinstance(value, dict | Failures) else value)
@@ -63,7 +63,7 @@ class Checker:
             self.require(epoch >= last_epoch, f"took something of {source} of epoch {epoch} behind {last_epoch}")
             self.epochs[source] = epoch
         for batch in transaction.impulses:
-            # What comes behind the last frame can't have been sent before it is durable.
+            # Impulses after the last frame can't have been sent before they are durable.
             self.require(
                 batch.first_position > self.sent.get(batch.destination, 0) or self.is_reset,
                 f"an impulse to {batch.destination} at {batch.first_position} was sent before it was durable",
@@ -79,7 +79,7 @@ class Checker:
             self.epoch = transaction.epoch
 
     def _begin_anew_if_reset(self, source: str, known: SourcePosition) -> None:
-        """An operator has let in another log of a peer that has lost its own."""
+        """Begin anew if an operator has let in another log of a peer that has lost its own."""
         if source == self.wiped and known.committer_id != self.committers.get(source, known.committer_id):
             self.epochs.pop(source, None)
             self.acknowledged.pop(source, None)
@@ -104,7 +104,7 @@ class Checker:
             self.positions[batch.kind, batch.name] = batch.last_position
 
     def opened(self, summary: LogSummary) -> None:
-        """A new life of the coordinator: what was said to be there is there."""
+        """Check, in a new life of the coordinator, that all acknowledged messages are there."""
         for source, position in self.acknowledged.items():
             known = summary.sources.get(source)
             has = known.position if known else 0
@@ -117,15 +117,15 @@ class Checker:
             summary.last_sequence_id == last, f"the log ends at record {summary.last_sequence_id}, it had {last}"
         )
 
-    # --- what leaves the core --------------------------------------------------------------------------------------
+    # --- output of the core ----------------------------------------------------------------------------------------
 
     def given_to_app(self, data: bytes | memoryview) -> None:
-        """Called with each SendToApp's bytes: a logged record must be durable, and be what was written."""
+        """Check each SendToApp's bytes: a logged record must be durable, and equal to what was written."""
         if len(data) < 24:
             return
         sequence_id = int.from_bytes(data[16:24], "little", signed=True)
         if sequence_id < 0 or int.from_bytes(data[4:8], "little") != len(data):
-            return  # a control record; or a part of a blob
+            return  # a control record, or a part of a blob
         written = self.ledger.get(sequence_id)
         self.require(written is not None, f"the app got record {sequence_id} before it was durable")
         if written is not None:
@@ -143,7 +143,7 @@ class Checker:
         self.acknowledged[frame.receiver] = max(frame.position, self.acknowledged.get(frame.receiver, 0))
 
     def sent_to_peer(self, effect: ef.SendToPeer, node: int) -> None:
-        """By this node; of those that have the same log."""
+        """Check a frame of this node, one of several with the same log."""
         frame = effect.frame
         speaker = self.speakers.setdefault(frame.epoch, node)
         self.require(speaker == node, f"node {node} sends in epoch {frame.epoch}, which is that of node {speaker}")
@@ -155,12 +155,12 @@ class Checker:
     # --- the app -----------------------------------------------------------------------------------------------------
 
     def app_begins(self) -> None:
-        """What an app before it has come to by a failure that nobody has heard of may be otherwise this time."""
+        """Forget states that the next app can change: failures that were reported to nobody can end otherwise."""
         first = self.failures.forget_unheard()
         if first is not None:
             self.states = {sequence_id: check for sequence_id, check in self.states.items() if sequence_id < first}
 
     def reached_state(self, sequence_id: int, check: int) -> None:
-        """The app has handled this record, live or again: the state is that of the first time."""
+        """Check that the state after this record, live or replayed, equals that of the first time."""
         known = self.states.setdefault(sequence_id, check)
         self.require(known == check, f"a replay of record {sequence_id} leads to another state than it did live")

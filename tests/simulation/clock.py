@@ -1,4 +1,4 @@
-"""Simulated time: what is to happen, in the order of its moment."""
+"""Simulated time: actions in the order of their moments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ US, MS = 1_000, 1_000_000
 
 
 class Clock:
-    """``now_ns``: the true time, ns since the Unix epoch; the clock of a machine may differ from it."""
+    """Clock with the true time ``now_ns``, ns since the Unix epoch; a machine's clock can differ from it."""
 
     def __init__(self) -> None:
         self.now_ns = START_NS
         self._due: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = 0  # of two at the same moment the first asked for comes first
+        self._count = 0  # of two actions at the same moment the one added first is first
 
     def after(self, delay_ns: float, action: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
@@ -27,7 +27,7 @@ class Clock:
         return not self._due
 
     def run_next(self) -> bool:
-        """Let the next thing happen; False where there is none."""
+        """Run the next action; return False if there is none."""
         if not self._due:
             return False
         self.now_ns, _, action, arguments = heappop(self._due)

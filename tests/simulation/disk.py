@@ -1,10 +1,9 @@
-"""A disk with one log: it answers late, loses what it has not answered, fills up, fails a sync, and rots.
+"""Disk with one log: it answers late, loses unanswered writes, fills up, fails a sync, and has bit rot.
 
-The log is `MemoryLogStore`, the store that runs in service over rows in memory: its appends are whole or not at all, in
-order. That is the contract of a backend, which LMDB's keeps. So a torn write cannot show here, and neither can a subset
-of the commits: those belong under LMDB, and are tested there, with real files. What is left for a crash to choose is
-how many of the writes that were asked for and not answered have got through, whether several commits were joined in
-one, and what a failed sync has written.
+The log is `MemoryLogStore`, the store of real service over rows in memory: its appends are complete or absent, and in
+order. That is a backend's contract, which LMDB's keeps. So neither a torn write nor a subset of commits can occur here;
+those are below LMDB, and are tested there, with real files. A crash still decides how many unanswered writes are done,
+if several commits were joined in one, and what a failed sync has written.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ Job = ef.Commit | ef.WriteCheckpointChunk
 
 
 class Disk:
-    """That of one process. ``written``: called with each transaction as it becomes durable."""
+    """Disk of one process. ``written``: called with each transaction when it becomes durable."""
 
     def __init__(
         self, shared: SharedLog, rng: random.Random, keep_checkpoints: int, written: Callable[[Transaction], None]
     ) -> None:
         self.shared = shared
         self.fence = 0  # the term of this process
-        self.silent = 0  # so many answers will be that the log does not answer
-        self.holds = False  # a write has failed: nothing behind it is done before it is asked where the log ends
+        self.silent = 0  # number of requests for which the log is unavailable
+        self.holds = False  # a write has failed: later ones are done only after a read of the log's end
         self.jobs: deque[Job] = deque()
         self.trimming = False
         self.slow = 1  # times as slow as usual
         self.fails_next: str | None = None  # "disk full" or "sync fails"
-        self.crashes_at_verdict = False  # while the next one is on its way
-        self.failed = False  # accepts nothing more in this life
+        self.crashes_at_verdict = False  # while the next verdict is on its way
+        self.failed = False  # accepts no more writes in this life
         self.joined = 0  # commits that had no sync of their own
         self._rng = rng
         self._keep_checkpoints = keep_checkpoints
         self._written = written
         self._table_damaged = False
-        self._sound: list[Callable[[], None]] = []  # puts back what was damaged, from a good copy
+        self._sound: list[Callable[[], None]] = []  # functions that restore damaged values from a good copy
 
     @property
     def store(self) -> MemoryLogStore:
@@ -65,7 +64,7 @@ class Disk:
         return (20 + 200 * spread + (2000 if spread > 0.97 else 0)) * US * self.slow
 
     def work(self) -> list[ev.Event]:
-        """Do what has been asked for first, or a step of trimming; the answers."""
+        """Do the first job, or a step of trimming; return the answers."""
         if self.failed:
             return []
         jobs = self._take_joined() if self.jobs else []
@@ -78,7 +77,7 @@ class Disk:
         return self._try(jobs)
 
     def write_at_once(self, job: Job) -> list[ev.Event]:
-        """Nothing else waits; the answers."""
+        """Write ``job`` before anything else; return the answers."""
         return [] if self.failed else self._try([job])
 
     def _try(self, jobs: list[Job]) -> list[ev.Event]:
@@ -95,7 +94,7 @@ class Disk:
         return self._write(jobs)
 
     def _stay_silent(self, jobs: list[Job]) -> ev.Event:
-        """Nobody knows whether it was done; what waits behind it is done only if it was."""
+        """Give no answer about ``jobs``; they are done or not, and later ones are done only if they are."""
         self.silent -= 1
         if self._rng.random() < 0.5:
             self._write(jobs)
@@ -106,14 +105,14 @@ class Disk:
         return ev.LogFailed(LogUnavailableError("the log is out of reach (simulated)"), True, jobs[0])
 
     def answers_nothing(self, request: ev.Asked) -> ev.Event | None:
-        """Instead of what was to be read."""
+        """Return a failure in place of a read's answer, or None."""
         if not self.silent or self._rng.random() < 0.3:
             return None
         self.silent -= 1
         return ev.LogFailed(LogUnavailableError("the log is out of reach (simulated)"), True, request)
 
     def _take_joined(self) -> list[Job]:
-        """One job; or several commits in a row, which get one sync."""
+        """Return one job, or several consecutive commits, which get one sync."""
         jobs = [self.jobs.popleft()]
         while isinstance(jobs[0], ef.Commit) and self.jobs and isinstance(self.jobs[0], ef.Commit):
             if self._rng.random() < 0.5:
@@ -151,7 +150,7 @@ class Disk:
         return [ev.Committed(one.ticket) for one in jobs if isinstance(one, ef.Commit)]
 
     def _look_at_adopted(self, header: CheckpointHeader) -> None:
-        """The state of a follower is behind a record that the log has, and was taken for this writer."""
+        """Check a standby's checkpoint: its record must be in the log, and it was taken for this writer."""
         if header.sequence_id > self.store.last_sequence_id:
             raise Violation(f"a checkpoint of record {header.sequence_id} is adopted, which the log has not")
         term = self.shared.offers[header.checkpoint_id]
@@ -163,14 +162,14 @@ class Disk:
         self.failed = True
         if kind == "sync fails":
             if self._rng.random() < 0.5:
-                self._write(jobs)  # it is there all the same
+                self._write(jobs)  # it is written all the same
             return LogSyncError("a sync failed (simulated)")
         return LogFullError("the disk is full (simulated)")
 
     # --- crashes -----------------------------------------------------------------------------------------------------
 
     def crash(self) -> int:
-        """The process ends: of what was not answered, the first few got through. How many were lost."""
+        """End the process: the first few unanswered writes are done. Return how many were lost."""
         is_writer = self.is_writer
         survive = self._rng.randrange(len(self.jobs) + 1) if self.jobs and not self.failed and is_writer else 0
         for _ in range(survive):
@@ -186,11 +185,11 @@ class Disk:
         return lost
 
     def copy(self) -> MemoryLogStore:
-        """The log as it is now, for another disk."""
+        """Return a copy of the current log, for another disk."""
         return self.store.copy()
 
     def open(self) -> LogSummary:
-        """The log as the next process finds it. Raises LogError."""
+        """Return the log's summary for the next process. Raises LogError."""
         if self._table_damaged:
             raise LogError("a value in the table of positions is damaged (simulated)")
         return self.store.summary()
@@ -202,14 +201,14 @@ class Disk:
         return bool(self._sound)
 
     def flip(self, kind: str, share: float) -> bool:
-        """Damage one value, at ``share`` of all; False if there is none of that kind."""
+        """Damage one value, at ``share`` of all; return False if there is none of that kind."""
         if kind in ("flip record", "flip trailer"):
             sequence_ids = [SEQUENCE_KEY.unpack(key)[0] for key in self._keys("records")]
             if not sequence_ids:
                 return False
             sequence_id = _at(sequence_ids, share)
             value = self._rows("records")[SEQUENCE_KEY.pack(sequence_id)]
-            size_bytes = min(int.from_bytes(value[4:8], "little"), len(value) - 1)  # that may be damaged already
+            size_bytes = min(int.from_bytes(value[4:8], "little"), len(value) - 1)  # the size can be damaged already
             within = int(share * 7919) % size_bytes
             trailer_offset = size_bytes + int(share * 7919) % (len(value) - size_bytes)
             put_back = self._put_back("records", SEQUENCE_KEY.pack(sequence_id))
@@ -227,10 +226,10 @@ class Disk:
             headers = self._keys("checkpoints")
             if len(headers) < 2:
                 return False
-            self.store.backend.durable.delete(Span.of_one("checkpoints", headers[-1]))  # left out, and said so
+            self.store.backend.durable.delete(Span.of_one("checkpoints", headers[-1]))  # left out, with a notice
 
             def put_back() -> None:
-                """Its place may have been given away: it stays lost."""
+                """Restore nothing: its place can be taken, so it stays lost."""
 
         else:
             self._table_damaged = True
@@ -249,7 +248,7 @@ class Disk:
         return sorted(self._rows(table))
 
     def _put_back(self, table: str, key: bytes) -> Callable[[], None]:
-        """What puts the row back as it is now, if it is still there then."""
+        """Return a function that restores the row's current value, if the row still exists then."""
         value = self._rows(table)[key]
 
         def put_back() -> None:
@@ -259,7 +258,7 @@ class Disk:
         return put_back
 
     def repair(self) -> None:
-        """An operator puts a good copy in place."""
+        """Restore all damaged values, as an operator does from a good copy."""
         for put_back in reversed(self._sound):
             put_back()
         self._sound.clear()

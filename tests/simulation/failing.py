@@ -1,7 +1,7 @@
-"""Messages that fail alone, as a plain model: which of the log's messages are doomed, and what is to become of each.
+"""Model of messages that fail alone: which messages of the log are doomed, and the fate of each.
 
-A doomed one gets a verdict, once, and is never called again; who waits for it gets one answer; the others are one dead
-letter each. All else gets none. The log's records say which messages there were: they are gone through at the end.
+A doomed message gets one verdict, and is never called again. A caller that waits gets one answer; each other message is
+one dead letter. All other messages get neither. The end check goes through all messages in the log's records.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _take_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 class Death(ControlFlowSignal):
-    """The app's process ends here, in the middle of whatever it does; what it has put out is on its way."""
+    """Raised to end the app's process in the middle of its work; its output is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doom:
-    """What a message is to come to. ``may_succeed``: it fails by chance, and has no verdict where it did not.
+    """Fate of a message. ``may_succeed``: it fails by chance, and has no verdict if it succeeded.
 
     ``is_task``: an ``async def`` handler, which fails at a later message.
     """
@@ -48,7 +48,7 @@ DoomOf = Callable[[IncomingRpc], Doom | None]
 
 
 def messages_of(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """The RPCs of a record: (index, the message without its size and type)."""
+    """Yield the RPCs of a record: (index, the message without its size and type)."""
     index = 0
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RPC:
@@ -65,17 +65,17 @@ def messages_of(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 class Failures:
-    """Of one instance, through all its lives. ``doom_of``: what its messages are to come to; the app's."""
+    """Failures of one instance, through all its lives. ``doom_of``: the app's function for the fates of messages."""
 
     def __init__(self, name: str, doom_of: DoomOf) -> None:
         self.name = name
         self.doom_of = doom_of
         self.verdicts: dict[MessageKey, Verdict] = {}  # durable ones
-        self._failed: set[MessageKey] = set()  # as an app has found, ever: perhaps nobody has heard of it
+        self._failed: set[MessageKey] = set()  # in any app so far; it is possible that nobody knows of it
         self._succeeded: set[MessageKey] = set()
 
     def copy(self) -> Failures:
-        """For a second copy of the log."""
+        """Return the failures for a second copy of the log."""
         other = Failures(self.name, self.doom_of)
         other.verdicts = dict(self.verdicts)
         return other
@@ -87,17 +87,17 @@ class Failures:
     # --- as it happens -----------------------------------------------------------------------------------------------
 
     def called(self, key: MessageKey) -> None:
-        """A message that is to be passed over once it has a verdict is handled."""
+        """Check the call of a doomed message: with a verdict it must be skipped."""
         self.require(
             key not in self.verdicts or not self.verdicts[key].skips, f"message {key} has a verdict and is called again"
         )
 
     def failed(self, key: MessageKey) -> None:
-        """... and has come to something that it may not come to the next time."""
+        """Note a failure, which can differ at the next call."""
         self._failed.add(key)
 
     def fails_now(self, key: MessageKey, rng: random.Random) -> bool:
-        """Whether a message that fails by chance does so. What has happened once, and may have been seen, stays."""
+        """Draw if a flaky message fails. A success, whose effects others can have seen, is final."""
         if key not in self._succeeded:
             self.called(key)
             if rng.random() < FLAKY_RATE:
@@ -107,13 +107,13 @@ class Failures:
         return False
 
     def forget_unheard(self) -> int | None:
-        """A new app begins: which record is the first that may come to something else now; None: none may."""
+        """Begin a new app: return the first record that can end otherwise now, None if there is none."""
         unheard = [key for key in self._failed if key not in self.verdicts]
         self._failed.clear()
         return min(unheard)[0] if unheard else None
 
     def became_durable(self, verdict: Verdict, record: bytes) -> None:
-        """``record``: of the log, the one that it is about."""
+        """Check a durable verdict. ``record``: the log's record that it is about."""
         key = verdict.key
         known = self.verdicts.get(key)
         self.require(
@@ -121,10 +121,10 @@ class Failures:
         )
         self.verdicts[key] = verdict
         self.require(verdict.kind is not VerdictKind.SKIPPED, f"nobody has skipped message {key}")
-        if verdict.type_name == Violation.__name__:  # of a handler: it has failed, as any other
+        if verdict.type_name == Violation.__name__:  # a handler raised it, which made the call fail as any other
             raise Violation(verdict.text)
         if verdict.task:
-            return  # it names the message that the handler went on with
+            return  # it names the message with which the handler continued
         doom = next((self._doom(data) for index, data in _rpcs(record) if index == key[1]), None)
         self.require(
             doom is not None and doom.kind is verdict.kind and doom.caller == verdict.caller and not doom.is_task,
@@ -139,8 +139,8 @@ class Failures:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def check_end(self, records: dict[int, bytes], letters: Iterable[MessageKey]) -> None:
-        """``records``: all that were ever logged, by sequence ID; ``letters``: what an operator is shown."""
-        tasks: Counter[str | None] = Counter()  # async handlers that are to fail, by their caller
+        """Check all fates. ``records``: all that were ever logged, by sequence ID; ``letters``: an operator's list."""
+        tasks: Counter[str | None] = Counter()  # async handlers that must fail, by their caller
         for sequence_id, record in records.items():
             for index, data in _rpcs(record):
                 doom = self._doom(data)
@@ -163,7 +163,7 @@ def _rpcs(record: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def count_of_answers(records: dict[int, bytes]) -> Counter[int]:
-    """How often each call of an instance was answered, by its number."""
+    """Count the answers to each call of an instance, by its number."""
     counts: Counter[int] = Counter()
     for record in records.values():
         for _, data in _rpcs(record):
@@ -174,7 +174,7 @@ def count_of_answers(records: dict[int, bytes]) -> Counter[int]:
 
 
 def calls_that_wait(records: dict[int, bytes]) -> Iterator[tuple[str, int]]:
-    """Of the calls in a log: (who waits, the call's number)."""
+    """Yield, for each call in a log whose caller waits, (caller, the call's number)."""
     for record in records.values():
         for _, data in _rpcs(record):
             if (caller := decode_caller(data, 0, len(data))) is not None:

@@ -1,6 +1,6 @@
-"""What the driver has for the log, while one process of the coordinator lives.
+"""Driver's port for the log, while one process of the coordinator lives.
 
-A commit is written at once or beside the loop, as it comes; a read is answered at once or later.
+A commit is written at once or beside the loop, at random; a read is answered at once or later.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.simulation.trace import Violation
 if TYPE_CHECKING:
     from tests.simulation.node import Node
 
-SYNC_MOMENTS = 4  # a write at once takes so many times as long as another effect, and is as likely to be interrupted
+SYNC_MOMENTS = 4  # an inline write takes so many times as long as another effect, and is as likely to be interrupted
 
 READS_IN_A_TURN_MAX = 10_000  # a log of a plan has some hundred records
 
 
 class LogSide:
-    """``node.disk`` holds what outlives it."""
+    """Log of one process; ``node.disk`` holds what outlives it."""
 
     def __init__(self, node: Node, rng: random.Random, inbox: list[ev.Event]) -> None:
         self._node = node
@@ -44,10 +44,10 @@ class LogSide:
         self._inline_share = rng.choice((0, 0, 0.5, 1))
         self._late_share = rng.choice((0, 0, 0.3))
         self._reads_under_way = 0
-        self._read_at = (0, 0)  # the event of the world in which reads were answered last, and how many
+        self._read_at = (0, 0)  # the world's event at the last read, and the number of reads in it
         self._busy = self._is_gone = False
         self._appends_max = rng.choice((1, 1, 3))
-        self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # of who follows, for the log to grow
+        self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # a follower's reads that wait for the log to grow
         self._right_asked = self._looking = False
         self._offered: deque[Offered] = deque()
 
@@ -56,11 +56,11 @@ class LogSide:
         return not (self._inline or self._disk.jobs or self._reads_under_way)
 
     def end(self) -> None:
-        """What was to be written at once may have been, or not: as what is written beside the loop."""
+        """End the process: inline writes are done or not, as those beside the loop."""
         self._is_gone = True
         self._disk.jobs.extend(self._inline)
 
-    # --- the right to write, and the log of another ------------------------------------------------------------------
+    # --- the right to write, and following ---------------------------------------------------------------------------
 
     def acquire(self, effect: ef.AcquireWriteLease) -> None:
         shared, node = self._disk.shared, self._node
@@ -77,7 +77,7 @@ class LogSide:
         return ev.WriteLeaseGranted(self._disk.fence, self._appends_max)
 
     def granted(self) -> None:
-        """The right to write is given to this one, whoever has it."""
+        """Take the right to write, whoever has it."""
         if self._is_gone:
             return
         self._node.note("is given the right to write")
@@ -91,7 +91,7 @@ class LogSide:
         self._node.post(*events)
 
     def log_grew(self) -> None:
-        """Something was written by whoever writes."""
+        """Note that the writer has written something."""
         if self._waiting and not self._looking:
             self._looking = True
             self._clock.after(self._rng.random() * 200 * US, self._look)
@@ -104,7 +104,7 @@ class LogSide:
                 self._follow(request)
 
     def _follow(self, request: ef.LoadLog | ef.ReadRecords) -> None:
-        """Answer it, or wait until there is more."""
+        """Answer a request, or keep it until the log has more."""
         store = self._disk.store
         if isinstance(request, ef.ReadRecords) and store.last_sequence_id == request.first_sequence_id - 1:
             self._waiting.append(request)
@@ -138,7 +138,7 @@ class LogSide:
             self._inbox.append(self._answer(request))
 
     def _count_reads(self) -> None:
-        """Nothing else happens until a turn ends: one that goes on asking would never."""
+        """Count reads within one turn: a turn that reads for ever would never end."""
         event, count = self._read_at
         self._read_at = (self._world.events, count + 1 if event == self._world.events else 1)
         if self._read_at[1] > READS_IN_A_TURN_MAX:
@@ -213,7 +213,7 @@ class LogSide:
         return ""
 
     def _put_offer(self, effect: ef.OfferCheckpoint) -> None:
-        """Told to whoever writes when it gets there."""
+        """Offer a checkpoint; the writer at its arrival gets it."""
         shared, checkpoint_id = self._disk.shared, effect.offer.header.checkpoint_id
         if not self._is_asked_for(checkpoint_id):
             return
@@ -236,7 +236,7 @@ class LogSide:
 
     def run_inline(self) -> None:
         while self._inline and not self._disk.holds:
-            self._node.may_be_struck(self._inline[0], moments=SYNC_MOMENTS)  # what has left before it arrives
+            self._node.may_be_struck(self._inline[0], moments=SYNC_MOMENTS)  # earlier effects have left by then
             self._inbox += self._disk.write_at_once(self._inline.popleft())
         self._inline.clear()
 
@@ -291,12 +291,12 @@ class LogSide:
             marks["append settled"] += 1
             self._disk.holds = False
             shared = self._disk.shared
-            # Of who was fenced there is nothing: what it hears next is that it was.
+            # A fenced writer gets no ticket: its next answer says that it was fenced.
             ticket = shared.ticket if self._disk.is_writer else 0
             return ev.TailRead(ticket, shared.store.last_sequence_id)
         event = answer(self._disk.store, request)
         if isinstance(event, ev.LogFailed) and isinstance(event.error, DamagedLogError) and not self._disk.is_writer:
-            # As a store does: what is missing may have been trimmed by who has the log since.
+            # As in a real store: missing rows can have been trimmed by the new writer.
             holder = f"node {self._disk.shared.term}"
             return ev.LogFailed(FencedError(holder, f"fenced by {holder} (simulated)"), request=request)
         if isinstance(event, ev.LogLoaded):
@@ -309,7 +309,7 @@ class LogSide:
         elif isinstance(event, ev.CheckpointChecked) and event.problem is not None:
             checkpoints = self._disk.store.summary().checkpoints
             is_there = any(header.checkpoint_id == event.checkpoint_id for header in checkpoints)
-            if is_there and not self._disk.damaged:  # one of which a follower has read may be gone by now
+            if is_there and not self._disk.damaged:  # a checkpoint that a follower has read of can be trimmed by now
                 raise Violation(f"checkpoint {event.checkpoint_id} is not what was written: {event.problem}")
         elif isinstance(request, ef.ReadSpilled):
             marks["spilled messages read"] += 1

@@ -1,7 +1,7 @@
-"""What the simulation must reach: a mark for each kind of fault at each place, and for each rare way through the core.
+"""Marks that the simulation must reach: one for each kind of fault at each place, and for rare ways in the core.
 
-A run counts the marks that it reaches. One that no seed of a nightly run reaches says that the simulation has gone
-blind there: that run fails.
+A run counts the marks that it reaches. A mark that no seed of a nightly run reaches makes that run fail: the simulation
+no longer tests that place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOTICES: dict[type[notices.Notice], str] = {
     notices.StandbyTakesNone: "checkpoint asked of the app after all",
     notices.OfferRefused: "checkpoint of a follower not wanted any more",
 }
-"""Of what the core tells, the marks."""
+"""Marks by the core's notices."""
 
 EXPECTED = frozenset(
     [
@@ -98,7 +98,7 @@ EXPECTED = frozenset(
 
 
 class Marks(Counter[str]):
-    """How often each was reached."""
+    """Counts of how often each mark was reached."""
 
     def never_reached(self) -> list[str]:
         return sorted(EXPECTED - set(self))

@@ -1,4 +1,4 @@
-"""Bugs to be planted in the core and the log, one at a time: the simulation must find each, or its checkers are blind.
+"""Bugs to plant in the core and the log, one at a time: the simulation must find each, to prove its checkers.
 
 Each is a change of a line or two of one function, as a slip would make it.
 """
@@ -53,10 +53,10 @@ def _compiled() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """``right``, a part of ``function``'s source that occurs once in it, becomes ``wrong``.
+    """Planted bug: ``right``, a part of ``function``'s source that occurs once in it, becomes ``wrong``.
 
-    ``seed``: the first that found it when all were tried for the last time. It is tried first, and saves the search
-    for as long as the plans are drawn as they were.
+    ``seed``: the first seed that found it when all were tried last. It is tried first, which saves the search while
+    plans are drawn unchanged.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Mutation:
 
     @property
     def is_compiled(self) -> bool:
-        """Of a module that runs compiled where there is a compiler: only its source can be changed while it runs."""
+        """Return True if the module can run compiled: only its source can be changed while it runs."""
         module = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
         return module in _compiled()
 
@@ -565,12 +565,12 @@ MUTATIONS = (
 
 @contextmanager
 def planted(mutation: Mutation) -> Iterator[None]:
-    """The bug is there, in this process, until the end."""
+    """Plant the bug in this process, until the end."""
     original: Any = mutation.owner.__dict__[mutation.function]
     source = inspect.getsource(original)
     found = source.count(mutation.right)
     assert found == 1, f"{mutation.name}: {mutation.right!r} occurs {found} times in {mutation.function}"
-    source = textwrap.dedent(source.replace(mutation.right, mutation.wrong))  # that of a method is indented
+    source = textwrap.dedent(source.replace(mutation.right, mutation.wrong))  # a method's source is indented
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<{mutation.name}>", "exec"), original.__globals__, namespace)
     setattr(mutation.owner, mutation.function, namespace[mutation.function])

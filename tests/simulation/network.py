@@ -1,8 +1,8 @@
-"""A network between cores, with the messenger's promise: a frame is sent again until it is answered.
+"""Network between cores, with the messenger's promise: a frame is sent again until it is answered.
 
-Frames and answers are late, lost, doubled and out of order. A way between two instances can be cut, so that what is
-sent there is lost, or hang, so that it is held and comes later. Nothing is dropped as a duplicate, and what is on its
-way when its sender dies still arrives: the streams must need no more than that.
+Frames and answers are late, lost, doubled and out of order. A way between two instances can be cut, which loses its
+frames, or hang, which delays them. No duplicate is dropped, and frames on their way when their sender dies still
+arrive: the streams must need no more than that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RETRY_NS = 2 * MS
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A frame on its way, until it is answered or its sender gives it up."""
+    """Frame on its way, until it is answered or its sender gives it up."""
 
     sender: Node
     life: int  # of its sender
@@ -37,7 +37,7 @@ class Sent:
 
 @dataclass(slots=True, eq=False)
 class Token:
-    """What an answer needs to find its way."""
+    """Data with which an answer finds its way."""
 
     sent: Sent
     receiver: Node
@@ -47,8 +47,8 @@ class Token:
 class Network:
     def __init__(self, plan: Plan, clock: Clock) -> None:
         self.lost = self.doubled = self.held = self.delivered = 0
-        self.answered_twice = 0  # frames that came again after they had been answered
-        self.overtaken = 0  # Welcomes that named more than their sender knew to be acknowledged
+        self.answered_twice = 0  # frames that arrived again after they had been answered
+        self.overtaken = 0  # Welcomes with a higher position than their sender knew to be acknowledged
         self.unanswered: dict[tuple[int, str], list[Sent]] = {}  # by the sender's node and the destination
         self.blocked: dict[tuple[str, str], str] = {}  # by direction: "cut" or "hang"
         self._held: dict[tuple[str, str], list[tuple[Callable[..., None], tuple[object, ...]]]] = {}
@@ -56,8 +56,8 @@ class Network:
         self._plan = plan
         self._clock = clock
         self._retrying: set[tuple[int, str]] = set()
-        self.given_up_arrives = True  # what is on its way when its sender gives it up
-        self._cut_off: dict[int, int] = {}  # by node: nothing of its lives before this one arrives any more
+        self.given_up_arrives = True  # frames on their way when their sender gives them up
+        self._cut_off: dict[int, int] = {}  # by node: frames of its lives before this one no longer arrive
         self.nodes: dict[str, Node] = {}
 
     # --- for a node --------------------------------------------------------------------------------------------------
@@ -80,18 +80,18 @@ class Network:
             self._pass(token.receiver.name, token.sent.sender.name, self._answer, token, frame)
 
     def give_up(self, sender: Node, destination: str) -> None:
-        """What was asked for so far is not sent any more."""
+        """Stop sending the frames to a destination again."""
         for sent in self.unanswered.pop((sender.number, destination), ()):
             sent.over = True
 
     def forget(self, sender: Node) -> None:
-        """Its process is gone: nothing is sent again."""
+        """Send no frame of ``sender`` again: its process is gone."""
         for number, destination in [link for link in self.unanswered if link[0] == sender.number]:
             for sent in self.unanswered.pop((number, destination)):
                 sent.over = True
 
     def cut_off(self, node: Node) -> None:
-        """Its lives before this one are so long gone that nothing of them is on its way any more."""
+        """Let no frame of the node's earlier lives arrive any more: they ended long ago."""
         self._cut_off[node.number] = node.life
 
     @property

@@ -1,6 +1,6 @@
-"""One instance: the coordinator and the app of its current lives, its disk, its clock, and what operators do to it.
+"""One instance: coordinator and app in their current lives, its disk, its clock, and its operators' acts.
 
-The driver is the one that runs in service; its ports are made here. The world may let a fault strike before any effect.
+The driver is the real one; its ports are built here. The world can let a fault strike before any effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSION_MAX = 3
 
 
 class Node:
-    """``follows``: where another node of that name has the log, it follows it."""
+    """Node of the world. ``follows``: it follows the log if another node of that name has it."""
 
     def __init__(
         self, world: World, number: int, name: str, disk: Disk, checker: Checker, *, follows: bool = False
@@ -43,11 +43,11 @@ class Node:
         self.world, self.number, self.name, self.disk, self.checker = world, number, name, disk, checker
         self.life = 0  # of the coordinator
         self.app_life = 0
-        self.upgrade_to: int | None = None  # the operator's wish
+        self.upgrade_to: int | None = None  # requested by the operator
         self.upgrade_fails = False
         self._upgrade_tried = False
         self.time = NodeClock(world.clock)
-        self._machine_starts = True  # it was switched off: there is a clock to be believed
+        self._machine_starts = True  # it was switched off: it must believe its clock
         self.stop_asked = self.hands_over = False
         self._rng = world.plan.stream(f"node {number}")
         self._clock = world.clock
@@ -66,7 +66,7 @@ class Node:
 
     @property
     def now_ns(self) -> int:
-        """The instance's time."""
+        """Return the instance's time."""
         return self.time.now_ns()
 
     @property
@@ -108,8 +108,8 @@ class Node:
             self.time.process_started()
         current = summary.versions[-1].version if summary.versions else 1
         if self.upgrade_to is not None and self.upgrade_to <= current:
-            self.upgrade_to = None  # done, and the coordinator died before it could say so
-        # Promoted, a copy is not found out: what it makes again and what is new are not told apart.
+            self.upgrade_to = None  # done; the coordinator died before it could report that
+        # A promoted copy is not found out: outputs that are made again and new ones are not distinguished.
         promote = self._rng.random() < 0.3 and not self.world.plan.has_copy
         self._slow = self._rng.choice((1, 1, 1, 20, 60))
         self.world.marks["upgrade asked for again"] += self.upgrade_to is not None and self._upgrade_tried
@@ -152,12 +152,12 @@ class Node:
         self._app_side.begin(app)
 
     def crash_app(self) -> None:
-        """Its connection ends; what it had sent may still be read, or not."""
+        """End the app's connection; bytes that it had sent can still be read, or not."""
         if self._app_side is not None:
             self._app_side.crash()
 
     def crash(self, *, app_first: bool) -> None:
-        """The coordinator's process ends, and its app with it, sooner or later."""
+        """End the coordinator's process, and its app's, sooner or later."""
         if self.machine is None:
             return
         if self._app_side is not None and not app_first:
@@ -192,7 +192,7 @@ class Node:
         self._start_later()
 
     def wipe(self, disk: Disk, checker: Checker) -> None:
-        """Its log is lost: it begins again with a new one."""
+        """Lose the log: the node begins again with a new one."""
         self.note("is wiped")
         if self.machine is not None:
             self._end()
@@ -209,7 +209,7 @@ class Node:
     # --- turns -------------------------------------------------------------------------------------------------------
 
     def post(self, *events: ev.Event) -> None:
-        """Something has come in: it is handled in this turn, or in the next."""
+        """Queue events: they are handled in this turn, or in the next."""
         if self._driver is None or not events:
             return
         self._driver.inbox += events
@@ -260,17 +260,17 @@ class Node:
             return
         self.world.marks["taken over"] += 1
         self.world.marks["taken over from one that lives"] += nodes[self.name].machine is not None
-        nodes[self.name] = self  # this is where frames arrive from now on
+        nodes[self.name] = self  # frames arrive here from now on
 
     def _take_inbox(self) -> list[ev.Event]:
-        """What is left for another turn."""
+        """Return the events that are left for another turn."""
         assert self._driver is not None
         left = self._driver.inbox[:]
         self._driver.inbox.clear()
         return left
 
     def may_be_struck(self, effect: ef.Effect, *, moments: int = 1) -> None:
-        """A fault may strike before ``effect`` is carried out, which takes so many moments.
+        """Let a fault strike, if due, before ``effect`` is carried out, which takes ``moments``.
 
         Raises _StruckError if this process is no more.
         """
@@ -295,14 +295,14 @@ class Node:
     def _wake(self, life: int, time_ns: int) -> None:
         if life != self.life or self._wake_ns != time_ns:
             return
-        if (now_ns := self.time.now_ns()) < time_ns:  # it runs slower
+        if (now_ns := self.time.now_ns()) < time_ns:  # the clock runs slower
             self._clock.after(time_ns - now_ns, self._wake, life, time_ns)
             return
         self._wake_ns = None
         self.post(ev.Tick())
 
     def set_clock(self, skew_ns: int) -> None:
-        """The machine's. It is looked at soon, and again when it has stood for long enough."""
+        """Set the machine's clock. The instance reads it soon, and again when it has held for long enough."""
         self.time.jump(skew_ns)
         for delay_ns in (self._rng.random() * MS, HOLD_NS + self._rng.random() * 2 * MS, 2 * HOLD_NS):
             self._clock.after(delay_ns, self._look_at_clock)
@@ -320,7 +320,7 @@ class Node:
         return events
 
     def ask_to_stop(self) -> None:
-        """Where another one has caught up with its log, that one is to go on at once."""
+        """Stop cleanly; if another node has caught up with the log, that one must take over at once."""
         if self.machine is not None and not self.stop_asked:
             self.stop_asked = True
             self.hands_over = any(node.phase is Phase.FOLLOWING for node in self.disk.shared.waiting)
@@ -379,7 +379,7 @@ class Node:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing of it is on its way anywhere."""
+        """Return True if nothing of the node is on its way anywhere."""
         driver, app, log_side = self._driver, self._app_side, self.log_side
         if driver is None or app is None or log_side is None:
             return False
@@ -400,7 +400,7 @@ class Node:
 
 
 class _StruckError(Exception):
-    """The process has ended in the middle of a turn."""
+    """Raised when the process has ended in the middle of a turn."""
 
 
 class _ClockSide:

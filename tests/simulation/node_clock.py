@@ -1,4 +1,4 @@
-"""The clock of one machine, which is set at any moment, by any amount; and what its instance makes of it, checked."""
+"""Clock of one machine, which is set at any moment, by any amount; and checks of the instance's time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests.simulation.clock import MS, START_NS, Clock
 from tests.simulation.trace import Violation
 
 HOUR = 3600 * 10**9
-HOLD_NS = 4 * MS  # of a jump, in place of ten minutes
+HOLD_NS = 4 * MS  # how long a jump must hold, instead of ten minutes
 JUMPS_NS = (HOUR, 72 * HOUR, 10 * 8766 * HOUR)  # an hour, three days, ten years
-SIMULATED_NS_MAX = 60 * 10**9  # a run takes a tenth of a second: one that waits for a clock stands still
+SIMULATED_NS_MAX = 60 * 10**9  # a run takes a tenth of a second: one that waits for a clock is stuck
 
 
 class NodeClock:
-    """Of one machine: a wall clock that is set at any moment, and what its instance makes of it.
+    """Wall clock of a machine, which is set at any moment, and the instance's time that it gives.
 
     ``skew_ns``: by how much the wall clock is ahead of the true time; negative: behind it.
     """
@@ -23,8 +23,8 @@ class NodeClock:
         self.skew_ns = 0
         self.believes_wrong = False  # the machine was started with a clock that was wrong
         self._true = clock
-        self._set_ns = clock.now_ns  # when it was set last
-        self._ahead_ns = 0  # of the true time: what was believed, and had to be
+        self._set_ns = clock.now_ns  # when it was last set
+        self._ahead_ns = 0  # of the true time: the skew that had to be believed
         self._time_ns = 0
         self._keeper = self._make(RunningTime(), 0)
 
@@ -47,8 +47,8 @@ class NodeClock:
         self.skew_ns = skew_ns
 
     def started_anew(self, logged_ns: int) -> None:
-        """The machine was: its steady clock counts from there, so it has to believe the wall clock; but not that it has
-        run up to what that says."""
+        """Start the machine anew: its steady clock counts from there, so it must believe the wall clock; but not that
+        the instance has run up to that time."""
         running = RunningTime(self.running.past, self.running.first_ns, self.running.last_ns)
         self._keeper = self._make(running, logged_ns)
         self._ahead_ns = max(self.wall_ns, logged_ns) - self._true.now_ns
@@ -56,7 +56,7 @@ class NodeClock:
         self._time_ns = 0
 
     def process_started(self) -> None:
-        """Another one, of the same start of the machine: it goes on as the one before, and tells its core anew."""
+        """Start another process during the same start of the machine: it continues, and informs its core anew."""
         keeper = self._keeper
         self._keeper = Timekeeper(keeper.clock, keeper.running, keeper.steps)
 
@@ -86,5 +86,5 @@ class NodeClock:
 
     @property
     def ran_ns(self) -> int:
-        """For how long the instance has run, as it counts that."""
+        """Return for how long the instance has run, by its own count."""
         return sum(last_ns - first_ns for first_ns, last_ns in self.running.spans if first_ns)

@@ -1,6 +1,6 @@
-"""What the driver has for peers and clients, while one process of the coordinator lives.
+"""Driver's port for peers and clients, while one process of the coordinator lives.
 
-As the messenger, it sends when it is flushed, and keeps answers back from a driver that is in no hurry for them.
+As the messenger does, it sends when it is flushed, and keeps answers back from a driver that is in no hurry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.simulation.node import Node
 
-REPLY_DELAY_NS_MAX = 2 * MS  # an answer that nobody is in a hurry for waits for so long at most
+REPLY_DELAY_NS_MAX = 2 * MS  # an answer that is not urgent waits at most so long
 
 
 class PeerSide:
@@ -28,13 +28,13 @@ class PeerSide:
         self._node = node
         self._world = node.world
         self._rng = rng
-        self._out: list[tuple[str, Callable[[], None]]] = []  # (for which stream, what sends it)
+        self._out: list[tuple[str, Callable[[], None]]] = []  # (stream, function that sends)
         self._patient = False
         self._answers: list[ev.PeerReplied] = []  # kept back
         self._is_gone = False
 
     def replied(self, event: ev.PeerReplied) -> None:
-        """An answer has come."""
+        """Take an answer that has arrived."""
         if not self._patient:
             self._node.post(event)
             return
@@ -52,7 +52,7 @@ class PeerSide:
         return answers
 
     def end(self) -> None:
-        """What is not sent is lost."""
+        """End the process: unsent frames are lost."""
         self._is_gone = True
         self._out.clear()
 

@@ -1,8 +1,8 @@
-"""What is to happen in a run, drawn from its seed: the fleet, the work, the network's manners, and a list of faults.
+"""Plan of a run, drawn from its seed: the fleet, the work, the network's behaviour, and a list of faults.
 
-Each fault has its moment, counted in effects that the cores have asked for: so one strikes between any two of them. A
-plan is plain data, so a failing run can be made smaller by leaving out parts of it (shrink.py). The chances of each
-kind of thing come from streams of their own: what is left out shifts as little as possible of the rest.
+Each fault has its moment, counted in effects of the cores: so a fault can strike between any two effects. A plan is
+plain data, so that a failing run can be made smaller by leaving out parts of it (shrink.py). Each kind of chance has a
+stream of its own: leaving out a part changes as little as possible of the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WEIGHTS = {
 APPS = ("plain", "checking", "sdk")
 
 SMALL = Limits(
-    replay_check=ReplayCheck.STRICT,  # plain apps, too, are deterministic here: their calls are compared as a whole
+    replay_check=ReplayCheck.STRICT,  # plain apps are deterministic here too: their calls are compared as a whole
     group_size_bytes=400,
     log_pending_bytes=2000,
     output_memory_bytes=180,
@@ -52,19 +52,19 @@ SMALL = Limits(
     chunks_pending_bytes=256,
     checkpoint_trigger_bytes=6000,
     stream_retry_ns=5_000_000,
-    hold_off_ns_min=200_000,  # an app that is held up meanwhile is started, and dies, again and again
+    hold_off_ns_min=200_000,  # a delayed app starts, and dies, again and again
     hold_off_ns_max=2_000_000,
     log_retry_ns_min=200_000,
     log_retry_ns_max=5_000_000,
-    replies_gather_bytes=100,  # less than memory has room for: else the app is not read for the sake of what waits here
+    replies_gather_bytes=100,  # less than the memory limit: otherwise the app is not read because of replies here
     client_keep_ns=1_800_000_000_000,  # a run is shorter, and most jumps of a clock are longer
 )
-"""Each of them is met."""
+"""Limits so small that a run reaches each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``at_effect``: at the first effect from this number on. ``share``: from 0 to 1, how long, how much or where."""
+    """Fault at the first effect from number ``at_effect`` on. ``share``: 0 to 1, its duration, amount or place."""
 
     at_effect: int
     kind: str
@@ -73,7 +73,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run, whole. ``work``: ticks (or calls that wait) of each instance. Rates are per frame."""
+    """Plan of one run. ``work``: ticks (or calls that wait) of each instance. Rates are per frame."""
 
     seed: int
     names: tuple[str, ...] = ("a", "b")
@@ -85,11 +85,11 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     limits: Limits = SMALL
     hops: int = 3  # of a call that is passed on
-    callers: int = 0  # from outside; requests of each: as many as ``work``, twice
+    callers: int = 0  # from outside; each makes twice as many requests as ``work``
     keep_checkpoints: int = 2
     ends_with_power_failure: bool = False
-    fails: bool = False  # some messages do
-    salt: int = 0  # which ones
+    fails: bool = False  # some messages fail
+    salt: int = 0  # selects which ones
     followers: bool = False  # each instance has one, ready to take over
 
     @property
@@ -97,12 +97,12 @@ class Plan:
         return any(fault.kind == "second copy" for fault in self.faults)
 
     def stream(self, purpose: str) -> random.Random:
-        """The chances of one kind of thing."""
+        """Return the random numbers for one purpose."""
         return random.Random(f"{self.seed} {purpose}")
 
 
 def draw(seed: int) -> Plan:
-    """The plan of a standard run: about 1,000 events."""
+    """Draw the plan of a standard run: about 1,000 events."""
     rng = random.Random(f"{seed} plan")
     app = rng.choices(APPS, (1, 8, 3))[0]
     count = rng.choices((1, 2, 3), (1, 6, 3))[0] if app != "sdk" else rng.choice((2, 2, 3))
@@ -121,13 +121,13 @@ def draw(seed: int) -> Plan:
         keep_checkpoints=rng.choice((1, 2, 2, 3)),
         ends_with_power_failure=rng.random() < 0.25,
     )
-    # Two copies of a log may come to different verdicts, and none can see it; the base protocol knows none.
+    # Two copies of a log can reach different verdicts, and neither can see it; the base protocol has none.
     fails = rng.random() < 0.6 and app != "plain" and not plan.has_copy
     return _with_verdicts(_with_other_logs(replace(plan, fails=fails, salt=rng.randrange(1000))))
 
 
 def _with_verdicts(plan: Plan) -> Plan:
-    """Where messages fail, with crashes in the moment that counts: a verdict is on its way to the disk."""
+    """Add crashes while a verdict is on its way to the disk, if messages fail."""
     rng = plan.stream("verdicts")
     if not plan.fails or any(fault.kind in _OF_THEIR_OWN for fault in plan.faults):
         return plan
@@ -136,7 +136,7 @@ def _with_verdicts(plan: Plan) -> Plan:
 
 
 def _with_other_logs(plan: Plan) -> Plan:
-    """With a log that does not answer at times; and in some with followers, which are given it now and then."""
+    """Add moments when the log is unavailable; and in some plans followers that take the log over now and then."""
     if plan.has_copy:
         return plan
     rng = plan.stream("other logs")
@@ -151,7 +151,7 @@ def _with_other_logs(plan: Plan) -> Plan:
 
 
 def _with_checkpoints_of_followers(plan: Plan) -> Plan:
-    """In some, followers take the checkpoints; who writes waits for that for a while, short or long."""
+    """Let followers take the checkpoints, in some plans; the writer waits for that for a short or long time."""
     rng = plan.stream("checkpoints of followers")
     if rng.random() < 0.4:
         return plan
@@ -159,9 +159,9 @@ def _with_checkpoints_of_followers(plan: Plan) -> Plan:
     return replace(plan, limits=replace(plan.limits, checkpoints_on_standby=True, standby_checkpoint_ns=wait_ns))
 
 
-# What these need to show is rare enough: a crash in another moment takes it away.
+# Kinds whose effect is rare: a crash at another moment prevents it.
 _OF_THEIR_OWN = ("upgrade", "failing upgrade", "clock jump")
-# Not beside followers. A follower's clock is that of another machine here: how far the two are apart is not looked at.
+# Not beside followers: their clocks are other machines', and the difference is not checked here.
 _ALONE = (*DAMAGE, "upgrade", "failing upgrade", "clock jump")
 
 
@@ -169,22 +169,22 @@ def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:
     if rng.random() < 0.06 and app == "checking":
         return _draw_copies(rng)
     weights = dict(_WEIGHTS)
-    for kind in rng.sample(SINGLE_LOG_KINDS, 6):  # each seed has favourites: kinds that meet themselves
+    for kind in rng.sample(SINGLE_LOG_KINDS, 6):  # each seed has favourites, so that faults of one kind meet
         weights[kind] *= 4
-    if app == "plain":  # it knows no versions
+    if app == "plain":  # it has no versions
         weights["upgrade"] = weights["failing upgrade"] = 0
     faults = []
     at_effect = 0
     for _ in range(rng.choice((0, 2, 4, 6, 8, 10))):
-        # Soon after one another: recoveries, checkpoints and upgrades are interrupted, and the next one too.
+        # Soon one after another, so that recoveries, checkpoints and upgrades are interrupted, and the next ones too.
         at_effect += rng.randrange(1, 40) if rng.random() < 0.45 else rng.randrange(1, 120)
         kind = rng.choices(SINGLE_LOG_KINDS, [weights[kind] for kind in SINGLE_LOG_KINDS])[0]
         faults.append(Fault(at_effect, kind, rng.random()))
         if kind == "upgrade":
-            for _ in range(rng.randrange(3)):  # within it
+            for _ in range(rng.randrange(3)):  # during the upgrade
                 at_effect += rng.randrange(1, 40)
                 faults.append(Fault(at_effect, rng.choice(CRASHES), rng.random()))
-            if rng.random() < 0.5:  # and a replay from before it
+            if rng.random() < 0.5:  # a replay from before it
                 at_effect += rng.randrange(30, 120)
                 faults.append(Fault(at_effect, rng.choice(("flip chunk", "flip header")), rng.random() * 0.8))
     return tuple(faults)

@@ -5,8 +5,8 @@
     scripts/simulate --seed 42            one, with a trace of all that happens
 
 A seed that fails is run again, made smaller while it still fails, and shown with the command that repeats it. The exit
-status is 3 then. It is 1 where at least 10,000 seeds ran and some mark was never reached: the simulation does not go
-there any more.
+status is then 3. It is 1 if at least 10,000 seeds ran and some mark was never reached: the simulation no longer tests
+that place.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ STATUS_FAILED = 3
 
 
 def failure_of(plan: Plan, trace: Trace | None = None, totals: Totals | None = None) -> str | None:
-    """Run ``plan``; what went wrong, in a line or more. What it went through is added to ``totals``."""
+    """Run ``plan``; return its failure, in a line or more, or None. Its totals are added to ``totals``."""
     world = World(plan, trace)
     try:
         world.run()
-    except Exception as error:  # a Violation, or whatever the code under test raises
+    except Exception as error:  # a Violation, or any error of the code under test
         return f"{type(error).__name__}: {error}"
     finally:
         if totals is not None:
@@ -48,7 +48,7 @@ def failure_of(plan: Plan, trace: Trace | None = None, totals: Totals | None = N
 
 
 def run_share(seeds: range) -> tuple[Totals, list[tuple[int, str]]]:
-    """In a process of its own: (what was gone through, the seeds that failed and why)."""
+    """Run seeds, in a process of its own; return (their totals, the seeds that failed and why)."""
     totals, failures = Totals(), []
     for seed in seeds:
         failure = failure_of(draw(seed), totals=totals)
@@ -58,7 +58,7 @@ def run_share(seeds: range) -> tuple[Totals, list[tuple[int, str]]]:
 
 
 def shares(first: int, count: int | None, deadline_s: float | None) -> Iterator[range]:
-    """The seeds to run, in shares, until there are ``count`` or the time is up."""
+    """Yield the seeds to run, in shares, until there are ``count`` or the time is up."""
     done = 0
     while (count is None or done < count) and (deadline_s is None or time.monotonic() < deadline_s):
         size = SHARE_SEEDS if count is None else min(SHARE_SEEDS, count - done)
@@ -86,7 +86,7 @@ def run_many(all_shares: Iterable[range], jobs: int) -> tuple[Totals, list[tuple
             waiting = []
             for share in all_shares:
                 waiting.append(pool.submit(run_share, share))
-                if len(waiting) >= 2 * jobs:  # so that the time is looked at
+                if len(waiting) >= 2 * jobs:  # so that the time is checked
                     take(waiting.pop(0).result())
             for future in waiting:
                 take(future.result())
@@ -95,11 +95,11 @@ def run_many(all_shares: Iterable[range], jobs: int) -> tuple[Totals, list[tuple
     return totals, failures
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def command_for(plan: Plan) -> str:
-    """The command that repeats a plan that was drawn and then made smaller."""
+    """Return the command that repeats a plan that was drawn and then made smaller."""
     drawn = draw(plan.seed)
     parts = [f"scripts/simulate --seed {plan.seed}"]
     if plan.faults != drawn.faults:
@@ -198,7 +198,7 @@ def _positive(text: str) -> int:
 
 
 def plan_of(options: argparse.Namespace, error: argparse.ArgumentParser) -> Plan:
-    """The plan of one seed, without what the options leave out."""
+    """Return the plan of one seed, without the parts that the options leave out."""
     plan = draw(options.seed)
     if options.faults is not None:
         kept = [] if options.faults == "none" else options.faults.split(",")
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _processor_s() -> float:
-    """Used by this process and those that it waited for."""
+    """Return the CPU seconds of this process and of those that it waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

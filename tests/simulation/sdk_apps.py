@@ -1,8 +1,8 @@
-"""Apps of the real SDK: its dispatcher, its handlers that wait, its timers; without threads, sockets or a real clock.
+"""Apps of the real SDK: its dispatcher, waiting handlers and timers; without threads, sockets or a real clock.
 
-Each instance makes deals: handlers that call others and wait, sleep, race, gather, wait for a signal, are refused.
-Calls from one instance to another are numbered by the caller, in the order in which they are made, and looked at where
-they arrive. Behind each record the whole state, with all that waits, is compared with that of the first time.
+Each instance makes deals: handlers that call others and wait, sleep, race, gather, wait for a signal, are refused. The
+caller numbers its calls to each instance, in the order in which it makes them, and the receiver checks the numbers.
+After each record the whole state, with all that waits, is compared with that of the first time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tests.simulation.node import Node
 
 VERSIONS = 3
-KINDS = 6  # of deals that go well
+KINDS = 6  # of deals that succeed
 
 
 class RefusedDeal(Exception):  # noqa: N818
@@ -48,9 +48,9 @@ class RefusedDeal(Exception):  # noqa: N818
 
 
 class Worker(Failing):
-    """What all versions of all instances do. ``me``, ``others`` and ``salt`` are the class's, of one instance each.
+    """Handlers of all versions and instances. ``me``, ``others`` and ``salt`` are set by the class of each instance.
 
-    ``salt``: which kinds of deals there are, and with -1 that none of them fails.
+    ``salt``: selects the kinds of deals; -1: none of them fails.
     """
 
     version: int
@@ -204,7 +204,7 @@ class Worker(Failing):
     def beat(self) -> None:
         self.beats += 1
 
-    # A run lasts a tenth of a second, whatever its clocks say.
+    # A run lasts a tenth of a second, whatever its clocks show.
 
     @every("30m")
     def beat_slowly(self) -> None:
@@ -227,7 +227,7 @@ def _expect(condition: bool, problem: str) -> None:
 
 @cache
 def worker_class(name: str, names: tuple[str, ...], version: int, salt: int) -> type[Immortal]:
-    """The class of one instance in a fleet of ``names``."""
+    """Return the class of one instance in a fleet of ``names``."""
     members: dict[str, Any] = {"me": name, "others": tuple(other for other in names if other != name), "salt": salt}
     members |= {f"strange_{other}": peer(lambda: Stranger, other) for other in names if other != name}
     members |= {f"to_{other}": peer(lambda: Worker, other) for other in names if other != name}
@@ -248,11 +248,11 @@ def worker_class(name: str, names: tuple[str, ...], version: int, salt: int) -> 
     return upgrades(worker_class(name, names, version - 1, salt))(made)
 
 
-REWINDS_MAX = 1000  # for one record: each of its messages fails once at most, and it has some hundred
+REWINDS_MAX = 1000  # for one record: each of its messages fails at most once, and it has some hundred
 
 
 class CheckedDispatcher(Dispatcher):
-    """``node``: its checker is told the state behind each record."""
+    """Dispatcher that gives the state after each record to ``node``'s checker."""
 
     def __init__(self, definition: Definition, node: Node, rng: random.Random) -> None:
         self._node = node
@@ -267,13 +267,13 @@ class CheckedDispatcher(Dispatcher):
 
 
 class BusyCopies(Copies):
-    """A new copy of the state, or none where none is kept, after a few records."""
+    """Copies that renew the state's copy after a few records, or keep none."""
 
     def __init__(self, name: str, *, enabled: bool, records_max: int) -> None:
         super().__init__(enabled=enabled, keeps_large=False)
         self._name = name
         self._records_max = records_max
-        self.rewinds = 0  # for the record that is handled
+        self.rewinds = 0  # for the current record
 
     def failed(self) -> None:
         super().failed()
@@ -300,7 +300,7 @@ class _MarkingReporter(FailureReporter):
 
 
 class SdkApp:
-    """As :class:`tests.simulation.apps.App`."""
+    """App of the SDK, as :class:`tests.simulation.apps.App`."""
 
     def __init__(
         self, node: Node, peers: list[str], work: int, version: int, rng: random.Random, outside: Outside, marks: Marks
@@ -316,7 +316,7 @@ class SdkApp:
         cls = worker_class(node.name, plan.names, version, plan.salt if plan.fails else -1)
         self.rng, self.failures = random.Random(rng.random()), node.checker.failures
         self._dispatcher = CheckedDispatcher(definition_of(cls), node, rng)
-        self._dispatcher.context.record_time_ns = node.now_ns  # a first start asks the clock
+        self._dispatcher.context.record_time_ns = node.now_ns  # a first start reads the clock
         self._dispatcher.context.reporter = _MarkingReporter(marks)
         self._queue = self._dispatcher.outbox.impulses
         self.context = self._dispatcher.context
@@ -327,7 +327,7 @@ class SdkApp:
         self._take_output()
 
     def is_late(self, what: str) -> None:
-        """Only where the machine was started with a wrong clock."""
+        """Check that a late timer occurs only if the machine was started with a wrong clock."""
         _expect(self._node.time.believes_wrong, f"{what} on {self._node.name}")
 
     @property
@@ -377,7 +377,7 @@ class SdkApp:
             if isinstance(event, BecamePrimary):
                 self._become_primary()
             elif isinstance(event, SnapshotBegun):
-                self._take_output()  # the Begin, before anything of the blob
+                self._take_output()  # the Begin, before any part of the blob
                 blob = b"".join(event.encode())
                 size_bytes = self._rng.randrange(50, 500)
                 for start in range(0, len(blob), size_bytes):
@@ -411,7 +411,7 @@ class SdkApp:
         return self._dispatcher.next_due_ns
 
     def time_ns(self, steady_ns: int) -> int:
-        """As the transport has it: what the coordinator told, and the steady clock."""
+        """Return the time as the transport does: the coordinator's time, advanced by the steady clock."""
         told = self._dispatcher.time
         return self._node.now_ns if told is None else told.time_ns + steady_ns - told.steady_ns
 
@@ -431,7 +431,7 @@ class SdkApp:
 
     @contextmanager
     def _as_a_hook(self) -> Iterator[Any]:
-        """Hooks have threads of their own; here there is one, so it counts as another."""
+        """Act as a hook's thread, of which there is none here."""
         context = self._dispatcher.context
         own, context.thread_id = context.thread_id, 0
         try:

@@ -1,4 +1,4 @@
-"""Handlers of the real SDK that fail, each in its way, and what is to become of their calls."""
+"""Handlers of the real SDK that fail, each in its way, and the fates of their calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.simulation.trace import Violation
 
 
 class Life(Protocol):
-    """One app, as what is called in it needs to know it."""
+    """One app, as handlers in it need it."""
 
     rng: random.Random
     failures: Failures
@@ -31,7 +31,7 @@ class Life(Protocol):
 
 
 class Now:
-    """Which app is running: all of them share a process here."""
+    """Current app: all apps share a process here."""
 
     life: ClassVar[Life]
 
@@ -41,7 +41,7 @@ class Broken(Exception):  # noqa: N818
 
 
 class Stranger(Immortal):
-    """What somebody takes a worker for who does not know it well."""
+    """Wrong class for a worker: one method is unknown to it, the other has another type of argument."""
 
     @rpc
     def unknown(self, number: int) -> int: ...
@@ -51,7 +51,7 @@ class Stranger(Immortal):
 
 
 class Failing(Immortal):
-    """The part of a worker that fails. ``spoiled``: by what is undone, so it stays 0."""
+    """Handlers of a worker that fail. ``spoiled``: changed only by undone calls, so it stays 0."""
 
     kept: int
     lucky: int
@@ -64,7 +64,7 @@ class Failing(Immortal):
         raise Violation(f"{self.me} was sent what a call has made that failed")
 
     def spoil(self, number: int) -> None:
-        """All that is to be as if it had never been."""
+        """Make changes, calls and a signal that must all be undone."""
         self.spoiled += number + 1
         for other in self.others:
             getattr(self, f"to_{other}").poison.fork()
@@ -145,7 +145,7 @@ class Failing(Immortal):
 
     @rpc
     def fork_doomed(self, number: int) -> None:
-        """One of each kind to another instance and to this one."""
+        """Fork one call of each kind to another instance and to this one."""
         other = self.others[number % len(self.others)]
         for to in (getattr(self, f"to_{other}"), self):
             to.undone.fork(number)
@@ -163,7 +163,7 @@ class Failing(Immortal):
             getattr(self, f"to_{other}").lethal_later.fork(number)
 
     async def deal_that_fails(self, kind: int, other: str, number: int) -> int:
-        """The parts of a deal that go wrong, as they should."""
+        """Run a deal whose parts fail, as they should."""
         to, stranger = getattr(self, f"to_{other}"), getattr(self, f"strange_{other}")
         if kind == 0:
             return await expect_failed(to.undone(number), Broken.__name__, f"undone {number}")

@@ -1,7 +1,7 @@
-"""A log that several processes may have open: one writes it, by a term of its own, others follow it.
+"""Log that several processes can have open: one writes it, by a term of its own, others follow it.
 
-Who has the right to write keeps it until its process ends, or until another is given it all the same: then the first
-one does not know, and goes on until the log takes nothing more of it.
+A writer keeps the right to write until its process ends, or until another one gets it all the same. In that case the
+first does not know, and continues until the log refuses its writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checkpoint that the writer of ``term`` wants of ``node``."""
+    """Request of the writer of ``term`` for a checkpoint of ``node``."""
 
     term: int
     node: Node
@@ -28,7 +28,7 @@ class Asked:
 
 
 class SharedLog:
-    """``ticket``: of the last append of the writer that is there."""
+    """Log with its writer and followers. ``ticket``: of the current writer's last append."""
 
     def __init__(self, store: MemoryLogStore) -> None:
         self.store = store
@@ -38,10 +38,10 @@ class SharedLog:
         self.waiting: list[Node] = []  # for the right to write
         self.asked: Asked | None = None
         self.offers: dict[int, int] = {}  # by checkpoint ID: the term of the writer for whom it was taken
-        self._has_standby = False  # as the writer was told
+        self._has_standby = False  # as the writer knows
 
     def grant(self, node: Node) -> int:
-        """To ``node``, whoever has it; its term. What the last writer has begun is no part of the log."""
+        """Give ``node`` the right to write, whoever has it; return its term. The last one's pending writes are lost."""
         self.term += 1
         self.ticket = 0
         self.asked = None
@@ -53,12 +53,12 @@ class SharedLog:
         return self.term
 
     def reopen(self) -> None:
-        """As the next writer finds it. Whoever lives still reads what it has loaded; without anyone nothing may."""
+        """Reopen the log for the next writer. Living processes can still read rows that they have loaded."""
         is_read = self.writer is not None or self.waiting
         self.store = self.store.copy() if is_read else self.store.crash()
 
     def release(self, node: Node) -> bool:
-        """The process of ``node`` has ended; whether it had the right."""
+        """End the process of ``node``; return True if it had the right to write."""
         if node in self.waiting:
             self.waiting.remove(node)
         if self.writer is not node:
@@ -67,7 +67,7 @@ class SharedLog:
         return True
 
     def tell_of_standbys(self) -> None:
-        """The writer, where that has changed."""
+        """Tell the writer if there are standbys, if that has changed."""
         has_standby = any(node.phase is Phase.FOLLOWING for node in self.waiting)
         if self.writer is not None and has_standby != self._has_standby:
             self._has_standby = has_standby

@@ -1,7 +1,7 @@
-"""A failing plan, made smaller while it still fails: fewer faults, a kinder network, fewer instances, less work.
+"""Reduction of a failing plan while it still fails: fewer faults, a kinder network, fewer instances, less work.
 
-What is left out shifts what comes behind it, so that another failure may take the place of the first. That is all the
-same: it is a failure, and smaller.
+Leaving out a part shifts the rest, so another failure can take the place of the first. That does not matter: it is a
+failure, and smaller.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Fails = Callable[[Plan], bool]
 
 
 def shrink(plan: Plan, fails: Fails, runs_max: int = 400) -> Plan:
-    """The smallest plan found, in at most ``runs_max`` runs, for which ``fails`` is true, as it is for ``plan``."""
+    """Return the smallest failing plan that was found, in at most ``runs_max`` runs; ``fails`` is true for it."""
     runs = 0
 
     def still_fails(candidate: Plan) -> bool:
@@ -32,7 +32,7 @@ def shrink(plan: Plan, fails: Fails, runs_max: int = 400) -> Plan:
 
 
 def _smaller(plan: Plan) -> Iterator[Plan]:
-    """Plans with a little less, the boldest first."""
+    """Yield plans with a little less, the boldest first."""
     for faults in _fewer(plan.faults):
         yield replace(plan, faults=faults)
     for rate in ("loss_rate", "duplicate_rate", "late_rate"):
@@ -50,7 +50,7 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
 
 
 def _fewer(faults: tuple[Fault, ...]) -> Iterator[tuple[Fault, ...]]:
-    """Without all, without each half, quarter, ... of them, without each one."""
+    """Yield ``faults`` without all, without each half, quarter, ... of them, without each one."""
     size = len(faults)
     while size:
         for start in range(0, len(faults), size):

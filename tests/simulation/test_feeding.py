@@ -1,4 +1,4 @@
-"""The feeding pattern of the README, by seed: a hook goes on from the state, and each input is handled exactly once.
+"""The feeding pattern of the README, by seed: a hook continues from the state, and each input is handled once.
 
 Multicasts and messages to a group; partitions, crashes, checkpoints, an upgrade, a member that is expelled.
 """
@@ -25,7 +25,7 @@ from immortal.testing import Environment, Instance
 
 GUESTS = 12
 SEEDS = 25
-SEEDS_MAX = 200  # within which the planted bug is found
+SEEDS_MAX = 200  # enough to find the planted bug
 
 
 class Book(Grouped):
@@ -85,7 +85,7 @@ class CrowdTwo(Crowd):
 
 
 class Feeder:
-    """What the thread of the hook does, a step at a time: one life of the app has one."""
+    """The hook's thread, a step at a time: one for each life of the app."""
 
     def __init__(self, env: Environment, crowd: Instance[Crowd]) -> None:
         self.crowd = crowd
@@ -219,5 +219,5 @@ def test_a_hook_waits_for_impulses_whose_handlers_wait_for_their_turn() -> None:
         assert "before its @on_primary hooks start" in waits[0]["what"]
         for _ in range(3):
             slow.call(Slow.go)
-        slow.run_hook(Slow.feed)  # by now all three have begun
+        slow.run_hook(Slow.feed)  # now all three have begun
         assert slow.state.done == ["guest 1", "guest 2", "guest 3"]

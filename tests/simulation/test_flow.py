@@ -1,4 +1,4 @@
-"""Loops under full load, with windows and memory as small as can be: nothing waits for itself."""
+"""Loops under full load, with windows and memory as small as possible: no message waits for itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One instance of the simulated world loses its whole log in mid-run; an operator resets it where an error says so."""
+"""One instance of the simulated world loses its whole log in mid-run; an operator resets it when an error says so."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NEW_COMMITTER_ID = 99
 
 
 class WipedWorld(World):
-    """``b`` is wiped at a moment of its seed. The others' operator does what the errors say, be they up or down."""
+    """World in which ``b`` is wiped at a moment of its seed. The others' operator follows the errors' advice."""
 
     def __init__(self, plan: Plan, trace: Trace | None = None) -> None:
         super().__init__(plan, trace)
-        self.had: dict[str, int] = {}  # by sender: what the log that is lost had of it
+        self.had: dict[str, int] = {}  # by sender: the position in the lost log
         self.resets = 0
-        self.network.given_up_arrives = False  # a reset counts positions anew: a late frame would mean something else
+        self.network.given_up_arrives = False  # a reset counts positions anew: a late frame would have another meaning
         for node in self.nodes:
             node.checker.is_reset = True
         self.clock.after((0.5 + self._rng.random() * 3) * MS, self._wipe)
@@ -49,7 +49,7 @@ class WipedWorld(World):
         self.clock.after(MS, self._look)
 
     def _look(self) -> None:
-        """The operator looks at one of them."""
+        """Let the operator check one of the nodes."""
         node = self._rng.choice([node for node in self.nodes if node.name != "b"])
         self.clock.after(self._rng.random() * 2 * MS, self._look)
         if node.machine is None:
@@ -72,13 +72,13 @@ class WipedWorld(World):
             raise Violation(f"{node.name} names a reset that is none of its business: {notice.text}")
 
     def refused(self, node: Node, frame: PeerFrame) -> None:
-        """Until the reset."""
+        """Accept a refusal, which lasts until the reset."""
 
     def _is_over(self) -> bool:
         return bool(self.outside.wiped) and super()._is_over()
 
     def check_losses(self) -> None:
-        """Nothing is missing but what the log that is lost had: an operator can't have that back."""
+        """Check that only messages in the lost log are missing: an operator can't restore those."""
         for (sender, receiver), number in self.outside.begun_anew.items():
             if receiver == "b":
                 assert number - 1 <= self.had.get(sender, 0), f"{number} of {sender} came first, b had {self.had}"

@@ -1,4 +1,4 @@
-"""The checkers bite: each bug that is planted is found by a few of the seeds that the right code passes."""
+"""Proof of the checkers: a few of the seeds that the right code passes find each planted bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds of the simulated world, and what is promised of a seed: the same run again, smaller where it fails."""
+"""Seeds of the simulated world, and promises about a seed: the same run again, smaller if it fails."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_run_of_many_says_what_it_went_through(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert shown.startswith("20 seeds in ")
     assert "  crashes: " in shown
-    assert "  never reached: " in shown  # of so few
+    assert "  never reached: " in shown  # by so few seeds
     assert gc.get_freeze_count() == 0, "what runs later in this process has its garbage collected"
 
 
@@ -117,7 +117,7 @@ def test_what_is_called_wrongly_is_said(arguments: list[str], problem: str, caps
     assert problem in capsys.readouterr().err
 
 
-# --- what earlier seeds have found: in an older form of this simulation ----------------------------------------------
+# --- findings of earlier seeds: in an older form of this simulation --------------------------------------------------
 
 
 @pytest.mark.parametrize("crashes", [2, 6, 12])

@@ -1,4 +1,4 @@
-"""What happened, as lines for people; and a digest of it, to see that a seed gives the same run again."""
+"""Events of a run as lines for people; and a digest of them, to check that a seed gives the same run again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.simulation.clock import MS, START_NS
 
 
 class Violation(AssertionError):  # noqa: N818
-    """Something that is promised did not hold."""
+    """Raised when a promise did not hold."""
 
 
 class Trace:
-    """Lines in the order in which things happened."""
+    """Lines in the order of the events."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -33,7 +33,7 @@ def describe_events(events: Sequence[ev.Event]) -> str:
 
 
 def describe(what: ev.Event | ef.Effect) -> str:
-    """An event or effect in a few words: sizes in place of bytes."""
+    """Describe an event or effect in a few words: sizes in place of bytes."""
     name = type(what).__name__
     if isinstance(what, ef.SendToPeer):
         return f"{name} {what.destination} {_frame(what.frame)}"

@@ -1,4 +1,4 @@
-"""One run of a plan: the instances, the faults as they strike, and the end, where everything must be in its place."""
+"""One run of a plan: the instances, the faults when they strike, and the end, where all must be complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.simulation.sdk_failing import doom_of as sdk_doom_of
 from tests.simulation.shared_log import SharedLog
 from tests.simulation.trace import Trace, Violation
 
-CALM_EVENTS_MAX = 10_000  # from the last fault on, and once all ways are open: until everything has converged
+CALM_EVENTS_MAX = 10_000  # after the last fault, once all ways are open: until everything has converged
 COPY_EVENTS = 1_500  # how long a copy runs beside the first
 LOOK_EVERY_EVENTS = 16
 NO_MORE_FAULTS = 1 << 62
@@ -41,7 +41,7 @@ ERRORS_WITH_A_COPY = (notices.StreamStopped, notices.PeerRefused)
 
 @dataclass
 class Totals:
-    """What a run, or many, went through."""
+    """Totals of a run, or of many."""
 
     runs: int = 0
     events: int = 0
@@ -67,7 +67,7 @@ class Totals:
 
 
 class World:
-    """``trace``: keeps what happens, for people; None: nothing is kept, which is faster."""
+    """World of one plan. ``trace``: keeps the events, for people; None: nothing is kept, which is faster."""
 
     def __init__(self, plan: Plan, trace: Trace | None = None) -> None:
         self.plan = plan
@@ -109,7 +109,7 @@ class World:
         return Node(self, number, name, disk, checker, follows=self.plan.followers)
 
     def offer_right(self, name: str) -> None:
-        """Nobody may write the log of ``name``: one of those who wait for that does from now on."""
+        """Give the right to write the log of ``name`` to one of the waiting nodes, if no node has it."""
         waiting = [node for node in self.nodes if node.name == name and node in node.disk.shared.waiting]
         if waiting and waiting[0].disk.shared.writer is None:
             log_side = self._rng.choice(waiting).log_side
@@ -134,14 +134,14 @@ class World:
             self.marks,
             plain=plain,
             hops=plan.hops,
-            calls_only=plan.has_copy,  # two copies of a log may differ in their impulses, and none can see it
+            calls_only=plan.has_copy,  # two copies of a log can differ in their impulses, and neither can see it
             salt=plan.salt if plan.fails else -1,
         )
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until all is done and everything has converged. Raises Violation."""
+        """Run until all is done and everything has converged. Raises Violation."""
         for node in self.nodes:
             self.clock.after(self._rng.random() * 300 * US, node.start)
         run_next = self.clock.run_next
@@ -170,7 +170,7 @@ class World:
         if self.events - self._calm_since > CALM_EVENTS_MAX:
             raise Violation(f"no end in {CALM_EVENTS_MAX} events since the last fault: {self.describe()}")
         if self.next_fault_at is not NO_MORE_FAULTS:
-            if is_quiet:  # the work is done: the rest of the faults strike an idle fleet
+            if is_quiet:  # the work is done: the remaining faults strike an idle fleet
                 self.strike(self._rng.choice(self.nodes), None)
             return False
         if not is_quiet or any(node.upgrade_to is not None for node in self.nodes):
@@ -184,7 +184,7 @@ class World:
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def strike(self, node: Node, effect: ef.Effect | None) -> None:
-        """The next fault is due, at ``node``, before it carries out ``effect``."""
+        """Let the next fault strike ``node``, before it carries out ``effect``."""
         fault = self._faults.pop(0)
         self._calm_since = self.events
         self.next_fault_at = self._faults[0].at_effect if self._faults else NO_MORE_FAULTS
@@ -200,7 +200,7 @@ class World:
             if not node.disk.flip(kind, fault.share):
                 return
             if fault.share < 0.8:
-                node.power_off()  # so that it is looked at soon
+                node.power_off()  # so that the damage is read soon
         elif "partition" in kind or "hang" in kind:
             self._block(node, fault)
         elif kind == "second copy":
@@ -216,7 +216,7 @@ class World:
         if kind == "crash app" and node.machine is not None and self._is_last_straw(node.machine):
             return
         if self._copied_at is not None and node.name == self.nodes[-1].name:
-            return  # a split brain that is started again wins again: what then holds is for no machine to say
+            return  # a split brain that restarts wins again: what must then hold is undefined
         self.crashes += 1
         self.marks[f"{kind} while {node.phase.value}"] += 1
         if effect is not None:
@@ -227,7 +227,7 @@ class World:
             node.crash(app_first=kind == "crash both")
 
     def _is_last_straw(self, machine: Machine) -> bool:
-        """One more death now would be a verdict, maybe on a message that is innocent: it could not be told apart."""
+        """Return True if one more death would cause a verdict, possibly on an innocent message."""
         return machine.components.call_failures.poison_guard.suspect.runs_count + 1 >= (
             machine.state.limits.kills_max or 0
         )
@@ -275,7 +275,7 @@ class World:
             disk.crashes_at_verdict = True
 
     def crash_soon(self, node: Node, within_ns: float) -> None:
-        """The coordinator of ``node``, while what it asks of its disk now may not be there yet."""
+        """Crash the coordinator of ``node`` soon, when its writes can still be pending."""
         self.clock.after(self._rng.random() * within_ns, self._crash_life, node, node.life)
 
     def _crash_life(self, node: Node, life: int) -> None:
@@ -287,11 +287,11 @@ class World:
             self._crash(node, "crash coordinator", None)
 
     def _take_over(self, node: Node) -> None:
-        """The right to write goes to a follower, though the one that has it lives, and goes on."""
+        """Give a follower the right to write, though the current writer lives and continues."""
         shared = node.disk.shared
         log_side = shared.waiting[0].log_side if shared.waiting else None
         if log_side is not None and shared.writer is not None:
-            # One that has nothing to write does not find out: its machine is looked after, sooner or later.
+            # A writer with nothing to write does not find out: its machine is stopped, sooner or later.
             self.clock.after(self._rng.random() * 30 * MS, self._end_fenced, shared.writer, shared.writer.life)
             log_side.granted()
 
@@ -300,7 +300,7 @@ class World:
             node.power_off()
 
     def _set_clock(self, node: Node, share: float) -> None:
-        """A little; or an hour, three days or ten years, in either direction, for a while or for good."""
+        """Set the clock by a little, or by an hour, three days or ten years, either way, for some time or for good."""
         choice = int(share * 7919)
         sizes_ns = (int(share * 20 * MS), *JUMPS_NS)
         skew_ns = sizes_ns[choice % len(sizes_ns)] * (1 if choice % 8 < 4 else -1)
@@ -310,7 +310,7 @@ class World:
             self.clock.after(share * 12 * MS, node.set_clock, 0)
 
     def _upgrade(self, node: Node, *, fails: bool, share: float) -> None:
-        """The operator stops the instance one way or the other, and starts it with the code of another version."""
+        """Stop the instance as an operator, cleanly or not, and start it with the code of another version."""
         machine = node.machine
         if machine is None or self.plan.app == "plain" or not machine.state.ready or node.upgrade_to is not None:
             return
@@ -331,7 +331,7 @@ class World:
                 node.power_off(machine_too=True)
 
     def _copy(self, node: Node) -> None:
-        """A copy of its log as it is on disk now, and a coordinator on it, beside the first one."""
+        """Start a coordinator on a copy of the node's current log, beside the first one."""
         if len(node.disk.store.summary().checkpoints) == 0 or self._copied_at is not None:
             return
         copy = self._make_node(node.name, SharedLog(node.disk.copy()), node.checker.copy())
@@ -340,7 +340,7 @@ class World:
         self.marks["second copy beside the first"] += 1
         self.clock.after(self._rng.random() * MS, copy.start)
 
-    # --- what a node tells -------------------------------------------------------------------------------------------
+    # --- reports of a node -------------------------------------------------------------------------------------------
 
     def error_told(self, node: Node, notice: notices.Notice) -> None:
         expected: tuple[type[notices.Notice], ...] = ERRORS_TOLD
@@ -376,7 +376,7 @@ class World:
                 if made != got:
                     raise Violation(f"{other} has made {made} calls to {name}, which has executed {got}")
                 if self.outside.wiped in (name, other):
-                    continue  # what was accepted is lost with the log
+                    continue  # accepted impulses are lost with the log
                 missing = self.outside.accepted.get((other, name), set()) - set(app.outside.get(other, ()))
                 if missing:
                     raise Violation(f"{name} lacks impulses of {other} that were accepted: {sorted(missing)}")
@@ -430,7 +430,7 @@ class World:
         )
 
     def describe(self) -> str:
-        """Where everything is, for whoever looks at a run that does not end."""
+        """Describe the state of all nodes, for a run that does not end."""
         lines = [f"event {self.events}, effect {self.effects}, blocked {self.network.blocked}"]
         for node in self.nodes:
             lines.append(
@@ -443,7 +443,7 @@ class World:
 
 
 def as_text(plan: Plan) -> str:
-    """The plan in a few lines."""
+    """Return the plan as a few lines of text."""
     values = {name: value for name, value in asdict(plan).items() if name not in ("faults", "limits")}
     lines = [", ".join(f"{name} {value}" for name, value in values.items())]
     lines += [

@@ -1,4 +1,4 @@
-"""The parts: what is measured. Each is the function of its name, in a module that has those of one subject."""
+"""Parts of the suite. Each is the function of its name, in a module for one subject."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ PARTS = {
     "clone": ("clone", "copies of a table"),
     "ordering": ("ordering", "multicasts in one order"),
 }
-"""By name: the module, and the title."""
+"""Parts by name: the module, and the title."""
 
 TITLES = {name: title for name, (_, title) in PARTS.items()}

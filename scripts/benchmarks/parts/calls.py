@@ -1,6 +1,6 @@
 """Calls between two services and more, one-way and awaited, and calls from outside.
 
-The same calls under other conditions: with CURVE, which encrypts what goes between coordinators; on slower disks.
+The same calls also run under other conditions: with CURVE, which encrypts traffic of coordinators; on slower disks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from scripts.benchmarks.limits import disk_latency_us, disk_rate, handler_rate, 
 
 
 def calls(context: Context) -> list[Figure]:
-    """Awaited calls between two services, both logs durable: one at a time, and more."""
+    """Measure awaited calls between two services, both logs durable: one at a time, and more."""
     figures: list[Figure] = []
     with context.home() as home, ExitStack() as stack:
         ours = stack.enter_context(immortal_caller(home / "home"))
@@ -93,7 +93,7 @@ def _one_at_a_time(measured: dict[str, list[Measured]], limited: dict[str, list[
     return [*figures, rate]
 
 
-# One-way calls by size, with what they cost in CPU time and memory.
+# One-way calls by size, with their costs in CPU time and memory.
 
 
 GRPC = "grpc stream"
@@ -104,7 +104,7 @@ _BY_CALLS_MAX = 1 << 10  # larger ones are compared in MB/s
 
 
 def one_way(context: Context) -> list[Figure]:
-    """One-way calls by size, with what they cost in CPU time and memory."""
+    """Measure one-way calls by size, with their costs in CPU time and memory."""
     figures: list[Figure] = []
     with context.home() as home, immortal_by_codec(home) as ours, grpc_streams() as theirs, loopback() as tcp:
         streams: dict[str, Streams] = {**ours, GRPC: theirs}
@@ -125,7 +125,7 @@ def one_way(context: Context) -> list[Figure]:
 
 
 def _rate(what: str, size_bytes: int, measured: dict[str, list[OneWay]], limited: dict[str, list[float]]) -> Figure:
-    """Small calls are counted, of large ones the bytes."""
+    """Return a rate: calls/s for small calls, MB/s for large ones."""
     by_calls = size_bytes <= _BY_CALLS_MAX
     size = max(1, size_bytes)
     samples = {
@@ -156,7 +156,7 @@ def _rate(what: str, size_bytes: int, measured: dict[str, list[OneWay]], limited
 
 
 def _costs(measured: dict[str, list[OneWay]]) -> list[Figure]:
-    """CPU seconds per million calls, which are µs per call."""
+    """Return CPU seconds per million calls, which are µs per call."""
     spent: dict[str, list[float]] = {}
     for codec, end in ((IMMORTAL, ""), (PURE, ", pure Python")):
         for one in measured.get(codec, ()):
@@ -225,7 +225,7 @@ CHAIN = {
 
 
 def shapes(context: Context) -> list[Figure]:
-    """More than two services: fan-out, fan-in, and a chain of five."""
+    """Measure more than two services: fan-out, fan-in, and a chain of five."""
     peers = context.amounts.peers
     return [
         _one_way(context, f"one-way 16 B, fan-out to {peers}", Load((16,), receivers=peers)),
@@ -262,7 +262,7 @@ def _chain(context: Context) -> list[Figure]:
     ]
 
 
-# What an outside caller waits for: a call, which is logged, and a query, which is not.
+# Calls from outside: a call, which is logged, and a query, which is not.
 
 
 LOGGED, QUERY = f"{IMMORTAL}, a logged call", f"{IMMORTAL}, a query"
@@ -305,7 +305,7 @@ async def _asked(home: Path, outstanding: int, seconds: float, *, is_query: bool
 
 
 def queries(context: Context) -> list[Figure]:
-    """Measures what an outside caller waits for: a call, which is logged, and a query, which is not."""
+    """Measure how long an outside caller waits for a call, which is logged, and for a query, which is not."""
     figures: list[Figure] = []
     with context.home() as home, running(register(home, {NAME: APP}, {})):
         for outstanding, what in ((1, "one call from outside at a time"), (64, "64 calls from outside outstanding")):
@@ -332,14 +332,14 @@ NOTE = (
 
 
 def curve(context: Context) -> list[Figure]:
-    """The same between instances with keys: CURVE encrypts and authenticates what goes between coordinators."""
+    """Measure calls between instances with keys: CURVE encrypts and authenticates traffic between coordinators."""
     variants = {IMMORTAL: {"curve": False}, CURVE: {"curve": True}}
     sizes = [size for size in CURVE_SIZES if size in context.amounts.sizes]
     return _compared(context, variants, "with CURVE", sizes)
 
 
 def slow_disk(context: Context) -> list[Figure]:
-    """The same on a slower disk: each commit of a log takes some milliseconds more."""
+    """Measure calls on a slower disk: each commit of a log takes some milliseconds more."""
     names = {_name(delay_ms): delay_ms for delay_ms in context.amounts.delays_ms}
     variants = {name: {"variables": {VARIABLE: f"{delay_ms:g}"}} for name, delay_ms in names.items()}
     fast, slow = _name(0), _name(5)
@@ -362,7 +362,7 @@ def _compared(
     p50_targets: list[Target] | None = None,
     note: str = "",
 ) -> list[Figure]:
-    """Measure one-way calls of ``sizes`` bytes and awaited calls. ``variants``: what their instances differ in."""
+    """Measure one-way calls of ``sizes`` bytes and awaited calls. ``variants``: options of their instances by name."""
     figures: list[Figure] = []
     with context.home() as home, ExitStack() as stack:
         streams: dict[str, Streams] = {

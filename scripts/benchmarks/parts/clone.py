@@ -55,7 +55,7 @@ class _Copies:
 
 @contextlib.contextmanager
 def _processes(home: Path) -> Iterator[str]:
-    """A table, a forwarder of it, and one that follows the forwarder: where that one publishes."""
+    """Run a table, a forwarder of it, and a second forwarder after the first; yield the second one's endpoint."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     with ExitStack() as stack:
         start_service(stack, home, "prices", "immortal.patterns.clone:Table")
@@ -70,7 +70,7 @@ def _processes(home: Path) -> Iterator[str]:
 
 
 def _rate(table: Table, copies: _Copies, seconds: float) -> float:
-    """Changes in a second, until all copies have the last one."""
+    """Measure changes/s, until all copies have the last one."""
     began_s = time.perf_counter()
     count = number = 0
     while time.perf_counter() < began_s + seconds:
@@ -88,7 +88,7 @@ def _change(index: int) -> Change:
 
 
 def _delay_ms(table: Table, copies: _Copies) -> float:
-    """From the call until the last copy has the change."""
+    """Measure the time in ms from the call until the last copy has the change."""
     began_s = time.time()
     number = table.update([_change(0)]).number
     last_s: float = max(one["last_s"] for one in copies.wait(number))
@@ -97,7 +97,7 @@ def _delay_ms(table: Table, copies: _Copies) -> float:
 
 @contextlib.contextmanager
 def _one_that_reads_nothing(home: Path) -> Iterator[None]:
-    """A client whose program takes no change: behind its high-water mark changes are dropped, for it alone."""
+    """Run a client that reads no change: above its high-water mark changes are dropped, for it alone."""
     with (
         mock.patch.object(copies, "CHANGES_WAITING_MAX", 10),
         connect_clone(
@@ -114,14 +114,14 @@ def _one_that_reads_nothing(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _entitled(table: Table) -> Iterator[None]:
-    """Each client sees what it is entitled to, filtered at the publisher: all that is measured, and nothing else."""
+    """Filter at the publisher: each client sees only the subtree that it is entitled to, which all changes are in."""
     table.entitle("*", ["key"])
     yield
     table.disentitle("*")
 
 
 def clone(context: Context) -> list[Figure]:
-    """Changes of a table: how many a second, and how long until the last of many copies has one."""
+    """Measure changes of a table: how many a second, and how long until the last of many copies has one."""
     figures = []
     with context.home() as home, _processes(home) as leaf, connect(Table, "prices", home=home) as table:
         for clients, publishers, what, meanwhile in (
@@ -143,13 +143,13 @@ def clone(context: Context) -> list[Figure]:
     return figures
 
 
-# Many clients of a table in one process: each has its connection and its copy, and says when it has come to a number.
+# Many clients of a table in one process: each has its connection and its copy, and reports when it reaches a number.
 #
 #     python -m scripts.benchmarks.parts.clone TABLE HOME COUNT [PUBLISHER ...]
 #
 # On stdin: a number each line. On stdout: ``ready`` once all have a copy; for each number, once all copies have it, a
-# line with JSON: the changes that were taken, holes, changes that were dropped, and by which time in seconds the copies
-# had it: the median, and the last one.
+# line with JSON: changes taken, holes, changes dropped, and the times in seconds at which the copies had it: the
+# median, and the last one.
 
 
 class Swarm:
@@ -190,7 +190,7 @@ class Swarm:
         for socket in one.sockets():
             descriptor = int(socket.getsockopt(zmq.FD))
             if self._by_descriptor.get(descriptor) is not one:
-                with suppress(FileExistsError):  # another one had it, and closed it
+                with suppress(FileExistsError):  # another subscriber had it, and closed it
                     self._poll.register(descriptor, select.EPOLLIN)
                 self._by_descriptor[descriptor] = one
 

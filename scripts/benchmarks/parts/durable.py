@@ -26,10 +26,10 @@ CALLER = "immortal.bench.apps:Caller"
 
 
 def durable(context: Context) -> list[Figure]:
-    """A durable handler of three steps, each step's result kept before the next begins, called from outside."""
+    """Measure a handler of three steps, called from outside; each step's result is durable before the next begins."""
     figures = []
     with context.home() as home, ExitStack() as stack:
-        home.chmod(0o755)  # PostgreSQL's user has to pass through it
+        home.chmod(0o755)  # PostgreSQL's user must be able to enter it
         callers = [
             stack.enter_context(immortal_caller(home / kind, apps(kind), name=name))
             for name, kind in ((IMMORTAL, "EffectSteps"), (LOCAL, "LocalSteps"))
@@ -94,7 +94,7 @@ def has_dbos(context: Context) -> bool:
 
 @contextlib.contextmanager
 def dbos(name: str, url: str) -> Iterator[Caller]:
-    """With its tables in the database ``url``."""
+    """Run DBOS with its tables in the database ``url``."""
     with start_module(STEPS_MODULE, "dbos", url) as process:
         hear(process, name)
         yield Caller(name, {"app": process}, lambda: None)
@@ -119,18 +119,18 @@ def _restate(home: Path) -> Iterator[Caller]:
 
 IN_DATABASE = f"{IMMORTAL}, log in PostgreSQL"
 HANDLERS = 64
-"""At a time: what the figure beside DBOS is of."""
+"""Number of handlers at a time in the figure beside DBOS."""
 NOTE = "The server, both instances and their apps share the processors and the disk, where the folders are, too."
 
 
 def database(context: Context) -> list[Figure]:
-    """A log in PostgreSQL: beside one in a folder of the same disk, and beside DBOS on the same server."""
+    """Measure a log in PostgreSQL, beside one in a folder of the same disk and beside DBOS on the same server."""
     if binaries() is None:
         raise BenchError("there is no PostgreSQL; on Debian: apt-get install postgresql")
     if importlib.util.find_spec("psycopg") is None:
         raise BenchError("the package psycopg is not installed: scripts/bench does that")
     with context.home() as home:
-        home.chmod(0o755)  # PostgreSQL's user has to pass through it
+        home.chmod(0o755)  # PostgreSQL's user must be able to enter it
         with servers.postgres(home) as url:
             return [*_one_way(context, home, url), *_awaited(context, home, url), *_handlers(context, home, url)]
 
@@ -173,7 +173,7 @@ def _handlers(context: Context, home: Path, url: str) -> list[Figure]:
 
 @contextmanager
 def _both(home: Path, log: str, apps: dict[str, str]) -> Iterator[list[Caller]]:
-    """One with its logs in a folder, one with its logs in the database ``log``."""
+    """Yield two callers: one with its logs in a folder, one with its logs in the database ``log``."""
     with (
         immortal_caller(home / "folder", apps) as in_folder,
         immortal_caller(home / "database", apps, name=IN_DATABASE, log=log) as in_database,

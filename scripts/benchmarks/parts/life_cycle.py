@@ -32,7 +32,7 @@ CALLS_AFTER = 200
 
 
 def recovery(context: Context) -> list[Figure]:
-    """Recovery: the rate of a replay, and how soon a service works again after kill -9."""
+    """Measure recovery: the rate of a replay, and how soon a service works again after kill -9."""
     return [*_replay(context), _outage(context)]
 
 
@@ -100,7 +100,7 @@ def _outage(context: Context) -> Figure:
 
 
 def _killed_in_the_middle(caller: Caller, callee: Service) -> float:
-    """The longest that a call has waited, in ms; each answer is checked by the caller."""
+    """Kill the callee during calls; return the longest wait of a call in ms. The caller checks each answer."""
     before = caller.run(Run(1, CALLS_UNTIL_KILL, 16))
     # The calls are in the other thread: the callee's processes would die with the thread that started them.
     with ThreadPoolExecutor(1) as executor:
@@ -120,7 +120,7 @@ CALLEE = "immortal.bench.apps:Callee"
 
 
 def start(context: Context) -> list[Figure]:
-    """Measures a start, and the memory of an idle service."""
+    """Measure a start, and the memory of an idle service."""
     memory: dict[str, list[float]] = {"coordinator": [], "app": []}
     names = iter(range(sys.maxsize))
     with context.home() as home:
@@ -139,7 +139,7 @@ def start(context: Context) -> list[Figure]:
 
 
 def _start(home: Path, memory: dict[str, list[float]], *, again: bool) -> float:
-    """In ms."""
+    """Return the time of a start, in ms."""
     service = register(home, {"callee": CALLEE}, {})["callee"]
     try:
         begun = time.perf_counter()
@@ -166,7 +166,7 @@ def _python() -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
-# How long a checkpoint holds up the handlers, by the size of the state.
+# How long a checkpoint delays the handlers, by the size of the state.
 
 
 INLINE, FORK = 'checkpoint="inline"', 'checkpoint="fork"'
@@ -174,7 +174,7 @@ REPEATS_MAX = 3
 
 
 def checkpoint(context: Context) -> list[Figure]:
-    """Measures how long a checkpoint holds up the handlers, by the size of the state."""
+    """Measure how long a checkpoint delays the handlers, by the size of the state."""
     figures = []
     for size_mib in context.amounts.state_sizes_mib:
         repeated = context.with_repeats(min(context.repeats, REPEATS_MAX))
@@ -230,7 +230,7 @@ SMALL, LARGE = Load((16,)), Load((64 << 10,))
 
 
 def growth(context: Context) -> list[Figure]:
-    """Measures growth: figures by the size of the log, the state, and the number of peers and waiting handlers."""
+    """Measure growth: figures by the size of the log, the state, and the number of peers and waiting handlers."""
     return [*_log(context), *_state(context), *_peers(context), *_waiting(context)]
 
 
@@ -261,12 +261,12 @@ def _log(context: Context) -> list[Figure]:
 
 
 def _size_bytes(service: Service) -> int:
-    """Return the size of the log's used pages: the file itself may be larger."""
+    """Return the size of the log's used pages: the file itself can be larger."""
     return (Path(service.settings.log) / "data.mdb").stat().st_blocks * 512
 
 
 def _grown(x: float, x_label: str, name: str, unit: str, values: list[float], group: str) -> Figure:
-    """``group``: with the unit behind it, the title of the chart."""
+    """Return a figure of growth. ``group``, with the unit after it, is the title of the chart."""
     better: Better = "higher" if unit == "calls/s" else "lower"
     return Figure(name, unit, better, {IMMORTAL: values}, group=f"{group}, {unit}", x=x, x_label=x_label)
 

@@ -1,4 +1,4 @@
-"""Multicasts in one order, by destinations: beside them the same fan-out without an order, and a sequencer."""
+"""Multicasts in one order, by destinations; beside them the same fan-out without an order, and a sequencer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WAIT_S = 120.0
 
 
 class Sequencer:
-    """``receivers`` processes that read."""
+    """Sequencer in PostgreSQL, with ``receivers`` processes that read."""
 
     def __init__(self, stack: contextlib.ExitStack, url: str, receivers: int) -> None:
         import psycopg
@@ -39,7 +39,7 @@ class Sequencer:
         self._receivers = [stack.enter_context(start_module(__name__, url)) for _ in range(receivers)]
 
     def send(self, count: int) -> None:
-        """So many messages, in one transaction: the row is locked meanwhile, so others wait for their numbers."""
+        """Send ``count`` messages in one transaction: its row lock makes others wait for their numbers."""
         with self._connection.cursor() as cursor, self._connection.transaction():
             cursor.execute("UPDATE sequencer SET last = last + %s RETURNING last", (count,))
             row = cursor.fetchone()
@@ -68,13 +68,13 @@ class Sequencer:
 
 @contextlib.contextmanager
 def sequencer(folder: Path, receivers: int) -> Iterator[Sequencer]:
-    """Raises BenchError where there is no PostgreSQL."""
+    """Run a sequencer. Raises BenchError if there is no PostgreSQL."""
     with postgres(folder) as url, contextlib.ExitStack() as stack:
         yield Sequencer(stack, url, receivers)
 
 
 def _receive(url: str) -> None:
-    """Read in order; each line of stdin is a number to come to."""
+    """Read messages in order, up to the number in each line of stdin."""
     import psycopg
 
     have = 0
@@ -97,7 +97,7 @@ def _receive(url: str) -> None:
 
 UNORDERED = "plain calls, no order"
 ONE_CALL = "one plain awaited call"
-CALLS_PER_BURST = 20_000  # a burst is answered when its last multicast stands
+CALLS_PER_BURST = 20_000  # a burst is answered when its last multicast has its place
 AWAITED = 100
 ALL_ROUNDS_NOTE = "All rounds, between the four processes of a plain call: none waits for a processor for long."
 _READY_S = 60.0
@@ -113,7 +113,7 @@ def _running(home: Path, destinations: int) -> Iterator[None]:
 
 
 def _rate(fan: Any, sinks: list[Any], seconds: float, *, ordered: bool) -> float:
-    """Multicasts in a second, from the first to the last one that all have counted."""
+    """Measure multicasts/s, from the first to the last one that all have counted."""
     before = [sink.counted() for sink in sinks]
     began_s = time.perf_counter()
     count = 0
@@ -147,7 +147,7 @@ def _p50_us(fan: Any, ask: Callable[[], Any]) -> float:
 
 
 def ordering(context: Context) -> list[Figure]:
-    """Multicasts in one order, by destinations: beside them the same fan-out without an order, and a sequencer."""
+    """Measure ordered multicasts by destinations, beside the same fan-out without an order and a sequencer."""
     figures = []
     for destinations in context.amounts.multicast_destinations:
         with context.home() as home, _running(home, destinations), contextlib.ExitStack() as stack:
@@ -157,7 +157,7 @@ def ordering(context: Context) -> list[Figure]:
                 for number in range(destinations)
             ]
             fan.ask(1, destinations, ordered=True)
-            # Behind bursts the disk is busy with what they have left.
+            # After bursts the disk is still busy with their writes.
             what = f"multicasts to {destinations}, awaited, p50"
             asks = {
                 IMMORTAL: partial(_p50_us, fan, partial(fan.ask, AWAITED, destinations, ordered=True)),

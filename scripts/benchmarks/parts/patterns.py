@@ -1,4 +1,4 @@
-"""Requests of the pirate, tasks of a queue, tasks of a batch."""
+"""Patterns: requests of the pirate, tasks of a queue, tasks of a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scripts.benchmarks.figures import IMMORTAL, Figure
 
 BARE, PIRATE, STORED, PEERS = "bare REQ/REP", "pirate", "pirate, replies stored", "pirate, instances"
 _KINDS = {BARE: "bare", PIRATE: "pirate", STORED: "stored"}
-SERVERS = 4  # of the pool, for several at a time
+SERVERS = 4  # of the pool, for several requests at a time
 _AT_A_TIME = 64
 _WARM_UP = 200
 BODY = b"sixteen bytes ..."
@@ -36,7 +36,7 @@ Turn = tuple[float, float]  # requests in a second; µs of processors for each, 
 
 @contextlib.contextmanager
 def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], list[int]]]:
-    """(endpoints, process IDs)."""
+    """Run servers; yield (endpoints, process IDs)."""
     store = [str(home / f"{kind}-{count}")] if kind == "stored" else []
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(start_module(__name__, "server", kind, *store)) for _ in range(count)]
@@ -46,13 +46,13 @@ def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], lis
 
 @contextlib.contextmanager
 def _instances(home: Path) -> Iterator[list[list[int]]]:
-    """echo-0 and so on: the process IDs of each, of its coordinator and its app."""
+    """Run echo-0 and so on; yield the process IDs of each one's coordinator and app."""
     with contextlib.ExitStack() as stack:
         yield [start_service(stack, home, f"echo-{number}", "immortal.bench.apps:Callee") for number in range(SERVERS)]
 
 
 def _measured(seconds: float, pids: list[int], ask: Callable[[], int]) -> Turn:
-    """``ask`` makes some requests, and says how many. Raises BenchError."""
+    """Measure the requests of ``ask``, which returns how many it made. Raises BenchError."""
     used_s = sum(map(processor_s, pids)) + time.process_time()
     began_s = time.perf_counter()
     count = 0
@@ -93,7 +93,7 @@ def _one_at_a_time(kind: str, home: Path, seconds: float) -> Turn:
 
 
 def _many_at_a_time(kind: str, home: Path, seconds: float) -> Turn:
-    """Awaited together, at a pool of several; for the bare sockets there is no such thing."""
+    """Measure requests that are awaited together, at a pool of several servers; bare sockets can't do that."""
     with _servers(kind, home, SERVERS) as (endpoints, pids), asyncio.Runner() as runner:
 
         async def ask() -> int:
@@ -140,7 +140,7 @@ def _many_at_peers(home: Path, pids: list[list[int]], seconds: float) -> Turn:
 
 
 def pirate(context: Context) -> list[Figure]:
-    """The pirate's requests, one at a time and several: to plain servers, and to instances from peer to peer."""
+    """Measure the pirate's requests, one at a time and several: to plain servers, and to instances as peers."""
     figures: list[Figure] = []
     seconds = context.amounts.seconds
     with context.home() as home, _instances(home) as pids:
@@ -158,10 +158,10 @@ def pirate(context: Context) -> list[Figure]:
     return figures
 
 
-# Processes that are measured: ``python -m scripts.benchmarks.parts.patterns server KIND [STORE]``, ``... worker HOME``.
+# Measured processes: ``python -m scripts.benchmarks.parts.patterns server KIND [STORE]``, ``... worker HOME``.
 #
-# A server of the pirate prints its endpoint, and gives a request back. KIND: ``bare`` (a REP socket alone), ``pirate``,
-# ``stored``. A worker of the queue gives a task's body back.
+# A server of the pirate prints its endpoint, and returns each request. KIND: ``bare`` (a REP socket alone), ``pirate``,
+# ``stored``. A worker of the queue returns a task's body.
 
 
 ENDPOINT = "tcp://127.0.0.1:*"
@@ -200,7 +200,7 @@ _READY_S = 60.0
 
 @contextlib.contextmanager
 def _queue(home: Path) -> Iterator[None]:
-    """A queue and its workers."""
+    """Run a queue and its workers."""
     with contextlib.ExitStack() as stack:
         start_service(stack, home, "jobs", "immortal.patterns.queue:Queue")
         for _ in range(WORKERS):
@@ -218,7 +218,7 @@ async def _tasks(jobs: AsyncJobs, at_a_time: int) -> None:
 
 
 def _task_rate(runner: asyncio.Runner, jobs: AsyncJobs, at_a_time: int, seconds: float) -> float:
-    """Tasks in a second."""
+    """Measure tasks/s of a queue."""
     began_s = time.perf_counter()
     count = 0
     while (took_s := time.perf_counter() - began_s) < seconds:
@@ -228,7 +228,7 @@ def _task_rate(runner: asyncio.Runner, jobs: AsyncJobs, at_a_time: int, seconds:
 
 
 def queue(context: Context) -> list[Figure]:
-    """Tasks of a queue, from their submission to their result: one at a time and several."""
+    """Measure tasks of a queue, from their submission to their result: one at a time and several."""
     figures = []
     with context.home() as home, _queue(home), asyncio.Runner() as runner:
         connector = connect_queue("jobs", home=home, timeout=_READY_S)
@@ -244,17 +244,17 @@ def queue(context: Context) -> list[Figure]:
     return figures
 
 
-# Tasks of a batch: from the first that is sent until all results are with the collector.
+# Tasks of a batch: from the first task until the collector has all results.
 
 
-_TASKS_A_SECOND = 40_000  # about what two processors do: so many for each second that a turn is to take
+_TASKS_A_SECOND = 40_000  # about what two processors do; it sets the tasks for each second of a turn
 _CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "results": "immortal.patterns.harmony:Collector"}
 _WAIT_S = 120.0
 
 
 @contextlib.contextmanager
 def _cluster(home: Path) -> Iterator[None]:
-    """A cluster, its collector and its workers."""
+    """Run a cluster, its collector and its workers."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     worker = partial(start_module, "immortal.patterns.harmony", "work", "cluster", "operator:neg", env=environment)
     with contextlib.ExitStack() as stack:
@@ -266,7 +266,7 @@ def _cluster(home: Path) -> Iterator[None]:
 
 
 def _batch_rate(cluster: Ventilator, names: Iterator[int], tasks: int) -> float:
-    """Tasks in a second."""
+    """Measure tasks/s of a batch."""
     batch = cluster.batch(f"batch {next(names)}", "neg", collector="results")
     began_s = time.perf_counter()
     batch.send(range(tasks))
@@ -279,7 +279,7 @@ def _batch_rate(cluster: Ventilator, names: Iterator[int], tasks: int) -> float:
 
 
 def harmony(context: Context) -> list[Figure]:
-    """Tasks of a batch: from the first that is sent until all results are with the collector."""
+    """Measure tasks of a batch, from the first task until the collector has all results."""
     tasks = int(_TASKS_A_SECOND * context.amounts.seconds)
     names = count()
     with context.home() as home, _cluster(home), connect_harmony("cluster", home=home) as cluster:

@@ -6,5 +6,5 @@ STEPS = (1, 2, 3)
 
 
 def step(data: bytes, number: int) -> bytes:
-    """After all of STEPS, each once, the data are what they were: so whoever gets them back knows that all were run."""
+    """Run a step. After all of STEPS, each once, the data are unchanged, which proves that all were run."""
     return data[:-1] + bytes((data[-1] ^ number,))

@@ -1,9 +1,9 @@
 """Celery on Redis under the kills of examples/harmony/killed_batch.py: ``python celery_tasks.py --tasks N --kills K``.
 
-Run by hand, with a Python that has ``celery[redis]``, and ``redis-server`` in PATH; it stands alone for that. Redis
-writes each command to its disk (appendfsync everysec). Workers acknowledge late and give back what a lost one had, as
-Celery's documentation says for tasks that must not be lost; one that is killed is started again. Results are counted by
-each task in Redis itself, as each execution is to be seen.
+Run it by hand, with a Python that has ``celery[redis]``, and ``redis-server`` in PATH; it needs nothing else from here.
+Redis writes each command to its disk (appendfsync everysec). Workers acknowledge late and give back the tasks of a lost
+one, as Celery's documentation says for tasks that must not be lost; a killed one is restarted. Each task counts its
+execution in Redis itself, so that each execution is seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The durable handler of three steps in DBOS and Restate.
 
 ``python -m scripts.benchmarks.rivals.durable_steps dbos URL`` takes runs (see ``immortal.bench.workload``). Workflows
-are begun in the process that runs them, which spares DBOS a call between processes. ``... restate-server`` serves the
-handler and prints its address; ``... restate-client SOCKET`` takes runs and calls it through the server's ingress. HTTP
-is spoken by hand, which costs the client next to nothing.
+begin in the process that runs them, which saves DBOS a call between processes. ``... restate-server`` serves the
+handler and prints its address; ``... restate-client SOCKET`` takes runs and calls it through the server's ingress, with
+hand-written HTTP, which costs the client next to nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rival for calls and streams: grpcio, with and without asyncio. Nothing of it is durable.
+"""Rival for calls and streams: grpcio, with and without asyncio. None of it is durable.
 
 ``python -m scripts.benchmarks.rivals.grpc_calls server|client threads|asyncio|stream [ADDRESS ...]``, each in a process
 of its own, as the apps are. A server prints its address. A client of ``threads`` and ``asyncio`` takes runs of unary
-calls (see ``immortal.bench.workload``); one of ``stream`` takes plans, and answers with what the servers counted.
+calls (see ``immortal.bench.workload``); one of ``stream`` takes plans, and answers with the servers' counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STREAM_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_messa
 
 
 def _handlers(echo: Callable[[bytes, Any], Any]) -> Any:
-    """Bytes in, bytes out: no protobuf, which would only cost time."""
+    """Return handlers of plain bytes, without protobuf, which would only cost time."""
     methods = {ECHO: grpc.unary_unary_rpc_method_handler(echo), TAKE: grpc.stream_unary_rpc_method_handler(_take)}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -64,7 +64,7 @@ def serve_threads(kind: str) -> None:
 
 
 async def serve_asyncio(next_address: str = "") -> None:
-    """With ``next_address`` calls are passed on to there, and so are the answers."""
+    """Serve calls; with ``next_address`` pass them on to it, and its answers back."""
     server = grpc.aio.server()
     echo: Callable[[bytes, Any], Awaitable[bytes]] = _echo_async
     if next_address:

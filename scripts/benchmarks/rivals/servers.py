@@ -1,4 +1,4 @@
-"""Servers that the rivals need: PostgreSQL and Restate. Each in a folder of its own, gone with it."""
+"""Servers that the rivals need: PostgreSQL and Restate. Each is in a folder of its own, and removed with it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.helpers.postgres import Postgres, binaries
 
 START_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
-RESTATE_FOLDER = ROOT / ".bench"  # where scripts/bench has npm install it
+RESTATE_FOLDER = ROOT / ".bench"  # scripts/bench installs it there with npm
 POSTGRES_SETTINGS = ("-c", "max_connections=600")
 
 
 @contextlib.contextmanager
 def postgres(folder: Path) -> Iterator[str]:
-    """A server that nobody else reaches; the URL of its database. Its user must be able to enter ``folder``.
+    """Run a private server, and yield the URL of its database. The server's user must be able to enter ``folder``.
 
     Raises BenchError.
     """
@@ -40,7 +40,7 @@ def postgres(folder: Path) -> Iterator[str]:
 
 
 def postgres_database(url: str, name: str) -> str:
-    """A new database of the server whose database ``url`` names; its URL."""
+    """Create a database on the server of the database ``url``; return its URL."""
     import psycopg
 
     with psycopg.connect(url, autocommit=True) as connection:
@@ -49,7 +49,7 @@ def postgres_database(url: str, name: str) -> str:
 
 
 def restate_program() -> Path | None:
-    """Return the path of restate-server; None: it is not installed."""
+    """Return the path of restate-server; None if it is not installed."""
     program = RESTATE_FOLDER / "node_modules" / ".bin" / "restate-server"
     if program.exists():
         return _native(program)
@@ -58,21 +58,21 @@ def restate_program() -> Path | None:
 
 
 def _native(program: Path) -> Path:
-    """The server itself behind npm's launcher, so that stopping it stops no launcher alone."""
+    """Return the server itself instead of npm's launcher: stopping the launcher would not stop the server."""
     for found in sorted(RESTATE_FOLDER.glob("node_modules/@restatedev/restate-server-*/bin/restate-server")):
         return found
     return program
 
 
 class Restate:
-    """A server reached through Unix sockets."""
+    """Restate server that is reached through Unix sockets."""
 
     def __init__(self, sockets: Path) -> None:
         self.ingress = sockets / "ingress.sock"
         self.admin = sockets / "admin.sock"
 
     def register(self, uri: str) -> None:
-        """Raises BenchError."""
+        """Register the service at ``uri``. Raises BenchError."""
         body = f'{{"uri": "{uri}"}}'.encode()
         head = "POST /deployments HTTP/1.1\r\nhost: local\r\ncontent-type: application/json\r\nconnection: close\r\n"
         answer = self._ask(self.admin, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -106,11 +106,11 @@ class Restate:
 
 @contextlib.contextmanager
 def restate(folder: Path) -> Iterator[Restate]:
-    """A server of its own. Raises BenchError."""
+    """Run a Restate server. Raises BenchError."""
     program = restate_program()
     if program is None:
         raise BenchError("there is no restate-server")
-    home = Path(tempfile.mkdtemp(prefix="restate-", dir=folder))  # short: Unix sockets are made in it
+    home = Path(tempfile.mkdtemp(prefix="restate-", dir=folder))  # short: it holds Unix sockets
     with open(home / "log", "w") as log:
         server = subprocess.Popen(
             [str(program), "--no-logo", "--node-name", "n", "--base-dir", str(home / "d"), "--listen-mode", "unix"],
