@@ -305,7 +305,7 @@ nesting_max = _limit()
 
 
 def is_too_deep(arguments: bytes) -> bool:
-    """Tell whether an encoded array of arguments is nested too deeply; the array itself does not count."""
+    """Return True if an encoded array of arguments is nested too deeply; the array itself does not count."""
     return is_nested_beyond(arguments, 0, len(arguments), nesting_max + 1)
 
 

@@ -133,5 +133,5 @@ class Context:
 
 
 def is_plain(runs: Any) -> bool:
-    """Tell whether ``runs``, a value of `user_code.running`, is None or a plain object without a coordinator."""
+    """Return True if ``runs``, a value of `user_code.running`, is None or a plain object without a coordinator."""
     return runs is None or (isinstance(runs, Context) and runs.outbox is None and runs.tasks is None)

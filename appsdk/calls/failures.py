@@ -177,7 +177,7 @@ def method_of(message: bytes) -> int | None:
 
 
 def is_awaited(message: bytes) -> bool:
-    """Tell whether a message is a call whose caller waits for the answer."""
+    """Return True if a message is a call whose caller waits for the answer."""
     rpc = rpc_of(message)
     return rpc is not None and rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC
 

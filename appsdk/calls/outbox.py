@@ -393,7 +393,7 @@ class Outbox:
             self._unordered = destination
 
     def _is_plain_call(self, front: bytes) -> bool:
-        """Tell whether a message is a plain call. ``front``: what stands before its arguments, in incoming form."""
+        """Return True if a message is a plain call. ``front``: what stands before its arguments, in incoming form."""
         _, start = decode_zigzag_int(front, 0)
         return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.of_order
 

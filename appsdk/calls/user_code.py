@@ -32,14 +32,14 @@ class ControlFlowSignal(BaseException):
 
 
 def is_user_failure(error: BaseException) -> bool:
-    """Tell whether ``error`` is a failure of the user's code; otherwise it must be raised on."""
+    """Return True if ``error`` is a failure of the user's code; otherwise it must be raised on."""
     if isinstance(error, Exception):
         return True
     return not isinstance(error, ControlFlowSignal) and not _is_of_a_signal(error)
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Tell whether a signal handler raised the exception."""
+    """Return True if a signal handler raised the exception."""
     if threading.current_thread() is not threading.main_thread():
         return False
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -190,7 +190,7 @@ gc.callbacks.append(_note_collection)
 
 
 def is_collecting() -> bool:
-    """Tell whether the code that runs cleans up as Python collects garbage in this thread."""
+    """Return True if the code that runs cleans up as Python collects garbage in this thread."""
     return _collecting is not None and _collecting == threading.get_ident()
 
 
@@ -202,7 +202,7 @@ _CALLERS = frozenset({"immortal.appsdk.running.app_loop", "immortal.appsdk.waiti
 
 
 def in_debugger(frame: FrameType | None) -> bool:
-    """Tell whether ``frame`` is a debugger's or was called by it: at its prompt, or for what it shows."""
+    """Return True if ``frame`` is a debugger's or was called by it: at its prompt, or for what it shows."""
     if not any(name in sys.modules for name in _DEBUGGERS):
         return False
     while frame is not None:
@@ -244,7 +244,7 @@ _named_value = re.compile(
 
 @functools.cache
 def is_secret(name: str) -> bool:
-    """Tell whether a parameter of this name is not shown."""
+    """Return True if a parameter of this name is not shown."""
     return SECRET.search(name) is not None
 
 
@@ -341,7 +341,7 @@ def place_of(frame: FrameType) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Tell whether ``file``, of a frame, is the SDK's or the import machinery's."""
+    """Return True if ``file``, of a frame, is the SDK's or the import machinery's."""
     return file.startswith(_OWN_FOLDERS) or "importlib" in file
 
 

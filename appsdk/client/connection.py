@@ -48,7 +48,7 @@ def random_client_id() -> str:
 
 
 def _may_be_same(first: Call, call: Call) -> bool:
-    """Tell whether two calls can be one request, as far as both are known. Methods without an ID yet are compared by
+    """Return True if two calls can be one request, as far as both are known. Methods without an ID yet are compared by
     name.
     """
     if first.method and call.method and type(first.method) is type(call.method) and first.method != call.method:

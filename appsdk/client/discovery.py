@@ -143,7 +143,7 @@ class RegistryWatch:
         copy.keep()
 
     def moved(self, known: Places) -> bool:
-        """Tell whether the instance has other endpoints or keys than ``known``. Cheap while nothing changes."""
+        """Return True if the instance has other endpoints or keys than ``known``. Cheap while nothing changes."""
         if self._changes == self._copy.changes:
             return False
         self._changes = self._copy.changes
@@ -226,7 +226,7 @@ def pair_of(folder: Path, identity: str) -> KeyPair | None:
 
 
 def is_local(endpoint: str) -> bool:
-    """Tell whether only this machine can reach ``endpoint``. Raises NotConnectable for what is no endpoint."""
+    """Return True if only this machine can reach ``endpoint``. Raises NotConnectable for what is no endpoint."""
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
     match = _TCP.fullmatch(endpoint)
@@ -274,7 +274,7 @@ def presence(folder: Path) -> ProcessStatus:
 
 
 def _is_there(file: Path) -> bool:
-    """Tell whether ``file`` exists. Raises OSError where that can't be told: from Python 3.14 on ``exists()`` returns
+    """Return True if ``file`` exists. Raises OSError where that can't be told: from Python 3.14 on ``exists()`` returns
     False there.
     """
     try:

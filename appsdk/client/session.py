@@ -394,7 +394,7 @@ class Session:
             call.finish(reply)
 
     def is_behind(self, taken: int) -> bool:
-        """Tell whether the coordinator, which has requests up to ``taken``, has fewer than had been sent when it was
+        """Return True if the coordinator, which has requests up to ``taken``, has fewer than had been sent when it was
         asked.
         """
         if taken >= self._pinged:

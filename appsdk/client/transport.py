@@ -121,7 +121,7 @@ class Transport:
             self._look_due_s = due_s
 
     def _is_deserted(self, now_s: float) -> bool:
-        """Tell whether no process listens at the endpoint."""
+        """Return True if no process listens at the endpoint."""
         if now_s - self._opened_s < DESERTED_S:
             return False
         self._watch.look()

@@ -275,7 +275,7 @@ def _never_raises(node: ast.AST) -> bool:
 
 
 def _comes_to_its_end(body: list[ast.stmt]) -> bool:
-    """Tell whether the body surely reaches its end: no stub, no endless loop, no call that may never return."""
+    """Return True if the body surely reaches its end: no stub, no endless loop, no call that may never return."""
     last = body[-1]
     if isinstance(last, ast.If):
         return _comes_to_its_end(last.body) or (bool(last.orelse) and _comes_to_its_end(last.orelse))

@@ -61,7 +61,7 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 
 
 def _is_effect(value: Value) -> bool:
-    """Tell whether a value is ``immortal.effect``, or that with options."""
+    """Return True if a value is ``immortal.effect``, or that with options."""
     kind = (
         type(value.value) if isinstance(value, Known) else shape(value.hint)[0] if isinstance(value, Instance) else None
     )
@@ -93,7 +93,7 @@ class Source:
         return self.opts_out(node.lineno, node.end_lineno or node.lineno)  # type: ignore[attr-defined]
 
     def opts_out(self, first: int, last: int) -> bool:
-        """Tell whether one of these lines, first and last included, has the comment that silences the check."""
+        """Return True if one of these lines, first and last included, has the comment that silences the check."""
         return any(_OPTED_OUT.search(line) for line in self.lines[first - 1 : last])
 
 

@@ -43,7 +43,7 @@ class Rule(Struct, frozen=True):
     arguments_count: int = -1
 
     def holds(self, call: ast.Call) -> bool:
-        """Tell whether this call differs from run to run."""
+        """Return True if this call differs from run to run."""
         if self.arguments_count < 0 or any(isinstance(argument, ast.Starred) for argument in call.args):
             return self.arguments_count < 0
         given = [*call.args, *(keyword.value for keyword in call.keywords)]

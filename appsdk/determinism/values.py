@@ -76,7 +76,7 @@ def shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_object(value: Value, *objects: object) -> bool:
-    """Tell whether ``value`` is one of these objects, by identity (a user's __eq__ does not matter)."""
+    """Return True if ``value`` is one of these objects, by identity (a user's __eq__ does not matter)."""
     return isinstance(value, Known) and any(value.value is one for one in objects)
 
 

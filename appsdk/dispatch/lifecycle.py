@@ -227,7 +227,7 @@ class HookGate:
         return sum(number in queued for number in self._queued)
 
     def _is_executed(self) -> bool:
-        """Tell whether everything that left the queue has come back as a call of the instance to itself."""
+        """Return True if everything that left the queue has come back as a call of the instance to itself."""
         ordering: Ordering | None = self._context.multicasts.ordering
         if ordering is None:
             return True

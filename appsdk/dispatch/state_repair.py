@@ -59,7 +59,7 @@ class _Made(msgspec.Struct):
         return Counter([*calls, *self.effects])
 
     def has_answered(self, message: bytes) -> bool:
-        """Tell whether the caller that waits for the answer to ``message`` has got it."""
+        """Return True if the caller that waits for the answer to ``message`` has got it."""
         caller = who_waits(message)
         if caller is None:
             return True

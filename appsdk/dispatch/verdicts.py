@@ -269,7 +269,7 @@ class Failures:
         delivery.trip(())
 
     def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
-        """Tell whether a call of the method between these two ended well, or the records do not reach back so far."""
+        """Return True if a call of the method between these two ended well, or the records do not reach back so far."""
         if not records or records[0].header.sequence_id > after[0] + 1:
             return True
         for record in records:
@@ -283,7 +283,7 @@ class Failures:
         return False
 
     def did_not_fail(self, verdict: Verdict) -> bool:
-        """Tell whether the message was handled well before the rewind, which is to do the same again."""
+        """Return True if the message was handled well before the rewind, which is to do the same again."""
         return self._repeating is not None and verdict.key[:2] < self._repeating[:2]
 
     def settle(self, delivery: Delivery) -> None:

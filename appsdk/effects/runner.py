@@ -1,9 +1,9 @@
-"""Runs effects in the app's process, in threads or on an asyncio loop, or runs stand-ins in their place.
+"""Runner of effects in the app's process, in threads or on an asyncio loop; and stand-ins for effects.
 
-Each attempt waits for one of the places, in order, runs, and answers, or leaves its place to others until the next
-attempt. A ``def`` goes from the handlers' thread into the one that runs it, and its result from there to where the
-handlers' thread sends it: no third one is woken up. All threads are daemons: the process never waits for them, whatever
-the user's code is at. The loop is there when the first effect needs it.
+Each attempt waits for a place in order, runs and answers, or gives its place to others until the next attempt. A
+``def`` goes from the handlers' thread straight to the thread that runs it, and its result back from there: no third
+thread is woken. All threads are daemons: the process never waits for them, whatever the user's code does. The loop is
+created when the first effect needs it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
-SAY_FROM_ATTEMPT = 3  # those before are not told of: what the next one mends needs nobody
+SAY_FROM_ATTEMPT = 3  # the first ones are not shown: if the next attempt succeeds, nobody needs to know
 
 
 class _Attempt:
-    """Attempt at an effect. ``number`` counts from 1. ``is_over``: one with a timeout has ended in some way.
-    ``is_due``: of one behind another, that it waits for its time no more."""
+    """Attempt at an effect. ``number`` counts from 1. ``is_over``: an attempt with a timeout has ended. ``is_due``: an
+    attempt after another one no longer waits for its time."""
 
     __slots__ = ("is_due", "is_over", "number", "request")
 
@@ -49,8 +49,8 @@ class _Attempt:
 
 
 class LocalEffectRunner:
-    """An EffectRunner. ``places``: how many attempts run at once. ``warn`` is told, by any thread, what people should
-    know. ``now_ns``: the instance's time."""
+    """EffectRunner of an app's process. ``places``: how many attempts run at once. ``warn``: called by any thread with
+    texts for people. ``now_ns``: returns the instance's time."""
 
     def __init__(self, places: int, warn: Callable[[str], None], now_ns: Callable[[], int] = time.time_ns) -> None:
         self._now_ns = now_ns
@@ -75,7 +75,7 @@ class LocalEffectRunner:
             self._loop.cancel(request)
 
     def stop(self) -> None:
-        """Cancel what still runs, and wait for it for a moment: the app ends."""
+        """Cancel all effects, and wait for them for a moment: the app ends."""
         with self._lock:
             self._is_stopped = True
             self._waiting.clear()
@@ -140,7 +140,7 @@ class LocalEffectRunner:
             value = request.call(attempt.number)
         except StopIteration as raised:  # as of an 'async def', where Python makes it so
             error = RuntimeError(f"it raised {raised!r}")
-        except BaseException as raised:  # a thread has nobody else to tell
+        except BaseException as raised:  # nobody else would see it in this thread
             error = raised
         if timeout_s is not None:
             if not self._ends(attempt):
@@ -161,12 +161,12 @@ class LocalEffectRunner:
                 async with asyncio.timeout(timeout_s) as timeout:
                     value = await request.call_async(attempt.number)
         except BaseException as raised:
-            if isinstance(raised, GeneratorExit) and self._is_stopped:  # the loop is no more
+            if isinstance(raised, GeneratorExit) and self._is_stopped:  # the loop has ended
                 raise
             error = raised
             if isinstance(raised, TimeoutError) and timeout_s is not None and timeout.expired():
                 error = _nothing_came(timeout_s)
-                error.__cause__ = raised  # where it waited is worth knowing
+                error.__cause__ = raised  # where it waited is useful to know
         if not (task and task.cancelling()):  # by us: nobody waits for it any more
             self._answer(attempt, value, error)
         self._leave()

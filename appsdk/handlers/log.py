@@ -120,14 +120,14 @@ def _owner() -> tuple[Context | None, Any]:
 
 
 def runs_again() -> bool:
-    """Tell whether the handler code that runs here has run before: in a replay, or to rebuild a waiting handler."""
+    """Return True if the handler code that runs here has run before: in a replay, or to rebuild a waiting handler."""
     context, task = _owner()
     here = context is not None and threading.get_ident() == context.thread_id
     return context is not None and here and not is_first_time(context, task)
 
 
 def is_first_time(context: Context, task: Any) -> bool:
-    """Tell whether the handler runs for the first time, as far as this process knows; only then does it write lines."""
+    """Return True if the handler runs for the first time, as far as this process knows; only then does it write lines."""
     if context.tasks is None:  # a plain object
         return True
     if task is not None and task.is_silent:

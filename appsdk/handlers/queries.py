@@ -47,7 +47,7 @@ class _Budget(Struct):
     compared: set[int] = field(default_factory=set)
 
     def allows(self, method_id: int) -> bool:
-        """Tell whether one more query may be compared."""
+        """Return True if one more query may be compared."""
         self.owed_bytes = max(0, self.owed_bytes - self.bytes_per_query)
         return not self.owed_bytes or method_id not in self.compared
 

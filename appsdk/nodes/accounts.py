@@ -141,7 +141,7 @@ class Accounts:
             self.sender(to, HANDLES_METHOD_ID)((self._context.instance_name, Ending(owner, key, found[1].how)))
 
     def _joins_end(self, key: Key, to: str) -> bool:
-        """Tell whether ``to``, which gets a copy, hears in order of the end of an own handle that is ending."""
+        """Return True if ``to``, which gets a copy, hears in order of the end of an own handle that is ending."""
         grant = self.owner.grants.get(key)
         if grant is None or grant.stage != Stage.ENDING or to in grant.told or to in grant.banned:
             return True
@@ -162,7 +162,7 @@ class Accounts:
 
     @staticmethod
     def is_passed(arguments: bytes) -> bool:
-        """Tell whether the arguments are a Passed, which counts at arrival: the receiver of a copy must hear of an end
+        """Return True if the arguments are a Passed, which counts at arrival: the receiver of a copy must hear of an end
         in order.
         """
         try:

@@ -144,7 +144,7 @@ class Owner:
 
     @staticmethod
     def _is_free(grant: Grant) -> bool:
-        """Tell whether all counts are zero. Their sum would not do: see the proof."""
+        """Return True if all counts are zero. Their sum would not do: see the proof."""
         return not grant.holders
 
 
@@ -163,7 +163,7 @@ class Holder:
         return one is not None and not one.ended
 
     def knows(self, owner: str, key: Key) -> bool:
-        """Tell whether the holder has the handle and hears of its end in order, or was told."""
+        """Return True if the holder has the handle and hears of its end in order, or was told."""
         return (owner, key) in self.held
 
     def arrived(self, owner: str, key: Key) -> bool:

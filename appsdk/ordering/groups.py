@@ -219,7 +219,7 @@ class Fences:
     # --- as a sender --------------------------------------------------------------------------------------------------
 
     def cuts(self, scope: Scope | None, destinations: list[str]) -> bool:
-        """Tell whether a run to these destinations must not be sent, or must be cancelled."""
+        """Return True if a run to these destinations must not be sent, or must be cancelled."""
         return scope is not None and any(
             scope.reaches(one.group, one.view) and one.member in destinations for one in self._ordering.state.fences
         )
@@ -236,7 +236,7 @@ class Fences:
         return may
 
     def ignores(self, sender: str, number: int) -> bool:
-        """Tell whether decisions of ``sender`` about its run ``number`` no longer count: the others decide."""
+        """Return True if decisions of ``sender`` about its run ``number`` no longer count: the others decide."""
         ordering = self._ordering
         for fence in ordering.state.fences:
             if fence.member != sender:

@@ -155,7 +155,7 @@ class Ordering:
         return True
 
     def _is_alone(self, sent: Sent) -> bool:
-        """Tell whether a run needs no Commit. One with a scope does: it may be cancelled until it is committed."""
+        """Return True if a run needs no Commit. One with a scope does: it may be cancelled until it is committed."""
         return sent.scope is None and len(sent.destinations) == 1 and self.state.standing == sent.number - 1
 
     def _tick(self) -> Timestamp:

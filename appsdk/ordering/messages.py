@@ -35,7 +35,7 @@ class Scope(msgspec.Struct, array_like=True, frozen=True, gc=False):
     view: int
 
     def reaches(self, group: str, view: int) -> bool:
-        """Tell whether the scope is of ``group`` and of ``view`` or an earlier one."""
+        """Return True if the scope is of ``group`` and of ``view`` or an earlier one."""
         return self.group == group and self.view <= view
 
 

@@ -254,7 +254,7 @@ class Multicasts:
         self._act(ordering, sending)
 
     def is_cut(self, scope: Scope, destinations: list[str]) -> bool:
-        """Tell whether nothing can be sent to these destinations: one of them is being expelled."""
+        """Return True if nothing can be sent to these destinations: one of them is being expelled."""
         return self._ordering is not None and self._ordering.fences.cuts(scope, destinations)
 
     # --- what nodes ask -----------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class Multicasts:
     # --- what the outbox asks -----------------------------------------------------------------------------------------
 
     def holds_back(self, destination: str) -> bool:
-        """Tell whether a message there must wait: to others, for all multicasts sent before; to oneself, for those that
+        """Return True if a message there must wait: to others, for all multicasts sent before; to oneself, for those that
         come back here.
         """
         ordering, sending = self._ordering, self._sending

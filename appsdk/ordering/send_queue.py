@@ -114,7 +114,7 @@ class Sending:
             self.waiting.append(Held(destination, self._ordering.state.sent_count, parts, effect))
 
     def _is_latest(self, last: Held) -> bool:
-        """Tell whether no run was sent since ``last``; a run that waits is before it."""
+        """Return True if no run was sent since ``last``; a run that waits is before it."""
         return last.behind == self._ordering.state.sent_count or any(isinstance(one, Run) for one in self.waiting)
 
     def advance(self) -> None:

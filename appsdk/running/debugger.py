@@ -150,7 +150,7 @@ class Breakpoint:
         return _BreakingDelivery(definition, context, self)
 
     def _is_of_user(self, frame: FrameType) -> bool:
-        """Tell whether a frame is neither the SDK's nor a library's, and is in a file."""
+        """Return True if a frame is neither the SDK's nor a library's, and is in a file."""
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         is_elsewhere = package == "immortal" or frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
         return package == self._package or not is_elsewhere

@@ -234,7 +234,7 @@ class Transport:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def is_left(self) -> bool:
-        """Tell whether the coordinator has ended the connection. From any thread."""
+        """Return True if the coordinator has ended the connection. From any thread."""
         poller = select.poll()
         poller.register(self._connection, select.POLLRDHUP)
         return bool(poller.poll(0))

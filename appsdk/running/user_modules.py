@@ -130,7 +130,7 @@ class HiddenModules:
         return name in sys.stdlib_module_names if loaded is None else not self._is_own(loaded)
 
     def _is_own(self, module: ModuleType) -> bool:
-        """Tell whether a module is of the folder, and not of an environment in it."""
+        """Return True if a module is of the folder, and not of an environment in it."""
         file = getattr(module, "__file__", None) or ""
         place = os.path.join(self._folder, module.__name__.partition(".")[0])
         if file == f"{place}.py" or file.startswith(f"{place}{os.sep}"):
@@ -211,7 +211,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these is no 
 
 
 def is_users(top: str, fullname: str, origin: str) -> bool:
-    """Tell whether a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
+    """Return True if a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
     if fullname.partition(".")[0] == top:
         return True
     if not os.path.isabs(origin) or _INSTALLED & set(origin.split(os.sep)):

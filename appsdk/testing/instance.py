@@ -55,7 +55,7 @@ class Pending(Generic[R]):
 
     @property
     def done(self) -> bool:
-        """Tell whether the answer has come."""
+        """Return True if the answer has come."""
         return self._number in self._world.outside.answers
 
     def result(self, *, patience: timedelta = PATIENCE) -> R:
@@ -112,7 +112,7 @@ class Instance(Generic[T]):
 
     @property
     def is_up(self) -> bool:
-        """Tell whether the instance has a coordinator and an app at work."""
+        """Return True if the instance has a coordinator and an app at work."""
         app = self._node.local_app
         return self._node.is_up and app is not None and app.is_primary
 

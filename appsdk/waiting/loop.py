@@ -339,7 +339,7 @@ _OF_ENSURE_FUTURE = (asyncio.ensure_future.__code__, getattr(asyncio.tasks, "_en
 
 
 def _is_of_a_set(frame: FrameType | None) -> bool:
-    """Tell whether asyncio.as_completed is among the three callers from ``frame`` up."""
+    """Return True if asyncio.as_completed is among the three callers from ``frame`` up."""
     for _ in range(3):
         if frame is None:
             return False

@@ -350,7 +350,7 @@ class Tasks(Host):
         return True
 
     def _must_announce(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
-        """Tell whether ``action``, by which a handler goes on (``one_by_one``), has to wait until it was said that it
+        """Return True if ``action``, by which a handler goes on (``one_by_one``), has to wait until it was said that it
         does."""
         if self._may_go_on:
             self._may_go_on = False
@@ -360,7 +360,7 @@ class Tasks(Host):
         return True
 
     def _is_buried(self, task: Task) -> bool:
-        """Tell whether a begun handler has a verdict, as :meth:`_has_ended_the_process`."""
+        """Return True if a begun handler has a verdict, as :meth:`_has_ended_the_process`."""
         if not self._has_ended_the_process(task.number, task.handler, task.caller, task.call_number):
             return False
         self._discard(task)
@@ -376,7 +376,7 @@ class Tasks(Host):
     def _has_ended_the_process(
         self, number: int, handler: Handler[Any, Any], caller: str | None, call_number: int
     ) -> bool:
-        """Tell whether a verdict says that this handler ended the process at this message: it runs no more, and who
+        """Return True if a verdict says that this handler ended the process at this message: it runs no more, and who
         waits for it is told."""
         context = self.context
         verdict = self.handler_runs.verdicts.get((context.sequence_id, context.message_index, number, 0))
