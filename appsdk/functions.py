@@ -124,7 +124,7 @@ logger = HandlerLog()
 
 
 def sleep(duration: timedelta) -> Coroutine[object, None, None]:
-    """Wait for a duration: ``await immortal.sleep(timedelta(minutes=5))``; timers outlive crashes. Raises UsageError."""
+    """Wait for a duration: ``await immortal.sleep(timedelta(minutes=5))``; it outlives crashes. Raises UsageError."""
     task = _task("sleep")
     if not isinstance(duration, timedelta):
         raise UsageError(f"immortal.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
@@ -153,7 +153,7 @@ def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
 
 if (
     TYPE_CHECKING
-):  # Winners by their index, so that a checker knows the type of the value after 'if winner.index == 1:'
+):  # Winners by their index, so that a checker knows the type of the value after a test 'winner.index == 1'
 
     class _First(Winner[A]):
         index: Literal[0]
