@@ -97,8 +97,7 @@ class UsageError(AppError):
 
 
 class QueryError(UsageError):
-    """Raised if a ``@query`` method changed the state (``changed``), or tried to call, signal or draw; it says
-    which."""
+    """Raised if a ``@query`` method changed the state (``changed``), or tried to call, signal or draw; it says so."""
 
     changed = False
 

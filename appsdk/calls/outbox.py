@@ -227,8 +227,9 @@ class Outbox:
         self._closed_since_mark.clear()
 
     def rewind_to_copy(self) -> None:
-        """Drop the calls since the mark, and skip those before it when they are made again: all calls since the copy
-        are made again, and must not be sent twice."""
+        """Drop the calls since the mark, and skip the earlier ones when they are made again.
+
+        All calls since the copy are made again; they must not be sent twice."""
         count, self.ready_size_bytes, self._unordered = self._mark
         del self._ready[count:]
         for batch in self._open:
@@ -380,8 +381,9 @@ class Outbox:
             self._context.slice_end = 0
 
     def _order(self, batch: Batch) -> None:
-        """Send a barrier before calls to another instance if this one is a member of ordered multicasts: earlier calls
-        must be logged first. Messages of the multicast protocol and answers need no barrier."""
+        """Send a barrier before calls to another destination, so that earlier calls are logged first.
+
+        Only members of ordered multicasts do this. Messages of the multicast protocol and answers need no barrier."""
         destination = batch.destination
         if self._unordered and self._unordered != destination:
             self.send(encode_barrier(self._unordered))

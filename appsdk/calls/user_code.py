@@ -150,8 +150,9 @@ def _separated(context: contextvars.Context) -> contextvars.Context:
 
 
 def _without_usual_decimal(context: contextvars.Context) -> contextvars.Context:
-    """Return ``context`` without a decimal context that has default settings: each number that a module makes at its
-    import leaves one."""
+    """Return ``context`` without a decimal context that has default settings.
+
+    Each number that a module makes at its import leaves one."""
     variable = _variable_of_decimal()
     if variable is None or variable not in context:
         return context

@@ -160,8 +160,7 @@ class Delivery:
     def _deliver(
         self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, variables: Any
     ) -> int:
-        """Deliver messages, as :meth:`deliver`, in the context ``variables``, until a handler changes it: the next
-        handler needs a fresh one."""
+        """Deliver messages in the context ``variables`` until a handler changes it: the next one needs a fresh one."""
         context: Context = self._context
         octets: cython.p_const_uchar = content  # compiled, it is read without a check: only from offset to end
         index: cython.Py_ssize_t = context.message_index
@@ -366,8 +365,7 @@ def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:
 
 
 def method_and_front(content: bytes, offset: int) -> tuple[int | None, int]:
-    """Return the method ID of the message at ``offset`` (None: no call), and the number of items before the
-    arguments."""
+    """Return the method ID of the message at ``offset`` (None: no call), and how many items precede the arguments."""
     _, start, end = decode_message(content, offset)
     rpc = decode_incoming_rpc(content, start, end)
     if rpc.kind != RpcKind.CALL:

@@ -107,8 +107,9 @@ class AnnotatedForm(Form):
 
     @functools.cached_property
     def is_sure(self) -> bool:
-        """True if all values that :meth:`is_odd` accepts can be read back: nothing in the annotation (bounds, codecs,
-        constructors, validators) could change or refuse them."""
+        """True if all values that :meth:`is_odd` accepts can be read back.
+
+        Nothing in the annotation (bounds, codecs, constructors, validators) could change or refuse them."""
         pending, seen = [self], {id(self)}
         while pending:
             form = pending.pop()
@@ -378,8 +379,7 @@ class ValueDecoder:
             return self.decode_again(data, error)
 
     def decode_again(self, data: Any, error: BaseException) -> Any:
-        """Decode again if ``error`` can be about an extension, which a typed decoder accepts only for Any; else raise
-        it."""
+        """Decode again if ``error`` can be about an extension (a typed decoder accepts none); else raise it."""
         if not isinstance(error, msgspec.ValidationError) or _EXTENSION_BYTE not in bytes(data):
             raise error
         return converted_custom(decoding.decode(data, ext_hook=read_extension), self.type)

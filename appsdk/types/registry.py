@@ -235,8 +235,9 @@ _unions: dict[Any, Any] = {}
 
 
 def readable_type(annotation: Any) -> Any:
-    """Return the type that msgspec reads for ``annotation``: itself, or for a union with pydantic models one type for
-    the whole union, since msgspec allows a union only one custom type beside None."""
+    """Return the type that msgspec reads for ``annotation``: itself, or one type for a union with pydantic models.
+
+    msgspec allows a union only one custom type beside None."""
     union = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     arms = typing.get_args(union) if typing.get_origin(union) in (typing.Union, types.UnionType) else ()
     if len([arm for arm in arms if arm is not type(None)]) < 2 or not any(map(_is_model, arms)):
@@ -255,8 +256,7 @@ def _is_model(cls: Any) -> bool:
 
 
 def may_hold_handles(annotation: Any) -> bool:
-    """Return True if a value of the annotation can contain an :class:`immortal.Handle`: it names Handle, or allows
-    Any."""
+    """Return True if a value of the annotation can contain an :class:`immortal.Handle`, by name or in Any."""
     for info in _types_in(type_info(readable_type(annotation))):
         cls = info.cls if isinstance(info, msgspec.inspect.CustomType) else None
         if isinstance(info, msgspec.inspect.AnyType) or find_codec(typing.get_origin(cls) or cls) is _handle_codec():
