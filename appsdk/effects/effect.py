@@ -377,7 +377,7 @@ class EffectRequest:
         return (self.stand_in or self.function)(*arguments, **keywords)
 
     async def call_async(self, attempt: int = 1) -> Any:
-        """Call an ``async def`` function, in an asyncio task with a :meth:`new_context`. Otherwise like :meth:`call`."""
+        """Call the function, an ``async def``, in an asyncio task with :meth:`new_context`; else like :meth:`call`."""
         # Never reset: the task's context ends with it, and a coroutine that does not end can be closed in another one.
         current_context.set(partial(self.context, attempt))
         arguments, keywords = self.arguments
