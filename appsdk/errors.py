@@ -124,7 +124,7 @@ class StateError(AppError):
 class Failure:
     """Failure of a message, or of a step of an async handler. ``policy``: what happens to the state.
 
-    ``method_id`` None: not a method of the class failed. ``refused``: why a call was refused; ``text`` explains it.
+    ``method_id`` None: what failed is no method of the class. ``refused``: why a call was refused; ``text`` explains it.
     """
 
     policy: OnError
@@ -253,4 +253,4 @@ class Refused(AppError):  # noqa: N818 (what happened, not what is wrong)
 
 
 class Disconnected(AppError):  # noqa: N818
-    """Raised when the connection with the coordinator has ended. Impulses not yet accepted may be in its log or not."""
+    """Raised when the connection with the coordinator has ended. Impulses not yet accepted can be lost or logged."""

@@ -259,7 +259,7 @@ class Effects:
         self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[object, None, R]: ...
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``function`` outside of the log, and return its result: ``await immortal.effect(fetch, url)``.
+        """Run ``function`` as an effect, and return its result: ``await immortal.effect(fetch, url)``.
 
         ``function`` is a plain function of a module, with annotations. A ``def`` runs in a thread, an ``async def`` on
         an asyncio loop. It gets copies of its arguments. It runs at least once; its result is seen exactly once. Raises
@@ -428,7 +428,7 @@ def destroy(handle: type[Node]) -> None:
 def revoke(handle: type[N], holder: Any = None) -> type[N]:
     """Revoke ``handle``, of a node of this instance, for ``holder`` (a peer or its name; None: all).
 
-    Return a new handle of the node. Raises UsageError.
+    Return a handle of the node that is still valid. Raises UsageError.
     """
     found: type[N] = _nodes("revoke").revoke(handle, holder)
     return found

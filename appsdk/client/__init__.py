@@ -77,8 +77,7 @@ T = TypeVar("T")
 
 
 class Connector(Generic[S, A]):
-    """Context manager of :func:`connect`: opens a client for a ``with`` or ``async with`` block, and closes it
-    after."""
+    """Context manager of :func:`connect`, which opens a client for a ``with`` or ``async with`` block."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class Finder(Struct, frozen=True):
         )
 
     def _pair(self, home: Path) -> KeyPair:
-        """Return the key pair of the identity, or the instance's own, which its operator can read."""
+        """Return the key pair of the identity; without one the instance's own, which only its operator can read."""
         identity = self.caller
         if identity not in (None, self.name) and (home / f"{identity}.toml").exists():
             raise NotConnectable(
@@ -270,8 +270,7 @@ def presence(folder: Path) -> ProcessStatus:
 
 
 def _is_there(file: Path) -> bool:
-    """Return True if ``file`` exists. Raises OSError if that is unknown; Python 3.14's ``exists()`` returns False
-    then."""
+    """Return True if ``file`` exists. Raises OSError if that is unknown, unlike ``exists()`` from Python 3.14 on."""
     try:
         file.stat()
     except (FileNotFoundError, NotADirectoryError):

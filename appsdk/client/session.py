@@ -22,7 +22,7 @@ from immortal.protocol.client_frames import (
     encode_request,
 )
 
-OUTSTANDING_MAX = 4096  # of one client ID, sent and not answered; later calls wait. All replies are kept there
+OUTSTANDING_MAX = 4096  # of one client ID, not answered; later calls wait. The instance keeps all their replies
 OUTSTANDING_SIZE_BYTES_MAX = 8 << 20
 REQUEST_SIZE_BYTES_MAX = 256 << 10  # waiting calls are joined into frames of about this size
 REQUEST_COUNT_MAX = 256
@@ -127,7 +127,7 @@ class Session:
         self._questions: list[Question] = []
         self._second: Call | None = None  # the request about request 1
         self._pings_count = 0  # pings without a PONG yet
-        self._pinged = 0  # what was sent before the last ping; 0: what is missing is being sent again
+        self._pinged = 0  # the last number before the last ping; 0: missing requests are being sent again
 
     def add(self, call: Call) -> None:
         if self.error is not None:

@@ -93,7 +93,7 @@ def _package_of(app: type) -> str:
 class _Ownership:
     """Distinguishes functions of the user from those of Python, of libraries and of the SDK.
 
-    The package of an app is the user's. In the package of an app of the SDK, `...patterns.queue`, only it is.
+    The package of an app is the user's; for an app of the SDK only its own subpackage: `...patterns.queue`.
     """
 
     def __init__(self, apps: Sequence[type]) -> None:

@@ -126,7 +126,7 @@ class Delivery:
         """Do nothing: the class has no @initial method."""
 
     def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the initial method, whose message is in record 0: a later one is refused, as it is a stranger's."""
+        """Wrap the initial method, whose message is in record 0: a later message is another sender's, and refused."""
 
         def run(instance: object) -> None:
             context = self._context

@@ -225,8 +225,9 @@ class Records:
         return self.closely is not None and (sequence_id, message_index) >= self.closely
 
     def _check_kept(self, error: HandlerError, content: bytes, by_itself: bool) -> HandlerError:
-        """Check the state after a message that fails while its changes stay: they can't be saved unless undone. Raises
-        SingleStepNeededError.
+        """Check that the state can be saved after a message that fails while its changes stay; else they are undone.
+
+        Raises SingleStepNeededError.
         """
         if not by_itself:
             self._check()

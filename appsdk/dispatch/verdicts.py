@@ -58,8 +58,9 @@ _decode_result = decoding.Decoder(EffectResult).decode
 
 
 def awaited_part(message: bytes) -> bytes | None:
-    """Return the part of a message that an ``async def`` handler waits for (an answer, a time, an effect's result),
-    without the value, which can be unreadable; None: no such message, or it does not say which wait it ends."""
+    """Return the message that ends a handler's wait (an answer, a time, an effect's result), without its value.
+
+    The value can be unreadable. None: it is another message, or it does not say which wait it ends."""
     rpc = rpc_of(message)
     if rpc is None or (rpc.kind == RpcKind.CALL and rpc.method_id not in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)):
         return None

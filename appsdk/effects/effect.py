@@ -388,8 +388,9 @@ class EffectRequest:
         return EffectContext(self.key, attempt)
 
     def wait_s(self, error: BaseException, attempt: int, now_ns: int) -> float | None:
-        """Return the longest wait after a failed attempt (from 1) before the next one, in seconds; None: it was the
-        last. ``now_ns``: the instance's time."""
+        """Return the longest wait after a failed attempt (from 1), in seconds; None: it was the last attempt.
+
+        ``now_ns``: the instance's time."""
         retry = self.options.retry
         if declared_name(self.options.raises, error) is not None or not retry.is_for(error):
             return None
@@ -431,4 +432,4 @@ class EffectRunner(Protocol):
         """Run an effect when there is room, and call its ``returned`` or ``raised`` once."""
 
     def cancel(self, request: EffectRequest) -> None:
-        """Cancel a request that nobody waits for any more. Its answer is dropped, even if its function goes on."""
+        """Cancel a request that nobody waits for any more. Its answer is dropped, even if its function continues."""

@@ -471,7 +471,7 @@ def impulse(
     limit_by: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Any:
-    """Mark a method for input from the outside world, sent by :class:`Impulses`. It has the options of :func:`rpc`."""
+    """Mark a method for input from outside, sent by :class:`Impulses`. Options: :func:`rpc`'s, without ``raises``."""
     decorator = _Decorator("impulse", id, on_error=on_error, running=Running(timeout, limit, limit_by), labels=labels)
     return decorator if function is None else decorator(function)
 

@@ -58,8 +58,7 @@ class Peer(property):
         property.__init__(self, attrgetter(f"_immortal_context.peers.{self.key}"))
 
     def resolve(self) -> Definition:
-        """Return the definition of the peer's class. Raises DefinitionError, and what the import of its module
-        raises."""
+        """Return the definition of the peer's class. Raises DefinitionError, and errors of its module's import."""
         target: Any = self.target
         if isinstance(target, str):
             module_name, _, class_name = target.partition(":")
@@ -155,8 +154,7 @@ class Definition(Struct):
         return chain
 
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
-        """Return the codec of a handler's arguments. Raises DefinitionError if an annotation can't be resolved or
-        encoded."""
+        """Return the codec of a handler's arguments. Raises DefinitionError for an unusable annotation."""
         if (codec := self._codecs.get(handler.key)) is None:
             with resolving(f"{handler.function.__qualname__}: an annotation"):
                 codec = self._codecs[handler.key] = ArgumentCodec(handler.function, handler.signature)

@@ -163,8 +163,7 @@ class Accounts:
 
     @staticmethod
     def is_passed(arguments: bytes) -> bool:
-        """Return True if the arguments are a Passed, which counts at arrival: the receiver must hear of an end in
-        order."""
+        """Return True if the arguments are a Passed, which counts at arrival, so that its receiver hears of an end."""
         try:
             return isinstance(decode_word(arguments).message, Passed)
         except (msgspec.DecodeError, UnicodeDecodeError):

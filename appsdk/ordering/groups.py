@@ -37,7 +37,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
     def teller_of(self, sender: str) -> str:
         """Return the member that tells ``sender`` the fate of its message.
 
-        It is another member if possible: when the sender is expelled, the others may not know what it reported.
+        It is another member if possible: if the sender is expelled, the others possibly do not know its reports.
         """
         return next((one for one in self.members if one != sender), sender)
 
@@ -184,8 +184,9 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Silent(msgspec.Struct, frozen=True):
-    """Action: tell ``others``, possible members, before all held output: ``member``, which its view waits for, is
-    silent."""
+    """Action: tell ``others``, possible members, that ``member``, for which its view waits, is silent.
+
+    Send this before all held output."""
 
     group: str
     member: str

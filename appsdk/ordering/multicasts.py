@@ -184,8 +184,7 @@ class Multicasts:
         return [] if self._sending is None else self._sending.waiting
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe the instances that this one waits for: ``for``, ``what``, ``since_ns``, ``count`` of waiting
-        entries."""
+        """Describe the instances that this one waits for: ``for``, ``what``, ``since_ns``, ``count`` of its entries."""
         ordering = self._ordering
         if ordering is None:
             return []

@@ -157,9 +157,9 @@ class Breakpoint:
         return package == self._package or not is_elsewhere
 
     def debugged(self, function: Callable[..., Any], name: str, first: int | None = 0) -> Callable[..., None]:
-        """Wrap ``function``: it runs in the debugger, from its first line. Leaving that ends the app like Ctrl-C.
+        """Wrap ``function``, so that it runs in the debugger from its first line. To leave that ends the app.
 
-        ``first``: the first argument that the user gave; None: none is, as of an answer.
+        ``first``: index of the first argument of the user's own; None: there is none, as in an answer.
         """
 
         import pdb  # here: it loads much that no ordinary run needs

@@ -134,8 +134,9 @@ class Watchdog:
             self._end(EXIT_FAILED)
 
     def _look_at_query(self) -> None:
-        """End the process for an unlogged query that does not return, after a report: no message of the log is to be
-        blamed. An embedded app can't report, and must not end its process."""
+        """End the process, after a report, if an unlogged query does not return: no logged message must be blamed.
+
+        An embedded app can't report, and must not end its process."""
         limit = self._query_limit
         if limit is None or not limit.look(is_debugged=self._is_debugged()):
             return

@@ -321,7 +321,7 @@ class HandlerRuns:
     ) -> tuple[bool, bytes]:
         """Run a ``def`` handler, the instance's or of ``node``; return (True if it raised, encoded result).
 
-        ``waits``: somebody waits for the result. ``caller``: for messages. Raises HandlerError."""
+        ``waits``: a caller or handler waits for the result. ``caller``: for messages. Raises HandlerError."""
         try:
             if handler.is_query:
                 value = self.queries.run(handler, self.instance, *arguments)  # type: ignore[arg-type]  # a local function is none

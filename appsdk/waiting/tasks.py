@@ -263,7 +263,7 @@ class Tasks(Host):
             call = None
 
     def began(self, task: Task) -> None:
-        """Count a run for limits, and start its timeout; with continue_as each run counts anew."""
+        """Count a run for limits, and start its timeout; with continue_as each run counts separately."""
         self.limits.ended(task.number)
         self.limits.began(task.number, task.handler, task.arguments)
         if task.generation and self.executions is not None:
