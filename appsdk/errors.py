@@ -124,7 +124,7 @@ class StateError(AppError):
 class Failure:
     """Failure of a message, or of a step of an async handler. ``policy``: what happens to the state.
 
-    ``method_id`` None: what failed is no method of the class. ``refused``: why a call was refused; ``text`` explains it.
+    ``method_id`` None: what failed is no method of the class. ``refused``: why a call was refused, see ``text``.
     """
 
     policy: OnError

@@ -93,8 +93,7 @@ class Accounts:
         return "this instance does not hold it: it was released or has ended, or was never passed to it"
 
     def _refused(self, text: str) -> BaseException:
-        """Return the error of a refusal. An async handler ends, whatever it catches: a rebuild would not refuse
-        again."""
+        """Return a refusal's error. It ends async handlers, whatever they catch: a rebuild would not refuse again."""
         error, task = UsageError(text), self._context.tasks.running
         return error if task is None else task.abandon(error)
 

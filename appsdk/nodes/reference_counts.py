@@ -104,8 +104,7 @@ class Owner:
             grant.holders.pop(holder, None)
 
     def begin_end(self, key: Key) -> list[str]:
-        """Begin the end of a key. Return the holders that must get :class:`Ended` in order; the owner also calls
-        :meth:`end`."""
+        """Begin the end of a key, before :meth:`end`. Return the holders that must get :class:`Ended`, in order."""
         grant = self.grants[key]
         grant.stage = Stage.ENDING
         told = [one for one in grant.holders if one not in grant.banned]
@@ -188,8 +187,7 @@ class Holder:
         self.actions.append(Tell(owner, Released(key, one.count)))
 
     def ended(self, owner: str, key: Key, how: str) -> bool:
-        """Note the end of a handle; return True if it was held. The hook is called in any case: a copy can be in
-        flight."""
+        """Note the end of a handle; return True if it was held. A copy can be in flight, so the hook always runs."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         was_held = one.count > 0
         if was_held:

@@ -484,8 +484,7 @@ class Multicasts:
             _write_ordering(parts, (action.message,))
 
     def _tell_group(self, action: Asked | Ready | Silent) -> None:
-        """Call the group's handlers in this instance, since groups are part of their state. All members get a
-        Silent."""
+        """Call the group's handlers in this instance: groups are part of their state. All members get a Silent."""
         handler = self._context.tasks.definition.handlers.get(GROUP_METHODS[type(action)])
         if handler is None:
             return

@@ -55,8 +55,7 @@ class LocalReplay(LocalRun):
         self._watch = watch
 
     def run(self) -> ReplayResult:
-        """Run the replay, once. Raises the app's errors, except those of handlers, which are the result's
-        ``failure``."""
+        """Run the replay, once. Raises the app's errors; those of handlers are the result's ``failure``."""
         started_s = time.perf_counter()
         session, header = self.session, self.route.checkpoint
         try:

@@ -125,8 +125,7 @@ class World:
     # __tracebackhide__: pytest shows a failure in the test and in the handler, not here.
 
     def run(self) -> None:
-        """Run until all are at rest. Raises errors that ended an app or a coordinator: the user's own, if there is
-        one."""
+        """Run until all are at rest. Raises the errors that ended an app or a coordinator, the user's own if any."""
         __tracebackhide__ = True
         self.do(self._settle)
 

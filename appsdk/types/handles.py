@@ -104,7 +104,7 @@ def _encode(handle: _Handle[Any]) -> msgspec.msgpack.Ext:
 
 
 def read_extension(code: int, data: Any) -> Any:
-    """Decode a handle without a class, or what :mod:`protocol.values` reads; return any other extension unchanged.
+    """Decode a handle without a class, or what :mod:`protocol.extension_values` reads; return the rest unchanged.
 
     Raises ValueError.
     """

@@ -34,8 +34,7 @@ encoder = msgspec.msgpack.Encoder(enc_hook=encode_custom)
 
 
 class NotRoundTrippableError(TypeError):
-    """Raised for a value that would not be read back the same. ``path``: of the part, in Python:
-    ``['eu'][3].price``."""
+    """Raised for a value that would not be read back the same. ``path``: of the part (``['eu'][3].price``)."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(f"{path}: {problem}" if path else problem)

@@ -125,7 +125,7 @@ class Operation(LazyFuture[Any]):
 class Target:
     """Awaitable handler of one destination ("" is the own instance): the data that all calls of it share.
 
-    ``handler``: called by the log; ``called``: runs: with ``super()`` an overridden one.
+    ``handler``: the method that the log calls; ``called``: the one that runs, with ``super()`` an overridden one.
     """
 
     __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "send", "what")
