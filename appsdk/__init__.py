@@ -1,1 +1,1 @@
-"""The SDK: what runs a service's class, and its clients, tests and patterns. Programs import :mod:`immortal`."""
+"""SDK: runs the class of a service, and has its clients, tests and patterns. Programs import :mod:`immortal`."""

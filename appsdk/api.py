@@ -1,4 +1,4 @@
-"""The names of services that :mod:`immortal` offers, beside the functions for handlers. `docs/how-to/sdk.md`."""
+"""Names that services import from :mod:`immortal`, except the functions for handlers. `docs/how-to/sdk.md`."""
 
 from immortal.appsdk import errors
 from immortal.appsdk.dispatch.lifecycle import upgrades

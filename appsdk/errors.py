@@ -1,23 +1,23 @@
-"""Errors of the SDK, below :class:`immortal.protocol.errors.ImmortalError`, by who can do something about it.
+"""Errors of the SDK, below :class:`immortal.protocol.errors.ImmortalError`, grouped by who can act on them.
 
     AppError
-      DefinitionError    the class is not an app that could be replayed: raised where the class is made
-      UsageError         a call that is not possible here: from the wrong thread, outside a handler, too large
+      DefinitionError    the class is not an app that a replay could repeat: raised at its definition
+      UsageError         a call is not possible here: from the wrong thread, outside a handler, too large
         QueryError       a query has done more than read
       StateError         the state can't be written into a checkpoint, or a checkpoint can't be read back
-      HandlerError       a logged input can't be handled: replay would only repeat it, so the app stops
-      CallRefused        a call can't be made: raised in the async handler that waits for it
-      CalleeFailed       the handler that was called has failed: the same
-        CallCancelled    it was cancelled
-      EffectFailed       an effect has failed: the same
-      RecoveryNeeded     the state is to be as it was before a call that failed, and there is no copy of it in memory
-      UpgradeError       the state can't be brought to the version that was asked for
+      HandlerError       a logged input can't be handled: a replay would only repeat it, so the app stops
+      CallRefused        a call can't be carried out: raised in the async handler that waits for it
+      CalleeFailed       the called handler failed: raised in the async handler that waits for it
+        CallCancelled    the called handler was cancelled
+      EffectFailed       an effect failed: raised in the async handler that waits for it
+      RecoveryNeeded     the state before a failed call must be restored, and there is no copy of it in memory
+      UpgradeError       the state can't be converted to the requested version
       LoadError          the class to run can't be found
       ConnectError       no coordinator answers
       Refused            the coordinator closed the connection and said why
-      Disconnected       the coordinator is gone
+      Disconnected       the connection with the coordinator has ended
 
-:data:`Cancelled` is none of them: it is asyncio.CancelledError, the end of a task.
+:data:`Cancelled` is not below AppError: it is asyncio.CancelledError, which ends a task.
 
 The exit status of the app's process is the error's ``exit_status``.
 """
@@ -32,15 +32,15 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.verdicts import Cause
 
 OnError = Literal["undo", "keep", "stop"]
-"""Effect of an exception that a handler does not declare: the call fails and the state is as before it ("undo"), the
-call fails and the state stays as the handler left it ("keep"), or the app stops ("stop")."""
+"""Effect of an exception that a handler does not declare. "undo": the call fails and its changes are undone; "keep":
+the call fails and its changes stay; "stop": the app stops."""
 
 EXIT_DONE = 0  # the coordinator said Goodbye: a clean stop
-EXIT_FAILED = 1  # the coordinator is gone or refused
-EXIT_NOT_RUNNABLE = 2  # the class can't be found, or can't be run: starting again without a change is of no use
-EXIT_HANDLER_FAILED = 70  # the app's own code failed: starting again without a change would only repeat it
-EXIT_UPGRADE_FAILED = 71  # an upgrade() failed: the instance is of its old version, as before
-EXIT_RECOVER = 75  # a call failed, and the app is to be recovered without it: start it again at once
+EXIT_FAILED = 1  # the connection with the coordinator has ended, or was refused
+EXIT_NOT_RUNNABLE = 2  # the class can't be found or run: a restart without a change does not help
+EXIT_HANDLER_FAILED = 70  # the app's own code failed: a restart without a change would only repeat it
+EXIT_UPGRADE_FAILED = 71  # an upgrade() failed: the instance keeps its old version
+EXIT_RECOVER = 75  # a call failed, and the app must be recovered without it: restart it at once
 EXIT_INTERRUPTED = 130  # SIGINT
 EXIT_TERMINATED = 143  # SIGTERM
 
@@ -81,31 +81,30 @@ __all__ = [
 
 
 class AppError(ImmortalError):
-    """Root of the SDK's errors."""
+    """Base class of the SDK's errors."""
 
     exit_status: ClassVar[int] = EXIT_FAILED
 
 
 class DefinitionError(AppError, TypeError):
-    """Raised for a class, handler or hook that the SDK can't run; the message names it and the way out."""
+    """Raised for a class, handler or hook that the SDK can't run; the message names it and says how to fix it."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
 
 class UsageError(AppError):
-    """Raised for a call that is not possible where it was made."""
+    """Raised for a call that is not possible in this place."""
 
 
 class QueryError(UsageError):
-    """Raised if a ``@query`` method has changed the state (``changed``), or tried to call, signal or draw; it says what
-    it did."""
+    """Raised if a ``@query`` method changed the state (``changed``), or tried to call, signal or draw; it says so."""
 
     changed = False
 
 
 class QueryTooLong(BaseException):
-    """Raised in a query that is not logged, wherever it is: it has kept the handlers waiting for too long. It is below
-    BaseException: a query that goes on behind each exception goes on behind no other."""
+    """Raised inside a query that is not logged if it has delayed the handlers for too long. Below BaseException, so
+    that a query that catches each Exception does not catch this."""
 
 
 AS_RPC = "make the method an @rpc, or leave this out"
@@ -114,7 +113,7 @@ AS_RPC = "make the method an @rpc, or leave this out"
 class StateError(AppError):
     """Raised if an attribute can't be saved, or a checkpoint does not fit the class.
 
-    ``takes_too_long``: to encode the state was given up.
+    ``takes_too_long``: encoding the state was given up because it took too long.
     """
 
     exit_status = EXIT_HANDLER_FAILED
@@ -125,7 +124,7 @@ class StateError(AppError):
 class Failure:
     """Failure of a message, or of a step of an async handler. ``policy``: what happens to the state.
 
-    ``method_id`` None: what has failed is none of the class's own. ``refused``: why it can't be called, with ``text``.
+    ``method_id`` None: what failed is no method of the class. ``refused``: why a call was refused, see ``text``.
     """
 
     policy: OnError
@@ -140,9 +139,9 @@ class Failure:
 
 
 class HandlerError(AppError):
-    """Raised for a logged message that can't be handled. ``sequence_id``, ``message_index`` (from 0): which one.
+    """Raised for a logged message that can't be handled: message ``message_index`` (from 0) of ``sequence_id``.
 
-    ``failure``: how it may fail alone; None: it can't. ``arguments``: of the call, as text, "" if it has none.
+    ``failure``: how the message can fail alone; None: it can't. ``arguments``: those of the call, as text; "": none.
     """
 
     exit_status = EXIT_HANDLER_FAILED
@@ -156,23 +155,23 @@ class HandlerError(AppError):
 
 
 class RecoveryNeeded(AppError):  # noqa: N818 (what happened, not what is wrong)
-    """Raised after a failed call: the coordinator knows of it, and the app is to be recovered without it."""
+    """Raised after a failed call that the coordinator knows: the app must be recovered without that call."""
 
     exit_status = EXIT_RECOVER
 
 
 class CallRefused(AppError):  # noqa: N818
-    """Raised if a call can't be made: no such method, or arguments that do not fit it. Nothing was called there.
+    """Raised if a call can't be carried out: no such method, or arguments that do not fit. The callee ran nothing.
 
-    Raised where an async handler waits for the answer; the message says what came and what was expected.
+    Raised where an async handler waits for the answer. The message says what was received and what was expected.
     """
 
 
 class CalleeFailed(AppError):  # noqa: N818
-    """Raised if the called handler raised what it does not declare, or returned what it does not say.
+    """Raised if the called handler raised an undeclared exception, or returned a value that does not fit.
 
-    Raised where an async handler waits for the answer. ``type_name`` and ``message``: of what it raised, as text;
-    ``reference``: where to look for it, "NAME record SEQ:INDEX" of the callee's log, or "" where nobody says.
+    Raised where an async handler waits for the answer. ``type_name`` and ``message``: of the exception, as text;
+    ``reference``: its place in the callee's log, "NAME record SEQ:INDEX"; "" if that is unknown.
     """
 
     def __init__(self, called: str, type_name: str, message: str, reference: str = "") -> None:
@@ -184,7 +183,7 @@ class CalleeFailed(AppError):  # noqa: N818
 
 
 class CallCancelled(CalleeFailed):
-    """Raised if the called handler was cancelled, and has ended with that; ``message`` is the reason."""
+    """Raised if the called handler was cancelled and ended by that; ``message`` is the reason."""
 
     def __init__(self, called: str, reason: str, reference: str = "") -> None:
         super().__init__(called, "Cancelled", reason, reference)
@@ -193,19 +192,18 @@ class CallCancelled(CalleeFailed):
 
 
 Cancelled = asyncio.CancelledError
-"""Raised at the ``await`` where an ``async def`` handler waits, when the handler is cancelled: asyncio's own class.
+"""Raised at the ``await`` of an ``async def`` handler that is cancelled: asyncio's own class.
 
-The handler may clean up, and await what that takes, in ``finally`` or ``except Cancelled``; then it is to end, by
-letting this pass or with another exception. ``str(error)``: the reason.
+The handler can clean up, and await while it does, in ``finally`` or ``except Cancelled``. Then it must end: by raising
+this again, or another exception. ``str(error)``: the reason.
 """
 
 
 class EffectFailed(AppError):  # noqa: N818
-    """Raised where a handler waits for an effect of which all attempts have failed, or one that is not retried.
+    """Raised where a handler waits for an effect whose last attempt failed, or whose error is not retried.
 
     ``effect``: the function's name; ``type_name``, ``message`` and ``traceback``: of what the last attempt raised, as
-    text, since it was raised elsewhere and went through the log; ``attempts``: how many there were, since the last
-    start of the app.
+    text, since it came through the log; ``attempts``: their number since the last start of the app.
     """
 
     def __init__(self, effect: str, type_name: str, message: str, traceback: str, attempts: int) -> None:
@@ -221,7 +219,7 @@ class EffectFailed(AppError):  # noqa: N818
 
 
 class UpgradeError(AppError):
-    """Raised if the state can't be brought to the version that was asked for. ``reason`` says why in one line."""
+    """Raised if the state can't be converted to the requested version. ``reason`` says why in one line."""
 
     exit_status = EXIT_UPGRADE_FAILED
 
@@ -231,13 +229,13 @@ class UpgradeError(AppError):
 
 
 class HookError(AppError):
-    """Raised if an ``@on_primary`` hook raised."""
+    """Raised if an ``@on_primary`` hook raised an exception."""
 
     exit_status = EXIT_HANDLER_FAILED
 
 
 class LoadError(AppError):
-    """Raised if ``module:Class`` does not lead to a class that can be run."""
+    """Raised if ``module:Class`` does not name a class that can be run."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
@@ -247,7 +245,7 @@ class ConnectError(AppError):
 
 
 class StartError(AppError):
-    """Raised if an instance that was to run in this process does not."""
+    """Raised if an instance in this process does not become ready."""
 
 
 class Refused(AppError):  # noqa: N818 (what happened, not what is wrong)
@@ -255,4 +253,4 @@ class Refused(AppError):  # noqa: N818 (what happened, not what is wrong)
 
 
 class Disconnected(AppError):  # noqa: N818
-    """Raised when the connection with the coordinator has ended: what was not accepted may or may not be in its log."""
+    """Raised when the connection with the coordinator has ended. Impulses not yet accepted can be lost or logged."""

@@ -3,7 +3,8 @@
     started = immortal.now()
     await immortal.sleep(timedelta(minutes=5))
 
-So the names in a class are the user's. :data:`immortal.appsdk.calls.user_code.running` says who runs.
+They are no methods, so all names in a class are the user's. :data:`immortal.appsdk.calls.user_code.running` holds the
+handler that runs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NAMES = (
     *("multicast", "node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep"),
     *("step", "uuid4"),
 )
-"""The names of the functions, which `immortal` has too."""
+"""Names of the functions, which `immortal` offers too."""
 
 LABEL_CHARACTERS_MAX = 256
 
@@ -54,8 +55,8 @@ _RUNNERS = (Context, Task)  # a tuple takes half the time of a union
 
 
 def _runner(what: str) -> Any:
-    """Return the Task of an ``async def`` handler, or the Context of an instance. Raises UsageError: neither runs."""
-    if is_collecting():  # a coroutine that nobody closed cleans up, in the context of a handler that is not its own
+    """Return the Task of an ``async def`` handler, or the Context of an instance. Raises UsageError outside of both."""
+    if is_collecting():  # a coroutine that nobody closed cleans up inside another handler's context
         raise GeneratorExit
     found = running.get()
     if isinstance(found, _RUNNERS):
@@ -74,26 +75,26 @@ def _task(what: str) -> Task:
     return found
 
 
-# --- what differs from run to run -------------------------------------------------------------------------------------
+# --- values that differ from run to run -------------------------------------------------------------------------------
 
 
 def now() -> datetime:
-    """Return the time of the call that is being handled: aware, UTC, the same at each replay.
+    """Return the time of the call that is being handled: an aware UTC datetime, the same at each replay.
 
-    ``__init__`` gets the time of the first start; ``prepare`` and ``upgrade`` get that of the last call before. Raises
-    UsageError outside of handlers.
+    ``__init__`` gets the time of the first start; ``prepare`` and ``upgrade`` get the time of the last call before
+    them. Raises UsageError outside of handlers.
     """
     return datetime_of(_runner("now()").now_ns())
 
 
 def now_ns() -> int:
-    """Return the same time as :func:`now`, in nanoseconds since the Unix epoch. Raises UsageError."""
+    """Return the time of :func:`now` in nanoseconds since the Unix epoch. Raises UsageError outside of handlers."""
     now_ns: int = _runner("now_ns()").now_ns()
     return now_ns
 
 
 class _Random:
-    """Finds the stream of the place that looks up a method of :class:`random.Random`."""
+    """Proxy that looks up each method of :class:`random.Random` in the stream of the calling place."""
 
     def __getattribute__(self, name: str) -> Any:  # a third faster than __getattr__
         if name.startswith("__"):
@@ -105,8 +106,8 @@ if TYPE_CHECKING:
     random: Random
 else:
     random = _Random()
-"""``immortal.random.choice(...)``: random numbers that are the same at each replay. Each function has a stream of its
-own for each method that it calls. Raises UsageError outside of handlers."""
+"""Random numbers that are the same at each replay: ``immortal.random.choice(...)``. Each function has its own stream
+for each method that it calls. Raises UsageError outside of handlers."""
 
 
 def uuid4() -> uuid.UUID:
@@ -116,14 +117,14 @@ def uuid4() -> uuid.UUID:
 
 
 logger = HandlerLog()
-"""``immortal.logger.info("took order", order=3)`` writes a line, and none where a replay handles the call again."""
+"""Log of handlers: ``immortal.logger.info("took order", order=3)`` writes a line, but not again in a replay."""
 
 
 # --- for async handlers -----------------------------------------------------------------------------------------------
 
 
 def sleep(duration: timedelta) -> Coroutine[object, None, None]:
-    """Wait: ``await immortal.sleep(timedelta(minutes=5))``; the timer outlives crashes. Raises UsageError."""
+    """Wait for a duration: ``await immortal.sleep(timedelta(minutes=5))``; it outlives crashes. Raises UsageError."""
     task = _task("sleep")
     if not isinstance(duration, timedelta):
         raise UsageError(f"immortal.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
@@ -152,7 +153,7 @@ def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
 
 if (
     TYPE_CHECKING
-):  # Winners by their index, so that a checker knows the type of the value behind 'if winner.index == 1:'
+):  # Winners by their index, so that a checker knows the type of the value after a test 'winner.index == 1'
 
     class _First(Winner[A]):
         index: Literal[0]
@@ -175,10 +176,10 @@ def race(*awaitables: Awaitable[A]) -> Coroutine[object, None, Winner[A]]: ...
 @overload
 def race(*awaitables: Awaitable[Any]) -> Coroutine[object, None, Winner[Any]]: ...
 def race(*awaitables: Awaitable[Any]) -> Any:
-    """Return the first that is done, with its value, and cancel the others: ``await immortal.race(one, two)``.
+    """Return the first awaitable that is done, with its value; cancel the others: ``await immortal.race(one, two)``.
 
-    A call that has lost is executed all the same. Takes what asyncio.gather takes. Of up to three, type checkers know
-    the value's type where ``index`` was looked at. Raises UsageError.
+    A call that lost the race is executed all the same. Accepts what asyncio.gather accepts. With up to three, type
+    checkers know the value's type after a test of ``index``. Raises UsageError.
     """
     task = _task("race")
     if not awaitables:
@@ -196,18 +197,18 @@ def event(name: str, kind: type[A]) -> Coroutine[object, None, A]: ...
 def event(name: str, kind: Any = Any) -> Any:
     """Wait for a signal, and return its value, of the type ``kind``: ``await immortal.event("approved", bool)``.
 
-    Each signal is for one who waits, the one that has waited longest. Raises UsageError.
+    Each signal wakes one handler: the one that has waited longest. Raises UsageError.
     """
     task = _task("event")
     return Event(task, event_name("immortal.event", name), task.tasks.event_decoder(kind))
 
 
 def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
-    """Run a ``def`` handler of this class, or a local function, at once: ``await immortal.step(self.count, 2)``.
+    """Run a ``def`` handler of this class, or a local function, as a step: ``await immortal.step(self.count, 2)``.
 
-    It owns the state: it reads and sets attributes. Its result, a copy, is in the journal: a recovery does not run it
-    again. ``function`` does not wait and does not reach outside. Raises UsageError, TypeError for arguments that a
-    handler does not take; what it raises itself fails this step: CalleeFailed.
+    It runs at once and owns the state: it reads and sets attributes. A copy of its result is in the journal: a recovery
+    does not run it again. ``function`` must not wait or reach outside. Raises UsageError, and TypeError for arguments
+    that do not fit a handler. If ``function`` raises, the step fails with CalleeFailed.
     """
     task = _task("step")
     made: Any
@@ -224,9 +225,9 @@ def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coro
 
 
 def continue_as(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Begin this handler again, with these arguments and an empty journal: ``return immortal.continue_as(...)``.
+    """Start this handler again, with these arguments and an empty journal: ``return immortal.continue_as(...)``.
 
-    Raises TypeError for arguments that it does not take, UsageError.
+    Raises TypeError for arguments that do not fit it, UsageError.
     """
     task = _task("continue_as")
     codec = task.tasks.codec(task.handler)
@@ -258,11 +259,11 @@ class Effects:
         self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[object, None, R]: ...
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``fetch`` outside, and return its result: ``await immortal.effect(fetch, url)``.
+        """Run ``function`` as an effect, and return its result: ``await immortal.effect(fetch, url)``.
 
-        ``function`` is a plain one of a module, with annotations: a ``def`` runs in a thread, an ``async def`` on an
-        asyncio loop. It gets copies of its arguments. It is run at least once; its result is seen exactly once.
-        Raises EffectFailed, and what the options declare; UsageError, TypeError for what can't be run.
+        ``function`` is a plain function of a module, with annotations. A ``def`` runs in a thread, an ``async def`` on
+        an asyncio loop. It gets copies of its arguments. It runs at least once; its result is seen exactly once. Raises
+        EffectFailed, and what the options declare; UsageError, TypeError for what can't be run.
         """
         task = _task("effect")
         found = task.tasks.effects.function(function)
@@ -276,11 +277,11 @@ class Effects:
         raises: Iterable[type[Exception]] | None = None,
         key: str | None = None,
     ) -> Effects:
-        """Return ``immortal.effect`` with these options in place of its own. Raises UsageError, DefinitionError.
+        """Return ``immortal.effect`` with these options changed. Raises UsageError, DefinitionError.
 
-        ``retry``: by default, ``Retry()``: attempts without end, but one where an error is the program's own.
-        ``timeout``: of each attempt. ``raises``: exceptions that are raised in the handler as what they are, at once;
-        all others become EffectFailed when no attempt is left. ``key``: in place of the key that the SDK makes (see
+        ``retry``: by default ``Retry()``: attempts without end, but only one for an error of the program itself.
+        ``timeout``: of each attempt. ``raises``: exceptions that the handler gets as they are, at once; all others
+        become EffectFailed after the last attempt. ``key``: replaces the idempotency key that the SDK makes (see
         :func:`~immortal.effect_context`).
         """
         options = self._options
@@ -311,7 +312,7 @@ effect = Effects()
 
 
 def _beside_a_coordinator(found: Any, what: str) -> Any:
-    """Return ``found``, a part of a Context. Raises UsageError where it is None."""
+    """Return ``found``, a part of a Context. Raises UsageError if it is None."""
     if found is None:
         raise UsageError(f"immortal.{what}: this instance does not run beside a coordinator")
     return found
@@ -339,13 +340,12 @@ def signal(name: str, value: Any = None) -> None:
 
 
 def multicast(targets: Iterable[type[A]]) -> type[A]:
-    """Call all targets, in one order for everybody: ``immortal.multicast([self.a, self.b]).count.fork("text")``.
+    """Call all targets, in one order for all receivers: ``immortal.multicast([self.a, self.b]).count.fork("text")``.
 
-    Two instances that get the same two multicasts get them in the same order, and an effect never comes before its
-    cause; see ``docs/how-to/ordering.md``. ``targets``: peers of one class or of several with that handler, and
-    ``type(self)`` for this instance too. In an ``async def`` handler
-    ``await immortal.multicast([...]).count.all("text")`` gives all answers, in the order of the targets. Raises
-    UsageError.
+    Two instances that receive the same two multicasts receive them in the same order, and an effect never arrives
+    before its cause; see ``docs/how-to/ordering.md``. ``targets``: peers of one class, or of several classes with that
+    handler, and ``type(self)`` for this instance too. In an ``async def`` handler ``await
+    immortal.multicast([...]).count.all("text")`` returns all answers, in the order of the targets. Raises UsageError.
     """
     found: Any = _runner("multicast")
     if isinstance(found, Task):
@@ -362,10 +362,10 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
 
 
 def label(**labels: str | int | uuid.UUID) -> None:
-    """Give this execution a business key: ``label(order=17)``, then `immortal executions shop --where order=17`.
+    """Label this execution with a business key: ``label(order=17)``, then `immortal executions shop --where order=17`.
 
-    In an ``async def`` handler and its steps, and in a ``def`` handler whose decorator has ``labels=``. A label of the
-    same name takes the place of the one before. It changes nothing else. Raises UsageError.
+    Works in an ``async def`` handler and its steps, and in a ``def`` handler whose decorator has ``labels=``. A second
+    label of the same name replaces the first. It changes nothing else. Raises UsageError.
     """
     runs = _runner("label")
     for name, value in labels.items():
@@ -377,7 +377,7 @@ def label(**labels: str | int | uuid.UUID) -> None:
             )
     texts = {name: str(value) for name, value in labels.items()}
     tasks = None if isinstance(runs, Task) else runs.tasks
-    task = runs if isinstance(runs, Task) else tasks and tasks.running  # that awaits this step
+    task = runs if isinstance(runs, Task) else tasks and tasks.running  # the task that awaits this step
     if task is not None:
         task.label(texts)
     elif tasks is not None:  # else a plain object
@@ -403,39 +403,39 @@ def _nodes(what: str) -> Any:
 
 
 def create_node(cls: Callable[P, N], /, *args: P.args, **kwargs: P.kwargs) -> type[N]:
-    """Make a node, and return its handle, a ``Handle[Order]``: ``immortal.create_node(Order, "GOLD")``.
+    """Create a node, and return its handle, a ``Handle[Order]``: ``immortal.create_node(Order, "GOLD")``.
 
-    Only who is passed the handle can call it. Raises UsageError, DefinitionError, what ``__init__`` raises.
+    Only holders of the handle can call the node. Raises UsageError, DefinitionError, what ``__init__`` raises.
     """
     found: type[N] = _nodes("create_node").create(cls, args, kwargs)
     return found
 
 
 def node_of(handle: type[N]) -> N:
-    """Return the node of a handle that is this instance's own. Raises UsageError."""
+    """Return the node of a handle that this instance owns. Raises UsageError."""
     found: N = _nodes("node_of").node_of(handle)
     return found
 
 
 def destroy(handle: type[Node]) -> None:
-    """End a node of this instance. Calls that come before this in the order are delivered, later ones are not.
+    """End a node of this instance. Earlier calls in the order are delivered, later ones are not.
 
-    All holders hear of it in that order (``on_destroyed``). Raises UsageError.
+    All holders are told in that order (``on_destroyed``). Raises UsageError.
     """
     _nodes("destroy").destroy(handle)
 
 
 def revoke(handle: type[N], holder: Any = None) -> type[N]:
-    """End ``handle``, of a node of this instance, for ``holder`` (a peer or its name; None: all).
+    """Revoke ``handle``, of a node of this instance, for ``holder`` (a peer or its name; None: all).
 
-    Returns a handle that leads to the node. Raises UsageError.
+    Return a handle of the node that is still valid. Raises UsageError.
     """
     found: type[N] = _nodes("revoke").revoke(handle, holder)
     return found
 
 
 def release_handle(handle: type[Node]) -> None:
-    """Let go of ``handle``, of another instance's node; do nothing if it is not held. Raises UsageError."""
+    """Release ``handle``, of another instance's node; do nothing if it is not held. Raises UsageError."""
     _nodes("release_handle").release_handle(handle)
 
 

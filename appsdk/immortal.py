@@ -1,4 +1,4 @@
-"""Base class of apps."""
+"""Class Immortal, the base class of apps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A = TypeVar("A")
 if TYPE_CHECKING:
 
     class ClientQueries(Protocol):
-        """Type of ``counter.query`` of what ``connect(Counter, "counter")`` gives: its queries, no other handlers."""
+        """Type of ``counter.query`` for a client ``connect(Counter, "counter")``: its queries, no other handlers."""
 
         @overload
         def __get__(self, instance: None, owner: type[A]) -> type[A]: ...
@@ -31,28 +31,27 @@ if TYPE_CHECKING:
 
 
 class Immortal:
-    """Service that survives: its state is its annotated attributes, its inputs are calls of its handlers.
+    """Base class of services: annotated attributes are the state, calls of handlers are the inputs.
 
-    ``__init__`` runs at the first start of the instance only; after a crash the object is made without it, gets its
-    last checkpoint and handles the logged calls after it again. So handlers take whatever differs from run to run from
-    the SDK: ``immortal.now()``, ``immortal.random``, ``immortal.uuid4()``. :mod:`immortal.appsdk.functions` has all of
-    these functions.
+    ``__init__`` runs only at the first start of the instance. After a crash the object is created without it, gets its
+    last checkpoint and handles the logged calls after that again. So handlers must take all that differs from run to
+    run from the SDK: ``immortal.now()``, ``immortal.random``, ``immortal.uuid4()``. :mod:`immortal.appsdk.functions`
+    has all of these functions.
 
-    A class may define ``prepare(self) -> None``, which runs after ``__init__`` and after each recovery (before any
-    logged call) and makes what is :data:`~immortal.Transient`; and ``checkpoint(self) -> bytes`` together with
-    ``restore(self, blob: bytes) -> None`` to keep its state in a form of its own.
+    A class can define ``prepare(self) -> None``, which runs after ``__init__`` and after each recovery (before any
+    logged call) and sets what is :data:`~immortal.Transient`; and ``checkpoint(self) -> bytes`` together with
+    ``restore(self, blob: bytes) -> None`` to keep its state in its own form.
 
-    Class keywords: ``serializer="pickle"`` keeps the state with pickle; ``formerly=("Old",)`` names what the class was
-    called when older checkpoints were taken; ``version=2`` is the version of the state (by default 1, and with
-    :func:`~upgrades` one more than the old class's); ``checkpoint="fork"`` takes checkpoints in a child process,
-    beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32), and
-    ``concurrent_handlers=100`` how many ``async def`` handlers (by default without limit); ``on_error`` says
-    what an exception does that a handler does not declare, "undo" by default (see :func:`~immortal.rpc`);
-    ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would;
-    ``share_tracebacks=True`` tells callers where a call has failed, not only with what. ``nodes=(Order,)`` names the
-    classes of nodes that it creates (:class:`~immortal.Node`). ``roles={"worker": ["take"]}`` says which handlers a
-    caller with keys may call only in that role (:mod:`immortal.appsdk.handlers.definition`).
-    DefinitionError is raised for a class that could not be replayed.
+    Class keywords: ``serializer="pickle"`` keeps the state with pickle. ``formerly=("Old",)`` lists older names of the
+    class that older checkpoints contain. ``version=2`` is the version of the state (by default 1, and with
+    :func:`~upgrades` the old class's + 1). ``checkpoint="fork"`` takes checkpoints in a child process, while handlers
+    run. ``concurrent_effects=8``: how many effects run at once (by default 32). ``concurrent_handlers=100``: how many
+    ``async def`` handlers run at once (by default without limit). ``on_error``: what an undeclared exception does,
+    "undo" by default (see :func:`~immortal.rpc`). ``handler_time_limit=timedelta(seconds=30)`` ends the process of a
+    handler that takes longer, as a crash would. ``share_tracebacks=True`` tells callers where a call failed, too.
+    ``nodes=(Order,)`` lists the classes of nodes that it creates (:class:`~immortal.Node`). ``roles={"worker":
+    ["take"]}`` lists the handlers that a caller with keys can call only in that role
+    (:mod:`immortal.appsdk.handlers.definition`). A class that a replay could not repeat raises DefinitionError.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_immortal_context")
@@ -60,8 +59,8 @@ class Immortal:
     _immortal_definition: ClassVar[Definition]
     _immortal_context: Context
 
-    if TYPE_CHECKING:  # so that a class may have a state, a handler or a peer of that name
-        query: ClassVar[ClientQueries]  # of what `connect` gives, which is this class to a type checker
+    if TYPE_CHECKING:  # so that a class can have a state, a handler or a peer of that name
+        query: ClassVar[ClientQueries]  # on what `connect` returns, which has this class for a type checker
 
     def __init_subclass__(
         cls,
@@ -120,18 +119,18 @@ class Immortal:
             raise DefinitionError("Immortal itself can't be made: write a class below it")
         instance = super().__new__(cls)
         attach(instance, context := new_context())
-        if is_plain(running.get()) and is_plain(context):  # for its __init__, and methods that are no handlers
+        if is_plain(running.get()) and is_plain(context):  # for its __init__, and for methods that are no handlers
             running.set(context)
         return instance
 
     @classmethod
     def main(cls, address: str | None = None) -> NoReturn:
-        """Run this class as the app of a program of its own; never returns. See :func:`immortal.run`."""
+        """Run this class as the app in a program of its own; never return. See :func:`immortal.run`."""
         run(cls, address)
 
 
 class _Moved:
-    """Says which function has replaced an attribute of ``self``. A class may have an attribute of the same name."""
+    """Descriptor that names the function that replaced an attribute of ``self``. A class can define the same name."""
 
     def __init__(self, name: str, function: str) -> None:
         self._name = name

@@ -1,19 +1,19 @@
-"""Immortal: virtual resiliency for Python services. The calls of a class below :class:`Immortal` survive crashes.
+"""Public API of Immortal, virtual resiliency for Python services: calls of an :class:`Immortal` survive crashes.
 
-This module and the public modules below are what programs import; all else is internal and may change:
+Programs import this module and the public modules below; all else is internal and can change:
 
     immortal                  services: the class, its decorators, functions for handlers, peers, errors, `run`
     immortal.client           callers from outside
     immortal.errors           errors of services
     immortal.testing          a test environment: coordinators in memory, crashes, replays
     immortal.embedded         an instance and its coordinator in one process
-    immortal.patterns         queue, clone, harmony, pirate, groups
+    immortal.patterns         building blocks: queue, clone, harmony, pirate, groups
     immortal.integrations     web frameworks (ASGI), Pydantic AI
     immortal.log              readers of logs
     immortal.messenger        conversations over ZeroMQ
     immortal.pipeline         logs as tables of Spark
 
-Names are loaded when they are first used: a coordinator imports this package and needs none of them.
+Names are loaded at their first use: a coordinator imports this package and needs none of them.
 """
 
 # ruff: noqa: F403, F405 (the SDK lists its names)

@@ -1,12 +1,12 @@
-"""Command ``python -m immortal``, the same as ``immortal``; a supervisor starts its coordinator with it, too."""
+"""Command ``python -m immortal``, the same as ``immortal``. A supervisor also starts its coordinator with it."""
 
 import sys
 from importlib.util import find_spec
 
-# OpenSSL's hashes would be 3.5 MiB of each coordinator. Python has its own of those that are used, and hashlib and hmac
-# take these where there are no others. Other verbs may run the user's code, which may want what only OpenSSL has.
+# OpenSSL's hashes would add 3.5 MiB to each coordinator. Python has its own of those that are used; hashlib and hmac
+# take these if OpenSSL's are missing. Other commands can run the user's code, which may need what only OpenSSL has.
 if (
-    "coordinator" in (*sys.argv[1:2], *sys.argv[3:4])  # the latter behind --home HOME
+    "coordinator" in (*sys.argv[1:2], *sys.argv[3:4])  # the latter after --home HOME
     and find_spec("_blake2")
     and (find_spec("_sha256") or find_spec("_sha2"))
 ):

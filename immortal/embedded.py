@@ -1,4 +1,4 @@
-"""An instance and its coordinator in one process. `docs/how-to/embedded.md`."""
+"""Instance and its coordinator in one process. `docs/how-to/embedded.md`."""
 
 from immortal.appsdk.embedded import *  # noqa: F403
 from immortal.appsdk.embedded import __all__ as __all__

@@ -1,1 +1,1 @@
-"""Steps of every call: its arguments, its context, the batches that leave, its failure."""
+"""Calls: their arguments, their context, the batches that leave, and their failures."""

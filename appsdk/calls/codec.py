@@ -1,7 +1,7 @@
-"""Arguments as MessagePack arrays: bound, encoded, decoded by the handler's annotations, and limited in depth.
+"""Codec of arguments, which are MessagePack arrays: it binds, encodes and decodes them, and limits their nesting.
 
-What a decoder lets through has the types that the handler asks for; trailing arguments may be missing where the handler
-has defaults for them. A sender does not check (its type checker does): the receiver must in any case.
+Decoded arguments have the types of the handler's annotations; trailing ones can be missing if the handler has defaults
+for them. A sender does not check types (its type checker does): the receiver must check in any case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ARRAY_16 = 0xDC
 
 
 def unencodable(name: str, parameters: Iterable[str], arguments: Sequence[Any], error: Exception) -> TypeError:
-    """Make a TypeError that names the argument of ``name`` that can't be encoded.
+    """Return a TypeError that names the argument of ``name`` that can't be encoded.
 
     ``parameters``: names of the arguments.
     """
@@ -50,7 +50,7 @@ def unencodable(name: str, parameters: Iterable[str], arguments: Sequence[Any], 
 
 
 def _require_encodable(name: str, parameter: str, value: Any) -> None:
-    """Raises TypeError."""
+    """Raise a TypeError that names the parameter if its value can't be encoded."""
     try:
         encode_value(value)
     except Exception as problem:
@@ -60,7 +60,7 @@ def _require_encodable(name: str, parameter: str, value: Any) -> None:
 
 
 def largest(parameters: Iterable[str], arguments: Sequence[Any]) -> str:
-    """Name the largest argument, as text to append to the total size; "" if arguments have no names."""
+    """Return text about the largest argument, to append to the total size; "" if arguments have no names."""
     sizes = [
         (len(encode_value(value)), parameter, value) for parameter, value in zip(parameters, arguments, strict=False)
     ]
@@ -98,12 +98,12 @@ class ArgumentCodec:
         self.may_hold_untyped = any(map(may_hold_untyped, self._types))
         self.returns_nothing = hints.get("return") is type(None)
         self.decode_plainly = self._make_decode(())
-        """Decode as :meth:`decode` does, and faster; what it refuses may be for :meth:`decode_again`."""
+        """Decode like :meth:`decode`, but faster; pass data that it refuses to :meth:`decode_again`."""
         self.decode: Decode = decoding.guarded(self._decode)
         self._function = function
 
     def _decode(self, data: Any) -> tuple[Any, ...]:
-        """Decode the arguments, unguarded: ``decode`` guards this."""
+        """Decode the arguments without the guard of ``decode``."""
         try:
             return self.decode_plainly(data)
         except msgspec.ValidationError as error:
@@ -125,9 +125,7 @@ class ArgumentCodec:
         return self._make_decode(_CALL_FRONT)
 
     def decode_again(self, data: Any, error: BaseException, front: tuple[type, ...] = ()) -> tuple[Any, ...]:
-        """Decode data again that failed with ``error`` because of integers beyond 64 bits or the like; else raise
-        ``error``.
-        """
+        """Decode data again if ``error`` can be about integers beyond 64 bits or other extensions; else raise it."""
         if isinstance(error, msgspec.ValidationError):
             count = len(_items(data)) - len(front)
             if self.required_count <= count <= self.count:
@@ -136,7 +134,7 @@ class ArgumentCodec:
         raise error
 
     def encoded(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], bytes]:
-        """Return the arguments as they are encoded, with types where annotations have none, and as bytes.
+        """Return the arguments as they are encoded, tagged if an annotation has no type, and their bytes.
 
         Raises TypeError.
         """
@@ -148,7 +146,7 @@ class ArgumentCodec:
             raise unencodable(self.name, self.signature.parameters, arguments, error) from None
 
     def exactly(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return ``arguments``, or what is encoded in their place so that what is annotated ``Any`` keeps its type.
+        """Return ``arguments``, each replaced by what is encoded so that values annotated ``Any`` keep their types.
 
         Raises TypeError.
         """
@@ -164,7 +162,7 @@ class ArgumentCodec:
 
     @cached_property
     def _forms(self) -> list[tuple[str, AnnotatedForm | None]]:
-        """(name, form) of each parameter; None as form if the annotation says everything."""
+        """Name and form of each parameter; the form is None if the annotation says every type."""
         pairs = zip(self.signature.parameters, self._types, strict=True)
         return [(name, form_of(annotation) if may_hold_untyped(annotation) else None) for name, annotation in pairs]
 
@@ -184,9 +182,9 @@ class ArgumentCodec:
 
     @cached_property
     def decode_result(self) -> Callable[[Any], Any]:
-        """Decoder of a result, by the handler's annotation. It raises msgspec.DecodeError.
+        """Decoder of a result, by the handler's annotation. The decoder raises msgspec.DecodeError.
 
-        Raises DefinitionError for an annotation that can't be encoded, as it is only needed when somebody waits for it.
+        Raises DefinitionError for an annotation that can't be encoded: only here, since only awaited results need it.
         """
         annotation = resolve_hints(self._function)["return"]
         if problem := unsupported_type(annotation):
@@ -229,19 +227,19 @@ class ArgumentCodec:
         return tuple[(*front, *map(readable_type, self._types[:count]))]  # type: ignore[misc, valid-type]
 
     def apart(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Split arguments that came by position into those by position and those by name, as a call gives them."""
+        """Split arguments, all by position, into those by position and those by name, as a call passes them."""
         at = self.count - len(self._named)
         return values[:at], dict(zip(self._named, values[at:], strict=False))
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
-        """Return all arguments by position, as a call with them would bind them. Raises TypeError naming the method."""
+        """Return all arguments by position, as a call binds them. Raises TypeError that names the method."""
         if not keywords and len(arguments) == self.plain_count:
             return tuple(arguments)
         return bind_arguments(self.name, self.signature, arguments, keywords)
 
 
 def plain_count(signature: inspect.Signature) -> int:
-    """Count the parameters that a call by position fills; -1: some are keyword-only, so a call must be bound."""
+    """Return the number of parameters of a call by position; -1: some are keyword-only, so a call must be bound."""
     parameters = signature.parameters.values()
     return -1 if any(one.kind is inspect.Parameter.KEYWORD_ONLY for one in parameters) else len(parameters)
 
@@ -260,13 +258,13 @@ def bind_arguments(
     return tuple(bound.arguments.values())
 
 
-# Reads annotations, whenever Python evaluates them: at once, or from 3.14 on when they are asked for.
+# Annotations, whenever Python evaluates them: at once, or from 3.14 on when they are read.
 #
-# A name in an annotation may come later in the module, so none is evaluated before :func:`resolve_hints` is called.
+# A name in an annotation can be defined later in the module, so :func:`resolve_hints` is the first to evaluate one.
 
 
 def resolve_hints(subject: Any) -> dict[str, Any]:
-    """Evaluate the annotations of a function or class. Raises NameError while a name in them is not there yet."""
+    """Evaluate the annotations of a function or class. Raises NameError while a name in them is not defined yet."""
     return typing.get_type_hints(subject, include_extras=True)
 
 
@@ -280,8 +278,8 @@ def annotated_names(cls: type) -> Iterable[str]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return a signature: names, kinds and defaults; the annotations in it may be no more than names. Raises as
-    ``inspect.signature``: TypeError, ValueError."""
+    """Return a signature: names, kinds and defaults; its annotations can be unresolved names. Raises TypeError,
+    ValueError, as ``inspect.signature``."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format
 
@@ -289,11 +287,11 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-# How deeply what is sent may be nested: refused where it is made, so that nobody else has to.
+# Limit of nesting in what is sent: checked at the sender, so that no receiver has to refuse it.
 
 
 NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"
-"""Variable with the nesting that other instances take, if their ``nesting_max`` is another than by default."""
+"""Variable with the nesting that other instances accept, if their ``nesting_max`` is not the default."""
 
 
 def _limit() -> int:
@@ -305,13 +303,13 @@ nesting_max = _limit()
 
 
 def is_too_deep(arguments: bytes) -> bool:
-    """Tell whether an encoded array of arguments is nested too deeply; the array itself does not count."""
+    """Return True if an encoded array of arguments is nested too deeply; the array itself does not count."""
     return is_nested_beyond(arguments, 0, len(arguments), nesting_max + 1)
 
 
 def describe_depth(name: str, parameters: Iterable[object], arguments: Sequence[Any]) -> str:
-    """Say which argument of ``name`` is nested too deeply."""
-    named = zip(arguments, chain(parameters, repeat("")), strict=False)  # those of a client are numbered without end
+    """Return the error text for arguments of ``name`` that are nested too deeply: which one, and how deeply."""
+    named = zip(arguments, chain(parameters, repeat("")), strict=False)  # arguments of a client have no names
     depths = [(nesting_depth(encoder.encode(value)), parameter) for value, parameter in named]
     deepest, parameter = max(depths, key=itemgetter(0), default=(0, ""))
     what = "what it sends" if parameter == "" else f"parameter {parameter!r}"
@@ -322,6 +320,6 @@ def describe_depth(name: str, parameters: Iterable[object], arguments: Sequence[
 
 
 def check_value(name: str, value: bytes) -> None:
-    """Raises TypeError for an encoded value that is nested too deeply."""
+    """Check an encoded value. Raises TypeError if it is nested too deeply."""
     if len(value) > nesting_max and is_nested_beyond(value, 0, len(value), nesting_max):
         raise TypeError(f"{name} is nested {nesting_depth(value)} levels deep, at most {nesting_max} are possible")

@@ -1,8 +1,8 @@
 """Time and randomness for handlers: the same values at each replay.
 
-The time is that of the record. A random stream belongs to one call site within one message: it is seeded from the
+The time is the time of the record. A random stream belongs to one call site within one message. It is seeded from the
 app's seed (drawn at the first start, kept in the checkpoint), the committer ID, the record, the message's index in it,
-and the place that draws (:mod:`immortal.appsdk.calls.replay_rules`). So a new call elsewhere shifts no other stream.
+and the calling place (:mod:`immortal.appsdk.calls.replay_rules`). So a new call elsewhere shifts no other stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from immortal.appsdk.calls.user_code import RunContexts
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 
 SEED_SIZE_BYTES = 16
-QUERY_RUNS = 1  # in place of the handlers' thread while a query runs: no thread has this ID, so no calls are made
+QUERY_RUNS = 1  # stands for the handlers' thread while a query runs: no thread has this ID, so none can call
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -30,9 +30,9 @@ def datetime_of(time_ns: int) -> datetime:
 
 
 class Context:
-    """Life of one instance within the SDK: what is being handled, and the deterministic sources.
+    """State of one instance's life in the SDK: what is being handled, and the deterministic sources.
 
-    One that no run has attached to (a user's plain ``Counter()``) has the real clock, a random seed and no outbox.
+    The Context of a plain object (a user's ``Counter()``) has the real clock, a random seed and no outbox.
     """
 
     __slots__ = (
@@ -64,29 +64,27 @@ class Context:
     def __init__(self, seed: bytes, outbox: Any = None) -> None:
         self.seed = seed
         self.outbox = outbox  # an immortal.appsdk.calls.outbox.Outbox, or None: no calls
-        self.definition: Any = (
-            None  # immortal.appsdk.handlers.proxy fills in these: the instance's class as Definition,
-        )
-        self.handlers: Any = None  # and what self.count and self.counter lead to
+        self.definition: Any = None  # immortal.appsdk.handlers.proxy sets these: the instance's class as Definition,
+        self.handlers: Any = None  # and the values of self.count and self.counter
         self.peers: Any = None
         self.tasks: Any = (
-            None  # an immortal.appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade makes
+            None  # an immortal.appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade creates
         )
         self.multicasts: Any = None  # an immortal.appsdk.ordering.multicasts.Multicasts, or None as for tasks
         self.nodes: Any = None  # an immortal.appsdk.nodes.nodes.Nodes, or None as for tasks
-        self.reporter: Any = None  # an immortal.appsdk.handlers.log.FailureReporter, or None: nobody is told
-        self.carries = False  # a handle was encoded: what is sent now may hold it
-        self.instance_name = ""  # what a call that waits for an answer gives as its caller
+        self.reporter: Any = None  # an immortal.appsdk.handlers.log.FailureReporter, or None: failures are not reported
+        self.carries = False  # True if a handle was encoded: the message that is sent now can contain it
+        self.instance_name = ""  # the caller's name in calls that wait for an answer
         self.sites = CallSites()
         self.run_contexts = RunContexts(self)
         self.thread_id = threading.get_ident()
         self.committer_id = 0
         self.sequence_id = -1
         self.message_index = 0
-        self.source: str | None = ""  # who sent what is handled; "": the instance's own side; None: it is not known
+        self.source: str | None = ""  # sender of the message that is handled; "": this instance itself; None: not known
         self.record_time_ns: int | None = None
-        self.slice_end = 0  # where in the record the delivery pauses; the outbox sets it to 0 to pause it at once
-        self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0 or QUERY_RUNS: who may call
+        self.slice_end = 0  # offset in the record where the delivery pauses; the outbox sets it to 0 to pause at once
+        self.handling_thread_id = 0  # thread that can make calls: the handlers' while one runs, else 0 or QUERY_RUNS
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)
 
@@ -98,7 +96,7 @@ class Context:
             )
 
     def now_ns(self) -> int:
-        """Return the time, ns since the Unix epoch: the record's; before the first one (``__init__``) the real one."""
+        """Return the record's time, ns since the Unix epoch; before the first record (``__init__``) the real time."""
         self.require_handler_thread("now()")
         if self.record_time_ns is not None:
             return self.record_time_ns
@@ -109,7 +107,7 @@ class Context:
         return time.time_ns()
 
     def random_at(self, frame: FrameType, method: str | None, purpose: bytes = b"random") -> random.Random:
-        """Return the stream of the place that ``frame`` is at, for draws by ``method``. In one message it continues."""
+        """Return the random stream of the calling place ``frame`` for ``method``. Within one message it continues."""
         self.require_handler_thread(purpose.decode())
         if self.handling_thread_id == QUERY_RUNS:
             raise QueryError(f"immortal.{purpose.decode()}: a query only reads, and draws nothing: {AS_RPC}")
@@ -125,7 +123,7 @@ class Context:
         return stream
 
     def make_stream(self, moment: str, purpose: bytes, site: bytes) -> random.Random:
-        """Make the stream of one place in the code at one moment of this instance's life."""
+        """Return a new random stream for one place in the code at one moment of this instance's life."""
         digest = hashlib.blake2b(key=self.seed, digest_size=32)
         digest.update(moment.encode())
         digest.update(purpose + b"\n" + site)
@@ -133,5 +131,5 @@ class Context:
 
 
 def is_plain(runs: Any) -> bool:
-    """Tell whether ``runs``, a value of `user_code.running`, is None or a plain object without a coordinator."""
+    """Return True if ``runs``, a value of `user_code.running`, is None or a plain object without a coordinator."""
     return runs is None or (isinstance(runs, Context) and runs.outbox is None and runs.tasks is None)

@@ -1,8 +1,7 @@
-"""Failed messages: the handler's policy, the verdict, and the exception as it goes to the caller and is made again
-there.
+"""Failed messages: the handler's policy, the verdict, and the exception, encoded for the caller and restored there.
 
-A verdict goes into the log, so the text of an exception is taken once: with the same code it could be another one the
-next time. `docs/reference/errors.md` says what fails how.
+A verdict is in the log, so the text of an exception is taken only once: the same code could give another text the next
+time. `docs/reference/errors.md` says what fails in which way.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ from immortal.protocol.verdicts import (
 )
 
 FAILED_IN_A_ROW_MAX = 100
-"""Calls of a method that may fail in a row before it is called no more: each costs the others a rewind."""
+"""Calls of a method that can fail in a row before further calls are refused: each failure costs a rewind."""
 REPEATED_SIZE_BYTES_MAX = 4 << 30
-"""... or so much of state and log may be gone over again for them."""
+"""Bytes of state and log that can be replayed for such failures before further calls are refused."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _AT_INDEX = re.compile(r" - at `\$\[(\d+)\]")
@@ -57,7 +56,7 @@ _CALLER_AND_NUMBER = decoding.Decoder(list[msgspec.Raw])
 
 
 def checked_on_error(where: str, given: object) -> OnError:
-    """Raises DefinitionError."""
+    """Return ``given`` as an OnError. Raises DefinitionError."""
     for one in get_args(OnError):
         if given == one:
             found: OnError = one
@@ -88,7 +87,7 @@ def failure_of(
     *,
     shares_trace: bool = False,
 ) -> Failure:
-    """Make the Failure of an error. ``shares_trace``: callers are to see where it was raised."""
+    """Make the Failure of an error. ``shares_trace``: callers see where it was raised."""
     trace = _encodable(user_traceback(error))[-TRACE_CHARACTERS_MAX:]
     text = text_of(error)
     if shares_trace:
@@ -102,14 +101,14 @@ def refusal(method: str, method_id: int | None, cause: Cause, text: str) -> Fail
 
 
 def refused(context: Context, what: str, cause: Cause, text: str) -> HandlerError:
-    """Make the error for a message that this instance may not get: it fails alone."""
+    """Make the error for a message that this instance must not receive: the message fails alone."""
     sequence_id, index = context.sequence_id, context.message_index
     failure = refusal(what, None, cause, text)
     return HandlerError(f"record {sequence_id}, message {index}: {text}; the app stops", sequence_id, index, failure)
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's message, without what differs from run to run."""
+    """Return an exception's message, without memory addresses, which differ from run to run."""
     try:
         text = str(error)
     except BaseException as problem:  # a __str__ of the user's
@@ -124,7 +123,7 @@ def _encodable(text: str) -> str:
 
 
 def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, front: int) -> str:
-    """Say which parameter does not fit: what was expected, what came.
+    """Return an error text that names the parameter that does not fit, what was expected and what was received.
 
     ``front``: number of items before the arguments.
     """
@@ -151,18 +150,18 @@ def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, f
 
 
 def failure_in_words(verdict: Verdict) -> str:
-    """Return "KeyError: 'pepper'", or why else a message has failed."""
+    """Return a verdict as text: "KeyError: 'pepper'", or the kind of failure."""
     return ": ".join(filter(None, (verdict.type_name, verdict.text))) or verdict.kind.name.lower()
 
 
 def who_waits(message: bytes) -> Caller | None:
-    """Return the caller that waits for the answer of ``message``, given from its size on; None: nobody, or unknown."""
+    """Return the caller that waits for the answer to ``message`` (with its size field); None: nobody, or unknown."""
     _, start, end = decode_message(message, 0)
     return decode_caller(message, start, end)
 
 
 def rpc_of(message: bytes) -> IncomingRpc | None:
-    """Decode the RPC of a logged message; return None where it can't be read."""
+    """Decode the RPC of a logged message; return None if it can't be read."""
     try:
         _, start, end = decode_message(message, 0)
         return decode_incoming_rpc(message, start, end)
@@ -177,7 +176,7 @@ def method_of(message: bytes) -> int | None:
 
 
 def is_awaited(message: bytes) -> bool:
-    """Tell whether a message is a call whose caller waits for the answer."""
+    """Return True if a message is a call whose caller waits for the answer."""
     rpc = rpc_of(message)
     return rpc is not None and rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC
 
@@ -187,12 +186,12 @@ def dead_letter_message(data: bytes) -> bytes:
 
 
 def forked(method_id: int, arguments: bytes) -> bytes:
-    """Return the message that would make this call once more."""
+    """Return the message that repeats this call as a fork."""
     return dead_letter_message(encode_incoming_rpc(method_id, RpcType.FORK, arguments))
 
 
 def verdict_on(error: HandlerError, failure: Failure, caller: str | None, message: bytes) -> Verdict:
-    """Make the verdict on a failed message. ``message``: as it was logged, if nobody waits for an answer."""
+    """Make the verdict on a failed message. ``message``: as it was logged, kept if nobody waits for an answer."""
     kind = VerdictKind.KEPT
     if failure.refused:
         kind = VerdictKind.REFUSED
@@ -214,7 +213,7 @@ def verdict_on(error: HandlerError, failure: Failure, caller: str | None, messag
     )
 
 
-# --- what the caller hears --------------------------------------------------------------------------------------------
+# --- what the caller receives -----------------------------------------------------------------------------------------
 
 
 def reference(instance_name: str, sequence_id: int, message_index: int) -> str:
@@ -222,7 +221,7 @@ def reference(instance_name: str, sequence_id: int, message_index: int) -> str:
 
 
 def answer_of(verdict: Verdict, instance_name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return name, arguments and attributes under which a verdict goes to who waits."""
+    """Return name, arguments and attributes of the exception that tells the waiting caller of a verdict."""
     if verdict.kind is VerdictKind.REFUSED:
         return REFUSED_CALL, (verdict.text,), {}
     where = reference(instance_name, verdict.sequence_id, verdict.message_index)
@@ -230,11 +229,11 @@ def answer_of(verdict: Verdict, instance_name: str) -> tuple[str, tuple[Any, ...
 
 
 CANCELLED = "~cancelled"
-"""In place of the type of an exception: the handler was cancelled. Who does not know it finds a CalleeFailed."""
+"""Type name that says that the handler was cancelled. A caller that does not know it raises a CalleeFailed."""
 
 
 def encode_failed(type_name: str, text: str, where: str) -> bytes:
-    """Encode a CalleeFailed, as :func:`immortal.appsdk.state.journal.encode_raised` encodes exceptions."""
+    """Encode a CalleeFailed, in the form of :func:`immortal.appsdk.state.journal.encode_raised`."""
     return encoder.encode((FAILED_CALL, (type_name, text, where), {}))
 
 
@@ -244,7 +243,7 @@ def encode_refused(text: str) -> bytes:
 
 
 def decode_failed(called: str, name: str, arguments: Sequence[Any]) -> Exception | None:
-    """Make the exception for who waited for ``called``; None if ``name`` is that of an exception of the callee's."""
+    """Make the exception for the caller of ``called``; None if ``name`` is an exception that the callee declares."""
     texts = [str(one) for one in arguments]
     if name == REFUSED_CALL:
         return CallRefused(f"{called} was refused: {', '.join(texts)}")

@@ -1,7 +1,7 @@
 """Outgoing messages: calls, in one buffer per destination, and impulses, in one queue with a window.
 
-A batch gathers the parts of its messages, fronts and arguments in turn, and joins them once: when it has
-BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint. Large parts are not even joined.
+A batch collects the parts of its messages (fronts and arguments in turn) and joins them once: when it has
+BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint. Large parts are sent without a join.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ from immortal.protocol.varint import decode_zigzag_int, encode_zigzag
 if TYPE_CHECKING:
     import cython
 
-BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch vanish; small enough to keep both ends at work
+BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch negligible; small enough to keep both ends busy
 AWAITED_BATCH_SIZE_BYTES = 8 << 10
-"""... of calls that wait for their answers, and of answers. To make one costs ten times what it costs to pass it on:
-the other side would stand still for milliseconds while a full batch fills."""
+"""Size of a batch of awaited calls, or of answers. To make one costs ten times as much as to pass it on: the other side
+would idle for milliseconds while a full batch fills."""
 
-LARGE_PART_SIZE_BYTES = 8 << 10  # batches of such calls are sent in parts: from here on, that costs less than to copy
-FRONTED_SIZE_BYTES_MAX = 4 << 10  # of arguments: the fronts of smaller ones are kept, by size
+LARGE_PART_SIZE_BYTES = 8 << 10  # batches of such large calls are sent in parts: that costs less than a copy
+FRONTED_SIZE_BYTES_MAX = 4 << 10  # of arguments: the fronts of smaller ones are cached, by size
 
-BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for whatever wraps the batch later
+BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for anything that wraps the batch later
 CALL_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - BATCH_SIZE_BYTES - BATCH_FRONT_SIZE_BYTES_MAX
-"""Limit of one encoded call: its batch is a message, and may hold almost BATCH_SIZE_BYTES before it."""
+"""Limit of one encoded call: its batch is a message, and can hold almost BATCH_SIZE_BYTES before it."""
 
 READY_SIZE_BYTES_MAX = 256 << 10  # of closed batches: with more, the delivery pauses until they are taken
 
-IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have in flight
+IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: limit of what hooks have in flight
 IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
 
 OF_ORDER = frozenset({ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID, HANDLES_METHOD_ID})
-"""Methods by which instances agree on an order, or on handles. What these say is not waited for."""
+"""Methods by which instances agree on an order, or on handles. Their messages need no barrier."""
 
 Write = Callable[[list[bytes], tuple[Any, ...]], int]
 Send = Callable[[tuple[Any, ...]], None]
 Chunk = bytes | bytearray | memoryview
 Name = str
-"""... also of a subclass of ``str``, such as a StrEnum: where compiled, ``str`` itself would refuse that."""
+"""Name, also of a subclass of ``str``, such as a StrEnum: compiled code would refuse that for ``str``."""
 
 
 class _TooLargeError(Exception):
-    """Raised if a call's arguments, or what it returned, have more bytes than a message may have."""
+    """Raised if the arguments or the result of a call have more bytes than a message can have."""
 
 
 class _Fronts(dict[int, tuple[bytes, int]]):
@@ -102,7 +102,7 @@ class _Fronts(dict[int, tuple[bytes, int]]):
 
 
 def _refused(name: Name, parameters: Iterable[str], arguments: Sequence[Any], error: Exception) -> Exception:
-    """Return the exception to raise for a call that can't be made because of ``error``."""
+    """Return the exception to raise for a call that failed with ``error`` before it was sent."""
     if isinstance(error, _TooLargeError):
         return UsageError(f"{error}{largest(parameters, arguments)}")
     return unencodable(name, parameters, arguments, error)
@@ -111,8 +111,8 @@ def _refused(name: Name, parameters: Iterable[str], arguments: Sequence[Any], er
 def _encoded_again(
     fronts: _Fronts, name: Name, parameters: Iterable[str], arguments: tuple[Any, ...], error: Exception
 ) -> tuple[bytes, bytes, int]:
-    """Return (front, body, size) of a call with integers of more than 64 bits. Raises what :func:`_refused` makes of
-    ``error`` where that was for something else."""
+    """Encode a call again: (front, body, size), if ``error`` is about integers of more than 64 bits. Raises what
+    :func:`_refused` returns for any other error."""
     try:
         if isinstance(error, OverflowError):
             body = encode_value(arguments)
@@ -133,10 +133,10 @@ def make_writer(
 ) -> Write:
     """Make a function that appends an RPC message (incoming form) to a list, in two parts, and returns its size.
 
-    ``parameters``: what the arguments are called, for people. The function raises TypeError for arguments that can't be
-    encoded, UsageError above CALL_SIZE_BYTES_MAX and for what is nested too deeply (``context``: of handlers, whose log
-    may be older than that limit), and leaves the list as it was. (``Outbox.make_fork`` has the same
-    lines once more: there a call would be felt.)
+    ``parameters``: names of the arguments, for messages. The function raises TypeError for arguments that can't be
+    encoded, and UsageError above CALL_SIZE_BYTES_MAX or if they are nested too deeply (``context``: of handlers, whose
+    log can be older than that limit); then the list is unchanged. (``Outbox.make_fork`` repeats these lines: a function
+    call would cost too much there.)
     """
     fronts = _Fronts(name, method_id, rpc_type, kind)
     encode = encoder.encode
@@ -157,7 +157,7 @@ def make_writer(
 
 
 def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
-    """Encode a message in one piece, by what :func:`make_writer` has made. Raises as that does."""
+    """Encode a message in one piece with a function of :func:`make_writer`. Raises what that raises."""
     parts: list[bytes] = []
     write(parts, arguments)
     return b"".join(parts)
@@ -170,13 +170,13 @@ def encode_batch_front(message_type: MessageType, destination: Name, count: int,
 
 
 class Batch:
-    """Batch of messages to one destination that are still being gathered."""
+    """Batch of messages to one destination that is still open."""
 
     __slots__ = ("destination", "parts", "size_bytes")
 
     def __init__(self, destination: Name) -> None:
         self.destination = destination
-        self.parts: list[bytes] = []  # two of each message
+        self.parts: list[bytes] = []  # two per message
         self.size_bytes = 0
 
     @property
@@ -185,7 +185,7 @@ class Batch:
 
 
 class Outbox:
-    """Outbox of one connection: calls and impulses, in the order in which they go out.
+    """Outbox of one connection: calls and impulses, in their order of sending.
 
     Calls come from the handlers' thread only; impulses (``self.impulses``) from any other.
     """
@@ -196,39 +196,40 @@ class Outbox:
         self.ready_size_bytes = 0  # of closed batches and other messages
         self._ready: list[Chunk] = []
         self._batches: dict[str, Batch] = {}
-        self._open: list[Batch] = []  # those that hold something, by their first message
+        self._open: list[Batch] = []  # those with messages, ordered by their first message
         self._attached: set[str] = set()
-        # Counts for a rewind, all by destination: messages closed since the copy of the state, those closed since the
-        # mark, and those that are made once more and are not to be sent again.
+        # Counters for a rewind, by destination: messages closed since the copy of the state, messages closed since the
+        # mark, and messages that are made again and must not be sent again.
         self._closed_counts: dict[str, int] = {}
         self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before
         self._mark = (0, 0, "")
         self.of_order = OF_ORDER
-        self._unordered = ""  # who was called last; what follows is not to leave before it has the call
+        self._unordered = ""  # the last destination; calls to others must not leave before it has the call
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
-        self.collected: list[tuple[str, list[bytes]]] | None = None  # what is made goes there, and to nobody
-        self.only_reports = False  # what is taken now
+        self.collected: list[tuple[str, list[bytes]]] | None = None  # takes all batches, none is sent
+        self.only_reports = False  # :meth:`take` returns only reports
         self.holder: Any = (
             None  # an immortal.appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
         )
 
-    # --- so that a message can be taken back -------------------------------------------------------------------------
+    # --- rewinds -----------------------------------------------------------------------------------------------------
 
     def begin_copy(self) -> None:
-        """Begin to count calls anew: the state is copied here, and all calls so far are its past."""
+        """Reset the counters: the state is copied now, and includes all calls so far."""
         self.close_batches()
         self._closed_counts.clear()
         self._closed_since_mark.clear()
 
     def mark(self) -> None:
-        """Begin to note output of messages that are handled from here on; others have closed what is closed by now."""
+        """Begin to count the output of the next messages. All closed output belongs to earlier messages."""
         self._mark = len(self._ready), self.ready_size_bytes, self._unordered
         self._closed_since_mark.clear()
 
     def rewind_to_copy(self) -> None:
-        """Drop the calls since the mark. All since the copy will be made again, so those before the mark
-        are not to be sent twice."""
+        """Drop the calls since the mark, and skip the earlier ones when they are made again.
+
+        All calls since the copy are made again; they must not be sent twice."""
         count, self.ready_size_bytes, self._unordered = self._mark
         del self._ready[count:]
         for batch in self._open:
@@ -242,10 +243,10 @@ class Outbox:
         for destination, closed_count in self._closed_counts.items():
             repeated[destination] = repeated.get(destination, 0) + closed_count
         self._closed_counts.clear()
-        self._attached.clear()  # one that was taken back is said again; to say it twice is harmless
+        self._attached.clear()  # an attachment that was taken back is sent again; a repetition is harmless
 
     def _drop_repeated(self, batch: Batch, count: int) -> None:
-        """Drop the first ``count`` messages of ``batch``, which have been sent before."""
+        """Drop the first ``count`` messages of ``batch``, which were sent before."""
         dropped = batch.parts[: 2 * count]
         batch.parts = batch.parts[2 * count :]
         batch.size_bytes -= sum(map(len, dropped))
@@ -298,7 +299,7 @@ class Outbox:
         parameters: Iterable[str] = (),
         rpc_type: RpcType = RpcType.ASYNC,
     ) -> Send:
-        """Make a sender of awaited calls of one method, or of answers to them. For the SDK's own use in handlers."""
+        """Make a sender of awaited calls of one method, or of answers to them. For the SDK itself, in handlers."""
         write = make_writer(name, method_id, rpc_type, kind, parameters, self._context)
         batch = self._batches.setdefault(destination, Batch(destination))
 
@@ -317,7 +318,7 @@ class Outbox:
         return send
 
     def _pass_handles(self, batch: Batch) -> bool:
-        """Register the handles in the last message of ``batch``; take that message back if a handle can't be passed."""
+        """Register the handles in the last message of ``batch``. Remove that message if a handle can't be passed."""
         message = batch.parts[-2:]
         del batch.parts[-2:]
         self._context.nodes.accounts.passing(batch.destination, message[1])
@@ -326,9 +327,7 @@ class Outbox:
         return is_first
 
     def _close_full(self, batch: Batch) -> None:
-        """Close a full batch; batches that were begun earlier go first if effects must not leave before their
-        causes.
-        """
+        """Close a full batch, and before it all older ones if effects must not leave before their causes."""
         if self.holder is None:
             self._open.remove(batch)
             self._close(batch)
@@ -342,12 +341,12 @@ class Outbox:
             self._send_batch(batch)
 
     def _hold(self, batch: Batch) -> None:
-        """Hand a batch to the holder, which sends it later."""
+        """Give a batch to the holder, which sends it later."""
         self.holder.hold(batch.destination, batch.parts)
         batch.parts, batch.size_bytes = [], 0
 
     def push(self, destination: Name, parts: list[bytes]) -> None:
-        """Send messages, in two parts each, whatever is held back. There are no open batches (:meth:`close_open`)."""
+        """Send messages, in two parts each, even if calls are held back. No batch is open (:meth:`close_open`)."""
         batch, count = Batch(destination), len(parts)
         start = 0
         for index in range(0, count, 2):
@@ -359,7 +358,7 @@ class Outbox:
                 self._send_batch(batch)
 
     def _note_pushed(self, batch: Batch) -> None:
-        """Note a batch that is pushed, for a subclass that tells where messages come from."""
+        """Note a batch that is pushed, for a subclass that records where messages come from."""
 
     def _send_batch(self, batch: Batch) -> None:
         destination, count = batch.destination, batch.count
@@ -382,9 +381,9 @@ class Outbox:
             self._context.slice_end = 0
 
     def _order(self, batch: Batch) -> None:
-        """Put a barrier before calls to another instance, for members of ordered multicasts: earlier calls must be
-        logged first. Messages of the multicast protocol and answers do not wait.
-        """
+        """Send a barrier before calls to another destination, so that earlier calls are logged first.
+
+        Only members of ordered multicasts do this. Messages of the multicast protocol and answers need no barrier."""
         destination = batch.destination
         if self._unordered and self._unordered != destination:
             self.send(encode_barrier(self._unordered))
@@ -393,7 +392,7 @@ class Outbox:
             self._unordered = destination
 
     def _is_plain_call(self, front: bytes) -> bool:
-        """Tell whether a message is a plain call. ``front``: what stands before its arguments, in incoming form."""
+        """Return True if a message is a plain call. ``front``: its bytes before the arguments, in incoming form."""
         _, start = decode_zigzag_int(front, 0)
         return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.of_order
 
@@ -414,28 +413,28 @@ class Outbox:
             self.send(encode_attach_to(destination))
 
     def send(self, chunk: Chunk) -> None:
-        """Put bytes behind what is ready. Messages of the app's own (Hello, Checkpoint) take this way."""
+        """Append bytes to the output. The app's own messages (Hello, Checkpoint) are sent so, too."""
         self._ready.append(chunk)
         self.ready_size_bytes += len(chunk)
 
     def report(self, message: bytes) -> None:
-        """Send ``message`` before whatever is ready: no rewind takes it back."""
+        """Send ``message`` before all other output: no rewind takes it back."""
         self._reports.append(message)
 
     def close_batches(self) -> None:
-        """Put all calls made so far before whatever is sent next. Called between two messages."""
+        """Close all open batches, so that calls made so far precede what is sent next. Called between two messages."""
         self.close_open()
         if self.holder is not None:
             self.holder.flush()
 
     def close_open(self) -> None:
-        """Close all open batches, as :meth:`close_batches` does, also within a message."""
+        """Close all open batches, as :meth:`close_batches` does, also in the middle of a message."""
         for batch in self._open:
             self._close(batch)
         self._open.clear()
 
     def take(self) -> list[Chunk]:
-        """Return everything that is to be sent now, impulses included; it is the caller's from here on."""
+        """Return all output to be sent now, impulses included. The caller owns it."""
         if self.only_reports:
             reports: list[Chunk] = [*self._reports]
             self._reports = []
@@ -473,30 +472,30 @@ class ImpulseQueue:
         self._context = context
         self._wake = wake
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # to be entered by its lock: that is C, this is Python
+        self._changed = threading.Condition(self._lock)  # enter it by its lock, which is C; this is Python
         self._batches: list[Batch] = []
         self._why_closed: str | None = None
         self._checkpoint_wanted = False
         self._sent_count = self._sent_size_bytes = 0  # by the app's threads
         self._taken_count = self._taken_size_bytes = 0  # by the connection
         self._accepted_count = self._accepted_size_bytes = 0  # by the coordinator
-        self._count_limit = IMPULSES_OUTSTANDING_MAX  # of what may have been sent: moves with what is accepted
+        self._count_limit = IMPULSES_OUTSTANDING_MAX  # of what can have been sent: moves with what is accepted
         self._size_limit_bytes = IMPULSES_OUTSTANDING_BYTES_MAX
         self._marks: deque[tuple[int, int]] = deque()  # (count, size in bytes) up to the end of each batch taken
         self._process_id = os.getpid()
         register(self)
 
     def forked_in_child(self) -> None:
-        """Close the queue in a child: the thread that sends to the coordinator is its parent's."""
+        """Close the queue in a forked child: the thread that sends to the coordinator is in the parent."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         advice = "it is the app; a child may call it as a client, with immortal.appsdk.client.connect"
         self._why_closed = after_fork_message("these impulses' way", self._process_id, advice)
 
     def append(self, destination: Name, name: Name, write: Write, arguments: tuple[Any, ...]) -> None:
-        """Queue one impulse; wait while the window is full. Any thread but the handlers'.
+        """Queue one impulse; wait while the window is full. For any thread but the handlers'.
 
-        Raises Disconnected, TypeError (can't be encoded), UsageError (from a handler, or too large).
+        Raises Disconnected, TypeError if it can't be encoded, UsageError from a handler or if it is too large.
         """
         if threading.get_ident() == self._context.thread_id:
             raise UsageError(f"impulses.{name}: a handler's calls are no impulses: use .fork(...)")
@@ -512,7 +511,7 @@ class ImpulseQueue:
         self._wake()
 
     def append_own(self, write: Write, arguments: tuple[Any, ...]) -> None:
-        """Queue one impulse of the SDK to this instance, whatever the window: there are few. Any thread.
+        """Queue one impulse of the SDK to this instance, even if the window is full: there are few. For any thread.
 
         Raises UsageError for one that is too large.
         """
@@ -522,7 +521,7 @@ class ImpulseQueue:
             self._wake()
 
     def _put(self, destination: Name, write: Write, arguments: tuple[Any, ...]) -> bool:
-        """Queue an impulse; return True if the connection must be told that there is something to send."""
+        """Queue an impulse; return True if the connection must be woken to send it."""
         batches = self._batches
         batch = batches[-1] if batches else None
         if batch is None or batch.destination != destination or batch.size_bytes >= BATCH_SIZE_BYTES:
@@ -551,7 +550,7 @@ class ImpulseQueue:
 
     def take(self) -> list[Batch]:
         """Return the batches to be sent now, in order."""
-        if not self._batches:  # looked at without the lock: whoever appends wakes the connection afterwards
+        if not self._batches:  # read without the lock: a thread that appends wakes the connection afterwards
             return []
         with self._lock:
             taken, self._batches = self._batches, []
@@ -577,7 +576,7 @@ class ImpulseQueue:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> None:
-        """Wait until all that was sent so far is durable. Raises TimeoutError, Disconnected, UsageError."""
+        """Wait until all impulses sent so far are durable. Raises TimeoutError, Disconnected, UsageError."""
         if threading.get_ident() == self._context.thread_id:
             raise UsageError("impulses.flush: a handler can't wait for impulses: they are handled after it")
         with self._lock:
@@ -592,7 +591,7 @@ class ImpulseQueue:
                 raise Disconnected(self._why_closed)
 
     def close(self, reason: str) -> None:
-        """Close the queue: the connection is gone, and whoever waits or sends from now on gets Disconnected."""
+        """Close the queue: the connection has ended, and present and later senders get Disconnected."""
         with self._lock:
             if self._why_closed is None:
                 self._why_closed = reason

@@ -1,8 +1,8 @@
-"""Runs user code: context variables of each run, which exceptions are the user's, and how a failure is reported.
+"""Runs of user code: their context variables, which exceptions are the user's, and reports of failures.
 
-``sys.exit()``, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError and each BaseException of a user's own are what
-a ValueError is: the run that raised it has failed, and the process goes on. What ends the process is a signal that asks
-for it. docs/reference/errors.md has the table.
+``sys.exit()``, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError and each BaseException of a user's own count
+like a ValueError: the run that raised it has failed, and the process continues. Only a signal that asks for it ends the
+process. docs/reference/errors.md has the table.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from immortal.protocol import decoding
 
 
 class ControlFlowSignal(BaseException):
-    """Raised by the SDK to leave user code, which is no failure of it: nothing on the way is to catch it."""
+    """Raised by the SDK to leave user code without a failure. No code on the way must catch it."""
 
 
 def is_user_failure(error: BaseException) -> bool:
-    """Tell whether ``error`` is a failure of the user's code; otherwise it must be raised on."""
+    """Return True if ``error`` is a failure of the user's code; otherwise it must be raised again."""
     if isinstance(error, Exception):
         return True
     return not isinstance(error, ControlFlowSignal) and not _is_of_a_signal(error)
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Tell whether a signal handler raised the exception."""
+    """Return True if a signal handler raised the exception."""
     if threading.current_thread() is not threading.main_thread():
         return False
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -60,15 +60,15 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C as Python does by default, in Python code: so the KeyboardInterrupt's origin is known."""
+    """Handle Ctrl-C like Python's default, but in Python code, so that the origin of the KeyboardInterrupt is known."""
     raise KeyboardInterrupt
 
 
 @contextmanager
 def mark_interrupts() -> Iterator[None]:
-    """Tell Ctrl-C from a KeyboardInterrupt that user code raises, inside this context, if SIGINT has its default.
+    """Distinguish Ctrl-C from a KeyboardInterrupt of user code inside this context, if SIGINT has its default.
 
-    It does nothing in other threads than the main one.
+    Do nothing in other threads than the main one.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -82,29 +82,29 @@ def mark_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Context variables: each run of user code has a copy of its own, which no other run sees and which ends with it.
+# Context variables: each run of user code has its own copy, which no other run sees and which ends with it.
 #
-# Python keeps in them decimal's precision and numpy's errstate, libraries what a log line or a span belongs to, users
-# their tenant. Without a copy one handler would change what all others compute, and a recovery, which does not run what
-# has changed it, would compute something else. decisions/0073.
+# They hold decimal's precision and numpy's errstate, for libraries the context of a log line or a span, for users their
+# tenant. Without a copy one handler would change what all others compute. A recovery, which does not run the code that
+# changed it, would compute something else. decisions/0073.
 
 
 T = TypeVar("T")
 
 running: contextvars.ContextVar[Any] = contextvars.ContextVar("who runs", default=None)
-"""The owner of the code that runs: a :class:`~immortal.appsdk.calls.context.Context`, the
-:class:`~immortal.appsdk.waiting.task.Task` of an ``async def`` handler, the name of the instance (in a function that
-runs as its effect), or None."""
+"""Owner of the code that runs: a :class:`~immortal.appsdk.calls.context.Context`, the
+:class:`~immortal.appsdk.waiting.task.Task` of an ``async def`` handler, the name of the instance (in the function of an
+effect), or None."""
 
-LENGTH_MIN = 1  # a context that user code has left as it was holds ``running`` alone
+LENGTH_MIN = 1  # a context that user code left unchanged holds only ``running``
 _SETTINGS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")  # of a decimal context
 _decimal_variable: contextvars.ContextVar[Any] | None = None
 
 
 class RunContexts:
-    """Makes the contexts of one instance: copies of what this thread has now, when the app's modules are imported.
+    """Factory of the contexts of one instance: copies of this thread's context when the app's modules are imported.
 
-    ``owner``: who runs in them, see :data:`running`.
+    ``owner``: of the code that runs in them, see :data:`running`.
     """
 
     __slots__ = ("_base", "_is_empty")
@@ -115,34 +115,34 @@ class RunContexts:
         self._is_empty = len(self._base) == LENGTH_MIN
 
     def new(self) -> contextvars.Context:
-        """Make the context of one run that nobody else's context is handed down to."""
+        """Return a new context for a run that inherits from no other run."""
         made = self._base.copy()
         return made if self._is_empty else _separated(made)
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call ``function`` in a new context; the run may be within another."""
+        """Call ``function`` in a new context, also from within another run."""
         return self.new().run(function, *arguments)
 
 
 def inherited_context() -> contextvars.Context:
-    """Copy the context that runs now, for what it starts: a branch, a step, an effect."""
+    """Return a copy of the running context for what the code starts: a branch, a step, an effect."""
     return _separated(contextvars.copy_context())
 
 
 def handed_to(owner: Any) -> contextvars.Context:
-    """Copy the caller's context, as :func:`inherited_context`, for code of ``owner``, see :data:`running`."""
+    """Return a copy of the running context for code of ``owner``, see :data:`running`."""
     variables = inherited_context()
     variables.run(running.set, owner)
     return variables
 
 
 def copy_of(context: contextvars.Context) -> contextvars.Context:
-    """Copy ``context`` for one of several runs that begin with what it has."""
+    """Return a copy of ``context`` for one of several runs that begin with its values."""
     return _separated(context.copy())
 
 
 def _separated(context: contextvars.Context) -> contextvars.Context:
-    """Give ``context`` its own decimal context, and return it: users of that change it in place."""
+    """Give ``context`` its own decimal context and return it: code changes a decimal context in place."""
     variable = _variable_of_decimal()
     if variable is not None and variable in context:
         context.run(variable.set, context[variable].copy())
@@ -150,8 +150,9 @@ def _separated(context: contextvars.Context) -> contextvars.Context:
 
 
 def _without_usual_decimal(context: contextvars.Context) -> contextvars.Context:
-    """Return ``context`` without a decimal context that is as any new one: each number that a module makes as it is
-    imported leaves one behind."""
+    """Return ``context`` without a decimal context that has default settings.
+
+    Each number that a module makes at its import leaves one."""
     variable = _variable_of_decimal()
     if variable is None or variable not in context:
         return context
@@ -175,7 +176,7 @@ def _variable_of_decimal() -> contextvars.ContextVar[Any] | None:
     return _decimal_variable
 
 
-# Python clears away coroutines that nobody has closed at any time, in whatever thread and context runs then.
+# Python collects coroutines that nobody closed at any time, in whatever thread and context runs then.
 
 
 _collecting: int | None = None  # thread whose garbage is being collected
@@ -190,32 +191,32 @@ gc.callbacks.append(_note_collection)
 
 
 def is_collecting() -> bool:
-    """Tell whether the code that runs cleans up as Python collects garbage in this thread."""
+    """Return True if the running code is clean-up in Python's garbage collection in this thread."""
     return _collecting is not None and _collecting == threading.get_ident()
 
 
-# Code that a debugger runs: time that a person takes is no handler's, and what is typed there no replay repeats.
+# Code that a debugger runs: the time of a person is no handler's time, and no replay repeats what is typed there.
 
 
-_DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})  # ipdb, pudb and pdb++ are made of the first two
+_DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})  # ipdb, pudb and pdb++ are built on the first two
 _CALLERS = frozenset({"immortal.appsdk.running.app_loop", "immortal.appsdk.waiting.task"})  # of handlers
 
 
 def in_debugger(frame: FrameType | None) -> bool:
-    """Tell whether ``frame`` is a debugger's or was called by it: at its prompt, or for what it shows."""
+    """Return True if ``frame`` is a debugger's or was called by it: at its prompt, or for what it shows."""
     if not any(name in sys.modules for name in _DEBUGGERS):
         return False
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name in _CALLERS:
-            return False  # a debugger that has started the whole program is below
+            return False  # a debugger that started the whole program is below
         if name.partition(".")[0] in _DEBUGGERS:
-            return frame.f_code.co_name not in ("runcall", "run")  # below these runs what is debugged
+            return frame.f_code.co_name not in ("runcall", "run")  # under these runs the debugged code
         frame = frame.f_back
     return False
 
 
-# Reports of failures of the app's own code: where, with which arguments, its traceback, and what to do.
+# Reports of failures of the app's own code: the place, the arguments, the traceback, and what to do.
 
 
 Result = TypeVar("Result")
@@ -225,7 +226,7 @@ ARGUMENT_ITEMS_MAX = 8
 BYTES_SHOWN = 32
 DESCRIBED_SIZE_BYTES_MAX = 64 << 10  # of encoded arguments: larger ones are not decoded to be shown
 
-# The second where a module is compiled.
+# The second folder is that of compiled modules.
 _OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("immortal", "appsdk", ""))
 
 SECRET = re.compile(
@@ -244,17 +245,17 @@ _named_value = re.compile(
 
 @functools.cache
 def is_secret(name: str) -> bool:
-    """Tell whether a parameter of this name is not shown."""
+    """Return True if the value of a parameter of this name must not be shown."""
     return SECRET.search(name) is not None
 
 
 def hide_secrets(text: str) -> str:
-    """Return ``text`` without the values that stand behind names of secrets, as ``password='...'``."""
+    """Return ``text`` with the values after names of secrets replaced, as in ``password='...'``."""
     shown, at = [], 0
     while found := _named_value.search(text, at):
         begin = found.start("value")
         shown.append(text[at:begin])
-        at = begin  # in the value of another name a secret may stand
+        at = begin  # the value of another name can contain a secret
         if SECRET.search(found["name"]):
             shown.append(HIDDEN)
             at = found.end()
@@ -269,12 +270,12 @@ class _Text(str):
 
 
 class _Shortener(reprlib.Repr):
-    """Hides what is named as a secret is, before it cuts anything."""
+    """Shortener of values as text that hides the values of secrets before it cuts anything."""
 
     def repr_instance(self, value: Any, level: int) -> str:
         try:
             value = _Text(hide_secrets(repr(value)[:_SEARCHED_CHARACTERS_MAX]))
-        except Exception:  # a __repr__ of the user's, which is called once more and told of
+        except Exception:  # a __repr__ of the user's: it is called again and reported
             return super().repr_instance(value, level)
         return super().repr_instance(value, level)
 
@@ -294,7 +295,7 @@ _shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxse
 
 
 def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = ()) -> str:
-    """Return arguments as text, shortened. ``names``: of their parameters; what is :data:`SECRET` is not shown."""
+    """Return arguments as short text. ``names``: of parameters; values of those in :data:`SECRET` are hidden."""
     shown = zip_longest(arguments, islice(names, len(arguments)), fillvalue="")
     try:
         return f"({', '.join(HIDDEN if is_secret(name) else _short(one) for one, name in shown)})"
@@ -305,7 +306,7 @@ def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = ()) -> s
 
 
 def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True) -> str:
-    """Return encoded arguments as text, each behind its name, as :func:`describe_arguments`; none is made anew."""
+    """Return encoded arguments as text, like :func:`describe_arguments`, with names and without their own types."""
     if len(encoded) > DESCRIBED_SIZE_BYTES_MAX:
         return f"(... {len(encoded):,} bytes)"
     try:
@@ -322,7 +323,7 @@ def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True
 
 
 def _short(value: Any) -> str:
-    """Return the value as text, as the shortener does, which is slow at the short values that most are."""
+    """Return a value as text, like the shortener, which is slow for the short values that most are."""
     if type(value) is bytes:
         return _shortener.repr_bytes(value, 0)
     if type(value) in _PLAIN or (type(value) is str and len(value) <= BYTES_SHOWN):
@@ -333,7 +334,7 @@ def _short(value: Any) -> str:
 
 
 def place_of(frame: FrameType) -> str:
-    """Return "file, line N" of a frame; the file's path is relative where it is below the current directory."""
+    """Return "file, line N" of a frame; the path is relative if the file is below the current directory."""
     file = frame.f_code.co_filename
     if file.startswith(os.getcwd() + os.sep):
         file = os.path.relpath(file)
@@ -341,7 +342,7 @@ def place_of(frame: FrameType) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Tell whether ``file``, of a frame, is the SDK's or the import machinery's."""
+    """Return True if ``file``, of a frame, belongs to the SDK or the import machinery."""
     return file.startswith(_OWN_FOLDERS) or "importlib" in file
 
 
@@ -367,7 +368,7 @@ def handler_failed(
     message_index: int,
     names: Iterable[str] = (),
 ) -> HandlerError:
-    """Make the error of a handler that raised. ``names``: of the parameters, as far as they are known."""
+    """Make the error of a handler that raised an exception. ``names``: of the parameters, if they are known."""
     described = describe_arguments(arguments, names)
     made = HandlerError(
         f"{method} raised {type(error).__name__} at record {sequence_id}, message {message_index}; the app stops\n"
@@ -385,7 +386,7 @@ def handler_failed(
 
 
 def run_user_code(what: str, function: Callable[[], Result], error_type: type[AppError]) -> Result:
-    """Call ``function``, the user's; what it raises becomes an ``error_type`` with the traceback."""
+    """Call a function of the user's; what it raises becomes an ``error_type`` with the traceback."""
     try:
         return function()
     except AppError:

@@ -1,4 +1,4 @@
-"""Call an instance from any Python process: ``with connect("counter") as counter: counter.total()``.
+"""Clients, which call an instance from any Python process: ``with connect("counter") as counter: counter.total()``.
 
 `docs/how-to/clients.md`.
 """
@@ -69,7 +69,7 @@ __all__ = [
     "with_traceparent",
 ]
 
-TIMEOUT_DEFAULT_S = 30.0  # of a call: above what a crash and recovery of a usual service takes
+TIMEOUT_DEFAULT_S = 30.0  # of a call: longer than a crash and recovery of a usual service takes
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -77,9 +77,7 @@ T = TypeVar("T")
 
 
 class Connector(Generic[S, A]):
-    """Open a client at the start of a ``with`` or ``async with`` block, and close it at its end. ``connect(...)`` makes
-    one.
-    """
+    """Context manager of :func:`connect`, which opens a client for a ``with`` or ``async with`` block."""
 
     def __init__(
         self,
@@ -130,7 +128,7 @@ class Connector(Generic[S, A]):
 
 
 class ReachOptions(TypedDict, total=False):
-    """Options of :func:`connect` that say where an instance is, and whose keys are shown. All clients take them."""
+    """Options of :func:`connect` for the place of the instance, and the keys to use. All clients take them."""
 
     endpoints: Sequence[str]
     home: str | os.PathLike[str] | None
@@ -165,21 +163,22 @@ def connect(
     insecure: bool = False,
     traceparent: str | None = None,
 ) -> Connector[Any, Any]:
-    """Call the instance called ``name``: ``connect("counter")``, or with its class ``connect(Counter, "counter")``.
+    """Connect to the instance ``name``: ``connect("counter")``, or with its class ``connect(Counter, "counter")``.
 
     ``with`` gives a proxy whose methods return what the handlers return, for any threads; ``async with`` one whose
-    methods are awaited. With the class, arguments, results and exceptions have its types. ``counter.add.fork(1)``
-    does not wait: leaving the block waits for the replies, ``timeout`` seconds at most, and raises ClientError for what
-    was not done.
+    methods are awaited. With the class, arguments, results and exceptions have its types. ``counter.add.fork(1)`` does
+    not wait: the end of the block waits for the replies, at most ``timeout`` seconds, and raises ClientError for calls
+    that were not done.
 
-    ``timeout``: for each call, in seconds; None: for ever. ``client_id``: a name for this client; its requests are
-    numbered from 1 each time, so that a script that is run again gets the replies of what it has done. ``endpoints``:
-    where the instance may be, tried in turn; by default where the registry folder ``home`` says (IMMORTAL_HOME,
-    ./.immortal). ``identity``: whose keys there this process shows (IMMORTAL_IDENTITY). ``server_keys``: the public
-    keys that the instance may show, where the folder does not have them. ``insecure``: without keys also elsewhere
-    than on this machine. ``traceparent``: of the span that the calls are part of, as in :func:`with_traceparent`.
+    ``timeout``: for each call, in seconds; None: for ever. ``client_id``: a name for this client. Its requests are
+    numbered from 1 each time, so that a script that is run again gets the replies of its earlier run. ``endpoints``:
+    possible places of the instance, tried in turn; by default from the registry folder ``home`` (IMMORTAL_HOME,
+    ./.immortal). ``identity``: whose keys there this process uses (IMMORTAL_IDENTITY). ``server_keys``: public keys
+    that the instance can have, if the folder does not have them. ``insecure``: allow calls without keys to other
+    machines too. ``traceparent``: of the caller's span, as in :func:`with_traceparent`.
 
-    Raises TypeError, DefinitionError. Entering raises NotConnectable, calls what is in immortal.appsdk.client.errors.
+    Raises TypeError, DefinitionError. Entering raises NotConnectable; calls raise errors of
+    immortal.appsdk.client.errors.
     """
     cls, instance = (None, target) if isinstance(target, str) else (target, name)
     if not isinstance(instance, str) or (cls is None and name is not None):
@@ -209,9 +208,9 @@ def executions(
 ) -> list[Execution]:
     """List executions of an instance of this machine, the newest first: ``executions("shop", where={"order": 17})``.
 
-    The arguments are those of `immortal executions`: ``where`` has labels and their values, ``state`` is "waiting",
-    "ended", "failed", "cancelled" or "terminated", ``text`` is in the arguments, ``since`` and ``until`` are aware
-    datetimes of the beginning. ``home``: the registry's folder (IMMORTAL_HOME, else .immortal). The instance need not
+    The arguments are those of `immortal executions`. ``where``: labels and their values; ``state``: "waiting", "ended",
+    "failed", "cancelled" or "terminated"; ``text``: part of the arguments; ``since`` and ``until``: limits of the
+    beginning, aware datetimes. ``home``: the registry folder (IMMORTAL_HOME, else .immortal). The instance need not
     run. Raises ExecutionsError, UsageError.
     """
     if state not in ("", *listed.STATES):

@@ -1,6 +1,6 @@
-"""Proxies for an instance, whose methods call it. To a type checker they are its class.
+"""Clients of an instance (Client for threads, AsyncClient for asyncio), and proxies whose methods call it.
 
-The two clients of one instance: Client for threads, AsyncClient for asyncio.
+To a type checker a proxy has the instance's class.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ R = TypeVar("R")
 
 
 class Proxy:
-    """Proxy with an attribute for each handler; calls go through ``client``."""
+    """Proxy of an instance, with an attribute for each handler; calls go through ``client``."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Proxy:
         methods: dict[str, Method] | None = None,
         trace_context: str = "",
     ) -> None:
-        """Make a proxy. ``methods``: known methods by name, shared by all proxies made of each other.
-        ``trace_context``: of its calls, in the form of :mod:`immortal.protocol.timings`.
-        """
+        """Make a proxy. ``methods``: known methods by name, shared by all proxies derived from each other.
+
+        ``trace_context``: of its calls, in the form of :mod:`immortal.protocol.timings`."""
         self._immortal_parts = (client, definition, name, timeout_s, key)
         self._immortal_trace = (trace_context,) if trace_context else ()
         self._immortal_methods: dict[str, Method] = {} if methods is None else methods
@@ -87,7 +87,7 @@ class Proxy:
 
     @cached_property
     def query(self) -> Any:
-        """Queries of the instance, and no other handlers. A class with a handler called ``query`` has that here."""
+        """Queries of the instance, without its other handlers; or the handler ``query``, if the class has one."""
         _, definition, *_ = self._immortal_parts
         if definition is None:
             return NamedQueries(self)
@@ -95,9 +95,9 @@ class Proxy:
 
 
 class ProxyMethod:
-    """Handler to call: ``shop.place(...)`` waits for the reply, or returns an awaitable; ``shop.place.fork(...)`` does
-    not wait.
-    """
+    """Handler to call: ``shop.place(...)`` waits for the reply, or returns an awaitable.
+
+    ``shop.place.fork(...)`` does not wait."""
 
     def __init__(self, proxy: Proxy, method: Method) -> None:
         self._client, _, _, self._timeout_s, self._key = proxy._immortal_parts
@@ -109,14 +109,14 @@ class ProxyMethod:
         return self._client.call(self._method, encoded, self._timeout_s, self._key, *self._trace)
 
     def start(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Start a call; see :func:`start`."""
+        """Start a call, as :func:`start` does."""
         encoded = self._method.encode(arguments, keywords)
         made = self.handle(self._key or random_client_id())
         taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
         return _after(taken, made) if isinstance(taken, Coroutine) else made
 
     def handle(self, key: str | None = None) -> Handle[Any]:
-        """Make the handle of the call with that key; without one, with the key of this proxy."""
+        """Return the handle of the call with that key; without one, with the key of this proxy."""
         return Handle(self._client, self._method, self._timeout_s, key or self._key or "")
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
@@ -124,9 +124,9 @@ class ProxyMethod:
 
 
 class QueryMethod(ProxyMethod):
-    """Query to ask: ``counter.query.total()`` runs between two handlers, and is not logged. With a key it is a request
-    like any call, logged and done once.
-    """
+    """Query to ask: ``counter.query.total()`` runs between two handlers, and is not logged.
+
+    With a key it is a request like any call, logged and done once."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self._key is not None:
@@ -151,9 +151,7 @@ class Queries:
 
 
 class NamedQueries(Queries, ProxyMethod):
-    """Queries of an instance whose class is not known here. It may have a handler ``query``, which a call of this
-    object calls.
-    """
+    """Queries of an instance whose class is not known here. A call of this object calls a handler ``query``."""
 
     def __init__(self, proxy: Proxy) -> None:
         Queries.__init__(self, proxy)
@@ -163,7 +161,7 @@ class NamedQueries(Queries, ProxyMethod):
 class Handle(Generic[R]):
     """Call that was started. ``id``: text by which :func:`handle` finds it again, also in another process.
 
-    With an async client the methods give something to await.
+    With an async client the methods return awaitables.
     """
 
     def __init__(self, client: Client | AsyncClient, method: Method, timeout_s: float | None, key: str) -> None:
@@ -177,23 +175,22 @@ class Handle(Generic[R]):
         return f"<handle {self.id!r}>"
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait until the handler has ended, ``timeout`` seconds at most (None: without limit), and return what it
-        returned.
+        """Wait until the handler has ended, at most ``timeout`` seconds (None: without limit); return its result.
 
-        Raises what it raised, CallCancelled, CallTimeout (it goes on), ClientError.
+        Raises what it raised, CallCancelled, CallTimeout (the handler continues), ClientError.
         """
         return self._client.result(self._method, timeout, self._key)
 
     def status(self) -> Any:
-        """Return the status at the instance: "waiting", "done" (with a result or an error), or "unknown" where the
-        instance has no such call. Raises ClientError.
-        """
+        """Return the status at the instance: "waiting", "done" (with a result or an error), or "unknown".
+
+        It is "unknown" if the instance has no such call. Raises ClientError."""
         return self._client.status(self._timeout_s, self._key)
 
     def cancel(self, reason: str = "") -> Any:
-        """Cancel the handler. True: it still waited. False: it had ended, or is no ``async def``.
+        """Cancel the handler. Return True if it still waited, False if it had ended or is no ``async def``.
 
-        Once for each call: the next time it gives the same. Raises ClientError.
+        It acts once for each call: the next time it returns the same. Raises ClientError.
         """
         return self._client.cancel(CANCEL.encode((reason,), {}), self._timeout_s, self._key)
 
@@ -226,10 +223,10 @@ def start(method: Callable[Q, R], /, *args: Q.args, **kwargs: Q.kwargs) -> SyncH
 
 
 def start(method: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """Start a call and return a :class:`Handle` as soon as the instance has it: ``start(shop.place, "book")``.
+    """Start a call; return a :class:`Handle` as soon as the instance has it: ``start(shop.place, "book")``.
 
-    With an async client it is awaited. The call has a key of its own, a random one or that of ``with_key(shop, ...)``:
-    to start it once more with the same key gives the same call. Raises TypeError, ClientError.
+    With an async client the result is awaited. The call has its own key, a random one or that of ``with_key(shop,
+    ...)``: a second start with the same key finds the same call. Raises TypeError, ClientError.
     """
     if not isinstance(method, ProxyMethod):
         raise TypeError(f"start({method!r}, ...): a method of what 'with connect(...)' gives was expected")
@@ -239,7 +236,7 @@ def start(method: Any, /, *arguments: Any, **keywords: Any) -> Any:
 def handle(proxy: object, handle_id: str) -> Any:
     """Return the :class:`Handle` with that ID, of a call that was started here or in another process.
 
-    Nothing is asked of the instance yet. Raises TypeError, AttributeError.
+    It sends nothing to the instance. Raises TypeError, AttributeError.
     """
     checked = _checked(proxy)
     name, colon, key = handle_id.partition(":") if isinstance(handle_id, str) else ("", "", "")
@@ -250,10 +247,9 @@ def handle(proxy: object, handle_id: str) -> Any:
 
 
 def with_key(proxy: P, key: str) -> P:
-    """Return a proxy whose next call is one request, however often and from wherever it is made: ``with_key(shop,
-    "order-17").buy("book")``.
+    """Return a proxy for one request with the idempotency key ``key``: ``with_key(shop, "order-17").buy("book")``.
 
-    The first call with ``key`` is done, and each other one gets the reply of that. Raises TypeError.
+    The first call with ``key``, from anywhere, is done; each later one gets its reply. Raises TypeError.
     """
     is_text = isinstance(key, str) and is_encodable(key)
     if not is_text or not 1 <= len(key.encode()) <= KEY_SIZE_BYTES_MAX or "\0" in key:
@@ -262,17 +258,16 @@ def with_key(proxy: P, key: str) -> P:
 
 
 def with_traceparent(proxy: P, traceparent: str) -> P:
-    """Return a proxy whose calls are part of that trace: ``with_traceparent(shop,
-    "00-4bf9...-00f0...-01").buy("book")``.
+    """Return a proxy whose calls are part of a trace: ``with_traceparent(shop, "00-4bf9...-01").buy("book")``.
 
-    ``traceparent``: of the caller's span, as W3C Trace Context has it. The instance notes it in its log, and
-    ``immortal trace`` goes on with it. Raises TypeError.
+    ``traceparent``: of the caller's span, in the form of W3C Trace Context. The instance notes it in its log, and
+    ``immortal trace`` continues the trace. Raises TypeError.
     """
     return _made_of(proxy, trace_context=trace_context_of(traceparent))
 
 
 def trace_context_of(traceparent: object) -> str:
-    """Return the trace context that ``traceparent`` names. Raises TypeError."""
+    """Return the trace context of a ``traceparent``. Raises TypeError."""
     if not isinstance(traceparent, str):
         raise TypeError(f"a traceparent was expected, as W3C Trace Context has it, not {traceparent!r}")
     try:
@@ -292,7 +287,7 @@ def with_timeout(proxy: P, timeout: float | None) -> P:
 
 
 def client_of(proxy: object) -> Client | AsyncClient:
-    """Return the client behind a proxy. Raises TypeError."""
+    """Return the client of a proxy. Raises TypeError."""
     return _checked(proxy)._immortal_parts[0]
 
 
@@ -315,7 +310,7 @@ Ask = Callable[[Any], Any]
 
 
 class _Talk(Transport):
-    """Machine of a client: its connection, and the calls that nobody waits for."""
+    """State machine of a client: its connection, and its forked calls."""
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
         super().__init__(Connection(finder.name, client_id, time.monotonic()), finder)
@@ -323,7 +318,7 @@ class _Talk(Transport):
         self._closed = False
 
     def require_open(self) -> None:
-        """Raise ClientClosed after :meth:`close`."""
+        """Check that :meth:`close` was not called. Raises ClientClosed."""
         if self._closed:
             raise ClientClosed(f"the client of {self.connection.instance!r} is closed")
 
@@ -338,9 +333,9 @@ class _Talk(Transport):
 
 
 class _Waiting:
-    """One wait for the outcome of ``call``. ``submit`` gives it to the connection; None: that has it already.
+    """Wait for the outcome of ``call``. ``submit`` gives the call to the connection; None: that has it already.
 
-    ``again``: the function by which a CallTimeout waits once more; None: for the same call.
+    ``again``: the function by which a CallTimeout waits again; None: wait for the same call.
     """
 
     def __init__(
@@ -388,7 +383,7 @@ class _Waiting:
         return self._method.value(outcome)
 
     def _wait_again(self, ask: Ask, timeout_s: float | None) -> Any:
-        """Wait once more, if that is this process's call. Raises ClientError."""
+        """Wait again, if the call belongs to this process. Raises ClientError."""
         require_process(self._process_id, "a call", "only there its reply comes")
         return ask(_Waiting(self._method, self._call, timeout_s, None))
 
@@ -399,11 +394,11 @@ def _tell_both(first: Callable[[Call], None], second: Callable[[], None], call: 
 
 
 def _nobody(call: Call) -> None:
-    """Do nothing: ``done`` of a call that nobody waits for."""
+    """Do nothing: the ``done`` of a call that nobody waits for."""
 
 
 class _Calls:
-    """Calls of a client. With an :class:`AsyncClient` each is to be awaited but ``fork``."""
+    """Calls of a client. With an :class:`AsyncClient` all except ``fork`` return awaitables."""
 
     _shell: ThreadShell[_Talk] | LoopShell[_Talk]
 
@@ -418,12 +413,12 @@ class _Calls:
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        """Call the method and return what it returned. Raises what it raised, and ClientError."""
+        """Call the method; return its result. Raises what it raised, and ClientError."""
         call = Call(method.method, arguments, _nobody, trace_context)
         return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.submit(call, key)))
 
     def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
-        """Ask a query and return its value, beside the log where the instance can do that. Raises as :meth:`call`."""
+        """Ask a query; return its result. It is not logged if the instance can do that. Raises as :meth:`call`."""
         call = Call(method.method, arguments, _nobody)
         again = partial(self.query, method, arguments)
         return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.query(call), again))
@@ -441,7 +436,7 @@ class _Calls:
         """Wait until each call that this process forked has a reply. Raises ClientError."""
         return self._shell.ask(_Settling(timeout_s))
 
-    # --- requests that have a handle ---------------------------------------------------------------------------------
+    # --- requests with a handle --------------------------------------------------------------------------------------
 
     def start(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
@@ -469,9 +464,9 @@ class _Calls:
 
 
 class Client(_Calls):
-    """Client of one instance for threads; open from the moment that it is made. A forked child gets a client of its own
-    at its first use. Raises NotConnectable.
-    """
+    """Client of one instance for threads, open from its creation on. Raises NotConnectable.
+
+    A forked child gets its own client at its first use."""
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
         self._own_id = OwnId(client_id, f"{finder.name!r}")
@@ -485,30 +480,30 @@ class Client(_Calls):
 
     def settle(self, timeout_s: float | None) -> None:
         """Wait until each call that this process forked has a reply. Raises ClientError."""
-        if self._shell.is_open:  # a child that has not used it has none
+        if self._shell.is_open:  # a child that has not used it has no calls
             super().settle(timeout_s)
 
     def close(self) -> None:
-        """Close the client. Calls that wait end with ClientClosed; the instance may still do what was sent."""
+        """Close the client. Waiting calls end with ClientClosed; the instance can still do what was sent."""
         self._shell.close()
 
 
 class AsyncClient(_Calls):
-    """Client of one instance for one asyncio loop, the one that runs when it is made. Raises NotConnectable."""
+    """Client of one instance for the asyncio loop that runs at its creation. Raises NotConnectable."""
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
         self._shell: LoopShell[_Talk] = LoopShell(lambda: _Talk(finder, client_id), f"the client of {finder.name!r}")
 
     async def close(self) -> None:
-        """Close the client. Calls that wait end with ClientClosed; the instance may still do what was sent."""
+        """Close the client. Waiting calls end with ClientClosed; the instance can still do what was sent."""
         await self._shell.close()
 
 
-# Calls that nobody waits for: what is still to be heard of them before the client is closed.
+# Forked calls: their replies, which are awaited before the client is closed.
 
 
 class ForkTracker:
-    """Forked calls that have no reply yet, and the first error among them."""
+    """Forked calls that have no reply yet, and the first error of any."""
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
@@ -517,12 +512,12 @@ class ForkTracker:
         self._waiting: list[Callable[[], None]] = []
 
     def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
-        """Make a call whose reply is counted here, for the caller to submit."""
+        """Return a call whose reply is counted here; the caller submits it."""
         self._missing_count += 1
         return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
 
     def when_done(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` once no reply is missing, perhaps at once."""
+        """Call ``tell`` once no reply is missing, possibly at once."""
         self._waiting.append(tell)
         self._tell()
 
@@ -540,15 +535,15 @@ class ForkTracker:
             if call.outcome is not None:
                 method.value(call.outcome)
         except CallRaised:
-            pass  # it was done, and nobody is told how it ended
+            pass  # it was done, and nobody needs its outcome
         except ClientError as error:
             self._error = self._error or error
-        except Exception:  # noqa: S110 (what the handler declares to raise)
+        except Exception:  # noqa: S110 (an exception that the handler declares)
             pass
         self._tell()
 
     def check(self, timeout_s: float | None) -> None:
-        """Raise ClientError for the first forked call that may not have been done, after a wait of ``timeout_s``."""
+        """Check, after a wait of ``timeout_s``, that all forked calls were done. Raises ClientError if not."""
         if self._error is not None:
             raise self._error
         if self._missing_count:

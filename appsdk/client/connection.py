@@ -2,7 +2,7 @@
 
     CALLING --Welcome--> TALKING --silence, or "not me"--> CALLING, at the next endpoint
 
-What is outstanding is sent again after each Welcome; the coordinator takes each number once.
+Outstanding requests are sent again after each Welcome; the coordinator takes each number once.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from immortal.protocol.client_frames import (
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.identity import KEY_ADVICE, IdentityConflict, describe_call_identity
 
-QUERIES_SENT_MAX = 64  # queries that are not logged, sent and not answered: as many as a coordinator takes of a caller
-QUERY_POLL_S = 1.0  # one that is not answered is asked again: it may have been lost with a connection
-IDLE_POLL_S = 5.0  # with nothing outstanding: whether there is still somebody
-HELLO_MIN_S = 0.05  # until somebody answers
+QUERIES_SENT_MAX = 64  # unlogged queries, sent and not answered: the limit that a coordinator has per caller
+QUERY_POLL_S = 1.0  # an unanswered query is asked again: it can have been lost with a connection
+IDLE_POLL_S = 5.0  # with nothing outstanding: time between pings
+HELLO_MIN_S = 0.05  # until the instance answers
 HELLO_MAX_S = 1.0
 METHODS_POLL_S = 0.2  # for the names of the methods, while the app is not up yet
-BUSY_S = 0.1  # before what was not taken is sent again
-# Nothing was heard for so long although there were questions: the next endpoint, or the same anew, with what the
-# registry says by then. Above the pauses of a busy coordinator.
+BUSY_S = 0.1  # before refused requests are sent again
+# Without any frame for this time, although there were questions, the client tries the next endpoint, or the same one
+# again with the registry's newest data. Longer than the pauses of a busy coordinator.
 SILENCE_S = 2.5
-SILENCE_CALLING_S = 0.5  # ... while nobody has answered yet, and there is another endpoint to try
+SILENCE_CALLING_S = 0.5  # ... while nobody has answered yet, and there is another endpoint
 CLIENT_ID_SIZE_BYTES = 12  # random; two clients with one ID would take each other's numbers
 
 
@@ -48,9 +48,9 @@ def random_client_id() -> str:
 
 
 def _may_be_same(first: Call, call: Call) -> bool:
-    """Tell whether two calls can be one request, as far as both are known. Methods without an ID yet are compared by
-    name.
-    """
+    """Return True if two calls can be one request, as far as both are known.
+
+    If both methods have no ID yet, their names are compared."""
     if first.method and call.method and type(first.method) is type(call.method) and first.method != call.method:
         return False
     if not call.arguments or not (first.message or first.arguments):
@@ -61,17 +61,17 @@ def _may_be_same(first: Call, call: Call) -> bool:
 
 
 class Connection:
-    """State of a client's talk with one instance. ``client_id``: given by the user, or None for a random one. Times are
-    monotonic, in seconds.
-    """
+    """State of a client's conversation with one instance. ``client_id``: the user's, or None for a random one.
+
+    Times are monotonic, in seconds."""
 
     def __init__(self, instance: str, client_id: str | None, now_s: float) -> None:
         self.instance = instance
-        self.needs_reconnect = False  # the socket is of no use any more
-        self.was_welcomed = False  # ever
+        self.needs_reconnect = False  # the socket must be replaced
+        self.was_welcomed = False  # at any time
         self.endpoints_count = 1
-        self.problem = "nobody answers"  # why it is not talking
-        self.heartbeats = 0  # answers to pings, with something outstanding or not
+        self.problem = "nobody answers"  # why there is no conversation
+        self.heartbeats = 0  # answers to pings, idle or not
         self._main = Session(
             client_id or random_client_id(),
             instance,
@@ -80,7 +80,7 @@ class Connection:
         )
         self._lanes: dict[str, Session] = {self._main.client_id: self._main}
         self._queries = Queries(instance, self.submit)
-        self._methods: dict[str, int] = {}  # by name; queries also by that of a NamedQuery
+        self._methods: dict[str, int] = {}  # by name; queries also by their name as NamedQuery
         self._methods_at_s: float | None = None
         self._names_needed = False
         self._committer_id = 0
@@ -89,9 +89,9 @@ class Connection:
         self._hello_s = HELLO_MIN_S
         self._hello_due_s = now_s
         self._heard_s = now_s
-        self._asked_s: float | None = None  # when the first question was asked that nothing was heard after
+        self._asked_s: float | None = None  # time of the first question since the last frame came
         self._idle_due_s = now_s + IDLE_POLL_S
-        self._resend: dict[str, int] = {}  # client ID: behind this number
+        self._resend: dict[str, int] = {}  # client ID: resend numbers above this one
 
     @property
     def client_id(self) -> str:
@@ -113,9 +113,9 @@ class Connection:
             lane.add(call)
 
     def _follows(self, lane: Session, call: Call, key: str) -> bool:
-        """Join ``call`` to the request of that key if one is under way here, or refuse it where that is another call.
-        False: none is.
-        """
+        """Join ``call`` to the open request of that key here, or refuse it if it is another call.
+
+        Return False if there is no open request."""
         self._name_known(call)
         first = lane.first
         if first is None:
@@ -129,7 +129,7 @@ class Connection:
         return True
 
     def _name_known(self, call: Call) -> None:
-        """Replace the method's name by its ID, where that is known."""
+        """Replace the method's name by its ID, if that is known."""
         if isinstance(call.method, str):
             call.method = self._methods.get(call.method, call.method)
 
@@ -140,7 +140,7 @@ class Connection:
         return describe_call_identity(logged_calls(message, 1, "", 1)[1][0], name) if message else f"a call of {name}"
 
     def query(self, call: Call) -> None:
-        """Ask a query as soon as possible, beside the log where the instance takes that."""
+        """Ask a query as soon as possible, without the log if the instance supports that."""
         self._queries.add(call)
 
     def _session_of(self, key: str) -> Session:
@@ -150,7 +150,7 @@ class Connection:
         return lane
 
     def attach(self, call: Call, key: str) -> None:
-        """Give ``call`` the reply of the request of that key, which was sent, perhaps by another process."""
+        """Give ``call`` the reply of the request of that key, which was sent, possibly by another process."""
         lane = self._session_of(key)
         if not self._follows(lane, call, key):
             lane.attach(call, 1)
@@ -164,7 +164,7 @@ class Connection:
         self._session_of(key).ask(question)
 
     def withdraw(self, call: Call) -> bool:
-        """Forget a call that was not sent yet. Returns whether it was so."""
+        """Forget a call that was not sent yet; return True if so."""
         self._queries.withdraw(call)
         return all(lane.withdraw(call) for lane in self._lanes.values())
 
@@ -182,11 +182,11 @@ class Connection:
 
     @property
     def heard_s(self) -> float:
-        """Time of the last frame that came, or at which the socket was made."""
+        """Time of the last frame that came, or of the creation of the socket."""
         return self._heard_s
 
     def ask_soon(self, now_s: float) -> None:
-        """Ping at once, unless something is outstanding: that is asked for anyway."""
+        """Ping at once, unless something is outstanding: that is polled anyway."""
         self._idle_due_s = now_s
 
     def close(self, error: ClientError) -> None:
@@ -197,7 +197,7 @@ class Connection:
     # --- the socket --------------------------------------------------------------------------------------------------
 
     def reopened(self, now_s: float) -> None:
-        """Begin anew on a new socket, to another endpoint or to the same."""
+        """Start again on a new socket, to another endpoint or to the same."""
         self.needs_reconnect = False
         self._talking = False
         self._hello_s = HELLO_MIN_S
@@ -205,12 +205,12 @@ class Connection:
         self._asked_s = None
 
     def receive(self, data: bytes, now_s: float) -> None:
-        """Process one message. A malformed one is dropped: what it carried is asked for again."""
+        """Process one message. A malformed one is dropped: its content is asked for again."""
         try:
             frame = decode_client_frame(data)
             self._heard_s, self._asked_s = now_s, None
             if frame.frame_type is ClientFrameType.UNKNOWN:
-                return  # of a later build: it can do without this client's knowing it
+                return  # of a later version: it can do without an answer
             if self._queries.received(frame, now_s):
                 self.problem = self._queries.problem or "there is no reply yet"
                 return
@@ -304,7 +304,7 @@ class Connection:
         if lane is self._main:
             self._lanes[lane.client_id] = lane
 
-    # --- what is to be sent ------------------------------------------------------------------------------------------
+    # --- output ------------------------------------------------------------------------------------------------------
 
     def data_to_send(self, now_s: float) -> list[bytes]:
         """Return all frames that are due now."""
@@ -340,7 +340,7 @@ class Connection:
                     yield self._asked(frame, now_s)
         query_due_s = self._queries.due_s
         if query_due_s is not None and now_s >= query_due_s and now_s - self._heard_s >= BUSY_S:
-            yield self._asked(self._main.ping(now_s), now_s)  # the query itself may take long
+            yield self._asked(self._main.ping(now_s), now_s)  # the query itself can take long
         yield from self._queries.frames(self.client_id, lambda call: self._resolve(call, now_s), now_s)
         if self._names_needed and now_s >= self._hello_due_s:
             self._hello_due_s = now_s + METHODS_POLL_S
@@ -364,9 +364,9 @@ class Connection:
         return frame
 
     def _resolve(self, call: Call, now_s: float) -> bool:
-        """Give ``call`` its method's ID. False: the ID is not known yet, or there is none and the call has ended with
-        an error.
-        """
+        """Give ``call`` its method's ID; return False if the ID is not known.
+
+        If there is no such method, the call ends with an error."""
         if isinstance(call.method, int):
             return True
         found = self._methods.get(call.method)
@@ -416,21 +416,21 @@ class Connection:
         return min(due_s)
 
 
-# A query changes nothing and is in no log, so to ask twice does no harm, and no number must be kept for it. Where the
-# instance's app takes none beside its log, it is made as a logged call.
+# A query changes nothing and is in no log: a repetition does no harm, and no number must be kept. If the instance's app
+# can't answer without the log, the query becomes a logged call.
 
 
 class Queries:
-    """Table of open queries. ``log``: makes a call of a query, for an instance that can't answer beside the log."""
+    """Table of open queries. ``log``: turns a query into a logged call, for an instance that can't do without."""
 
     def __init__(self, instance: str, log: Callable[[Call], None]) -> None:
-        self.problem = ""  # why the last one was not answered yet
+        self.problem = ""  # why the last query was not answered yet
         self._instance = instance
         self._log = log
         self._number = 0
-        self._waiting: dict[int, Call] = {}  # by number; not sent
+        self._waiting: dict[int, Call] = {}  # by number; not sent yet
         self._sent: dict[int, Call] = {}
-        self._due_s: dict[int, float] = {}  # of those that were sent: when again
+        self._due_s: dict[int, float] = {}  # of sent queries: when to ask again
 
     def add(self, call: Call) -> None:
         self._number += 1
@@ -444,7 +444,7 @@ class Queries:
                 self._due_s.pop(number, None)
 
     def greeted(self) -> None:
-        """Ask anew all that was sent: the coordinator may be another one."""
+        """Ask all sent queries again: the coordinator can be another one."""
         self._due_s = dict.fromkeys(self._sent, 0.0)
 
     def close(self, error: ClientError) -> None:
@@ -455,15 +455,13 @@ class Queries:
 
     @property
     def due_s(self) -> float | None:
-        """Time at which :meth:`frames` has a query to ask again; None: it has none."""
+        """Time at which :meth:`frames` must ask a query again; None: never."""
         return min(self._due_s.values(), default=None)
 
-    # --- out ---------------------------------------------------------------------------------------------------------
+    # --- output ------------------------------------------------------------------------------------------------------
 
     def frames(self, client_id: str, resolve: Callable[[Call], bool], now_s: float) -> Iterator[ClientFrame]:
-        """Yield the frames of queries that are due. ``resolve``: as in
-        :meth:`immortal.appsdk.client.session.Session.requests`.
-        """
+        """Yield the frames of queries that are due. ``resolve``: see :meth:`appsdk.client.session.Session.requests`."""
         for number in [number for number, due_s in self._due_s.items() if now_s >= due_s]:
             yield self._frame(client_id, number, now_s)
         for number, call in list(self._waiting.items()):
@@ -482,10 +480,10 @@ class Queries:
         message = self._sent[number].message
         return ClientFrame(ClientFrameType.QUERY, client_id, self._instance, number=number, count=1, payload=message)
 
-    # --- in ----------------------------------------------------------------------------------------------------------
+    # --- input -------------------------------------------------------------------------------------------------------
 
     def received(self, frame: ClientFrame, now_s: float) -> bool:
-        """Process a frame; False: it is not about queries. Raises RemoteProtocolError."""
+        """Process a frame; return False if it does not concern queries. Raises RemoteProtocolError."""
         if frame.frame_type is ClientFrameType.ANSWER:
             (reply,) = decode_replies(frame.payload, 1)
             self.problem = ""

@@ -1,8 +1,8 @@
-"""Finds an instance: endpoints and keys from the registry folder or by hand, and whether its processes run.
+"""Discovery of an instance: endpoints and keys, from the registry folder or given; and whether its processes run.
 
 The registry folder is that of ``immortal register``: HOME/NAME.toml has the endpoint, HOME/NAME/public_keys the keys
-that the instance may show, HOME/WHO/keys/pairs the secret ones of whoever calls.
-Of a registry in a database that folder is this machine's copy.
+that the instance can have, HOME/WHO/keys/pairs the secret keys of a caller WHO. For a registry in a database this
+folder is the machine's copy.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class KeyPair:
 
 
 class Places(Struct, frozen=True):
-    """Endpoints of one instance, to be tried in turn, and the server keys that it may show: () without CURVE.
+    """Endpoints of one instance, to be tried in turn, and the server keys that it can have: () without CURVE.
 
-    ``folder``: where its processes say that they run; None where that is another machine's, or not known.
-    ``refusal``: why it does not let this caller in, as far as its settings say so.
+    ``folder``: where its processes note that they run; None if that is on another machine, or not known. ``refusal``:
+    why it refuses this caller, as far as its settings show.
     """
 
     endpoints: tuple[str, ...]
@@ -52,9 +52,7 @@ class Places(Struct, frozen=True):
 
 
 class Finder(Struct, frozen=True):
-    """Look up where an instance listens and which keys it has; anew each time, as an instance may move and keys
-    change.
-    """
+    """Finder of an instance's endpoints and keys. It looks them up each time: an instance can move, keys can change."""
 
     name: str
     home: str | os.PathLike[str] | None = None
@@ -84,9 +82,9 @@ class Finder(Struct, frozen=True):
         return Places(endpoints, keys, pair, (home / self.name).absolute() if here else None, refusal)
 
     def follow(self) -> RegistryWatch | None:
-        """Watch the registry for changes of the instance; None where only another :meth:`find` can tell. Raises
-        NotConnectable.
-        """
+        """Watch the registry for changes of the instance; return None if only another :meth:`find` can tell.
+
+        Raises NotConnectable."""
         if self.endpoints:
             return None
         copy = _copy_of(home_of(self.home))
@@ -94,7 +92,7 @@ class Finder(Struct, frozen=True):
 
     @property
     def caller(self) -> str | None:
-        """Identity whose keys the client shows; None: the instance's own."""
+        """Identity whose keys the client uses; None: the instance's own."""
         return self.identity or os.environ.get(IDENTITY_VARIABLE)
 
     def _refusal(self, home: Path, registered: Mapping[str, Any]) -> str:
@@ -107,9 +105,7 @@ class Finder(Struct, frozen=True):
         )
 
     def _pair(self, home: Path) -> KeyPair:
-        """Return the key pair of the identity; without one the instance's own, which whoever runs the instance can
-        read.
-        """
+        """Return the key pair of the identity; without one the instance's own, which only its operator can read."""
         identity = self.caller
         if identity not in (None, self.name) and (home / f"{identity}.toml").exists():
             raise NotConnectable(
@@ -135,7 +131,7 @@ class Finder(Struct, frozen=True):
 
 
 class RegistryWatch:
-    """Watch one instance in a registry that a database keeps, until :meth:`close`."""
+    """Watch on one instance in a registry in a database, until :meth:`close`."""
 
     def __init__(self, finder: Finder, copy: Copy) -> None:
         self._finder, self._copy = finder, copy
@@ -143,14 +139,14 @@ class RegistryWatch:
         copy.keep()
 
     def moved(self, known: Places) -> bool:
-        """Tell whether the instance has other endpoints or keys than ``known``. Cheap while nothing changes."""
+        """Return True if the instance has other endpoints or keys than ``known``. Cheap while nothing changes."""
         if self._changes == self._copy.changes:
             return False
         self._changes = self._copy.changes
         try:
             found = self._finder.find()
         except NotConnectable:
-            return False  # as it was
+            return False  # unchanged
         return (found.endpoints, found.server_keys) != (known.endpoints, known.server_keys)
 
     def close(self) -> None:
@@ -207,7 +203,7 @@ def _public_keys(path: Path) -> tuple[str, ...]:
 
 
 def pair_of(folder: Path, identity: str) -> KeyPair | None:
-    """Return the key pair in use; None where there is none. Raises PermissionError."""
+    """Return the key pair in use; None if there is none. Raises PermissionError."""
     path = folder / "keys" / "pairs"
     try:
         if path.stat().st_mode & 0o077:
@@ -226,7 +222,7 @@ def pair_of(folder: Path, identity: str) -> KeyPair | None:
 
 
 def is_local(endpoint: str) -> bool:
-    """Tell whether only this machine can reach ``endpoint``. Raises NotConnectable for what is no endpoint."""
+    """Return True if only this machine can reach ``endpoint``. Raises NotConnectable if it is no endpoint."""
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
     match = _TCP.fullmatch(endpoint)
@@ -239,13 +235,13 @@ def is_local(endpoint: str) -> bool:
         return False
 
 
-# Whether an instance of this machine's registry folder runs, as its processes say there.
+# Whether an instance of this machine's registry folder runs, by the files of its processes there.
 
 
 class ProcessStatus(Struct, frozen=True):
-    """State of an instance's processes. ``stopped``: an operator stopped it, or it was never started. ``problem``: why
-    it does not answer; "" while it runs.
-    """
+    """Status of an instance's processes. ``stopped``: an operator stopped it, or it was never started.
+
+    ``problem``: why it does not answer; "" while it runs."""
 
     stopped: bool
     problem: str
@@ -255,16 +251,16 @@ _UNKNOWN = ProcessStatus(False, "")
 
 
 def presence(folder: Path) -> ProcessStatus:
-    """Return the status of the processes of the instance in ``folder``. A killed process leaves its file: it may be
-    started again any moment.
-    """
+    """Return the status of the processes of the instance in ``folder``.
+
+    A killed process leaves its file: it can be restarted at any moment."""
     name = folder.name
     files = [folder / SUPERVISOR_FILE_NAME, folder / COORDINATOR_FILE_NAME]
     try:
         if not any(map(_is_there, files)):
             return ProcessStatus(True, f"{name!r} does not run: 'immortal run {name}' starts it")
     except OSError:
-        return _UNKNOWN  # the folder is not ours to read
+        return _UNKNOWN  # this user can't read the folder
     supervisor, coordinator = (read_living(file, ProcessFile) for file in files)
     if coordinator is not None:
         return _UNKNOWN
@@ -274,9 +270,7 @@ def presence(folder: Path) -> ProcessStatus:
 
 
 def _is_there(file: Path) -> bool:
-    """Tell whether ``file`` exists. Raises OSError where that can't be told: from Python 3.14 on ``exists()`` returns
-    False there.
-    """
+    """Return True if ``file`` exists. Raises OSError if that is unknown, unlike ``exists()`` from Python 3.14 on."""
     try:
         file.stat()
     except (FileNotFoundError, NotADirectoryError):

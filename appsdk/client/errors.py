@@ -1,17 +1,17 @@
-"""Errors of calls from outside, by what is known of the request.
+"""Errors of calls from outside, grouped by what is known of the request.
 
 ClientError
-  NotConnectable     the instance can't be called as things are: not registered, stopped, no key that it lets in
-  CallTimeout        no reply within the time given; ``sent`` False: the request will not be done
-  CallRefused        the call can't be made: no such method, or arguments that do not fit; nothing was done
-    CallConflict     its key, or the number of its client ID, is that of another call
-  CallRaised         the handler raised an exception that it declares (where the class is not known here)
-  CalleeFailed       the handler raised what it does not declare: the call failed, and changed nothing, or what its
+  NotConnectable     the instance can't be called at present: not registered, stopped, no key that it accepts
+  CallTimeout        no reply within the given time; ``sent`` False: the request will not be done
+  CallRefused        the call can't be carried out: no such method, or arguments that do not fit; nothing was done
+    CallConflict     its key, or the number of its client ID, belongs to another call
+  CallRaised         the handler raised an exception that it declares (if the class is not known here)
+  CalleeFailed       the handler raised an undeclared exception: the call failed, and changed nothing, or what its
                      ``on_error`` says
     CallCancelled    the handler was cancelled
-  ReplyGone          the request was done, and its reply is not kept any more
-  OutcomeUnknown     the request may have been done or not, and nobody can say any more
-  ClientClosed       the client is closed; what was sent may still be done
+  ReplyGone          the request was done, and its reply is no longer kept
+  OutcomeUnknown     the request was done or not, and nobody can tell any more
+  ClientClosed       the client is closed; what was sent can still be done
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from immortal.protocol.identity import IdentityConflict
 
 
 class ClientError(ImmortalError):
-    """Root of the errors of clients."""
+    """Base class of the errors of clients."""
 
 
 class NotConnectable(ClientError):  # noqa: N818 (what happened, not what is wrong)
-    """The instance can't be called at present; the message says what to do."""
+    """Raised if the instance can't be called at present; the message says what to do."""
 
 
 class Request(Protocol):
@@ -43,12 +43,12 @@ class Request(Protocol):
 
 
 class CallTimeout(ClientError, TimeoutError):  # noqa: N818
-    """No reply came within the time given.
+    """Raised if no reply came within the given time.
 
-    ``sent`` False: the request never left, and never will. Otherwise it may have been done, or may still be: this
-    client goes on asking, and ``again(timeout)`` waits for the same request once more (with an async client: ``await
-    error.again(timeout)``). ``client_id`` and ``number`` are what the request is known by, ``reason`` is the message
-    without the advice.
+    ``sent`` False: the request was never sent, and never will be. Otherwise it was done or can still be done: this
+    client continues to ask, and ``again(timeout)`` waits for the same request again (with an async client: ``await
+    error.again(timeout)``). ``client_id`` and ``number`` identify the request; ``reason`` is the message without the
+    advice.
     """
 
     def __init__(self, reason: str, call: Request, again: Any) -> None:
@@ -61,32 +61,31 @@ class CallTimeout(ClientError, TimeoutError):  # noqa: N818
         self._again = again
 
     def again(self, timeout: float | None = None) -> Any:
-        """Wait for the reply of the same request, ``timeout`` seconds at most. Raises CallTimeout, ClientError."""
+        """Wait for the reply of the same request, at most ``timeout`` seconds. Raises CallTimeout, ClientError."""
         return self._again(timeout)
 
 
 class CallRefused(ClientError, errors.CallRefused):  # noqa: N818
-    """The call can't be made: the instance has no such method, or the arguments do not fit. Nothing was done."""
+    """Raised if the instance has no such method, or the arguments do not fit it. Nothing was done."""
 
 
 class CallConflict(IdentityConflict, CallRefused):
-    """The key, or the client ID's number, is that of a call of another method or with other arguments. See ``known``
-    and ``given``."""
+    """Raised if the key, or the client ID's number, belongs to a different call: see ``known`` and ``given``."""
 
 
 class CalleeFailed(ClientError, errors.CalleeFailed):  # noqa: N818
-    """The handler raised what it does not declare, or returned what it does not say: see appsdk.errors.CalleeFailed."""
+    """Raised if the handler raised an undeclared exception, or returned a value that does not fit its annotation."""
 
 
 class CallCancelled(CalleeFailed, errors.CallCancelled):
-    """The handler was cancelled, and has ended with that: see immortal.appsdk.errors.CallCancelled."""
+    """Raised if the handler was cancelled, and ended by that: see immortal.appsdk.errors.CallCancelled."""
 
     def __init__(self, called: str, reason: str, reference: str = "") -> None:
         errors.CallCancelled.__init__(self, called, reason, reference)
 
 
 class CallRaised(ClientError):  # noqa: N818
-    """The handler raised an exception that it declares: ``name``, its ``arguments`` and ``attributes``."""
+    """Raised if the handler raised a declared exception: ``name``, its ``arguments`` and ``attributes``."""
 
     def __init__(self, method: str, name: str, arguments: Sequence[Any], attributes: Mapping[str, Any]) -> None:
         super().__init__(f"{method} raised {name}({', '.join(map(repr, arguments))})")
@@ -96,12 +95,12 @@ class CallRaised(ClientError):  # noqa: N818
 
 
 class ReplyGone(ClientError):  # noqa: N818
-    """The request was done, and its reply is not kept any more."""
+    """Raised if the request was done, and its reply is no longer kept."""
 
 
 class OutcomeUnknown(ClientError):  # noqa: N818
-    """The request may have been done or not, and nobody can say any more. It is not sent again."""
+    """Raised if the request was done or not, and nobody can tell any more. It is not sent again."""
 
 
 class ClientClosed(ClientError):  # noqa: N818
-    """The client is closed, or was closed while the call waited."""
+    """Raised if the client is closed, or was closed while the call waited."""

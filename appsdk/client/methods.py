@@ -1,5 +1,4 @@
-"""Encodes the arguments of a call and decodes its reply, typed by the class or by names only; status and cancel
-requests."""
+"""Codecs of a client's calls and replies, typed by the class or by names only; also of status and cancel requests."""
 
 from __future__ import annotations
 
@@ -32,16 +31,14 @@ from immortal.protocol.extensions import QUERIES
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from immortal.protocol.verdicts import FAILED_CALL
 
-ARGUMENTS_SIZE_BYTES_MAX = (16 << 20) - 1024  # of one call: the coordinator takes no larger frame
+ARGUMENTS_SIZE_BYTES_MAX = (16 << 20) - 1024  # of one call: the coordinator accepts no larger frame
 CONFLICT_FIELDS = ("what", "known", "given", "advice")
 _decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
-_ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
+_ARRAY_OF_3 = b"\x93"  # a raised reply is sent without the front of its array
 
 
 class Method(Protocol):
-    """Codec of one method's calls. ``method``: its ID, or its name while the ID is not known. ``name``: for
-    messages.
-    """
+    """Codec of one method's calls. ``method``: its ID, or its name while the ID is unknown; ``name``: for messages."""
 
     method: int | str
     name: str
@@ -50,7 +47,7 @@ class Method(Protocol):
         """Encode the arguments of a call. Raises TypeError."""
 
     def value(self, reply: Reply) -> Any:
-        """Return what the handler returned. Raises what it raised, and ClientError."""
+        """Return the handler's result. Raises what it raised, and ClientError."""
 
 
 class NamedMethod:
@@ -78,7 +75,7 @@ class NamedMethod:
 
 
 class NamedQuery(NamedMethod):
-    """Method that is called only if the instance says that it is a query."""
+    """Method that is called only if the instance has it as a query."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -91,7 +88,7 @@ def query_name(name: str) -> str:
 
 
 def query_of(name: str) -> str:
-    """Return the query that :func:`query_name` made ``name`` of; "" for another name."""
+    """Return the query for which :func:`query_name` returned ``name``; "" for another name."""
     front, dot, query = name.rpartition(".")
     return query if dot and front == QUERIES else ""
 
@@ -107,7 +104,7 @@ class TypedMethod:
         self._codec = definition.codec(handler)
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
-        """Encode the arguments and check them here, where the message can say what is wrong."""
+        """Encode the arguments. They are checked here, where the message can say what is wrong."""
         if keywords or len(arguments) != self._codec.plain_count:
             arguments = self._codec.bind(arguments, keywords)
         if self._codec.may_hold_untyped:
@@ -133,12 +130,12 @@ class TypedMethod:
 
 
 def typed_method(definition: Definition, name: str) -> TypedMethod:
-    """Return the handler called ``name``. Raises AttributeError for a name that no handler has."""
+    """Return the handler ``name``. Raises AttributeError if there is none."""
     return TypedMethod(definition, find_handler(definition, name))
 
 
 def typed_query(definition: Definition, name: str) -> TypedMethod:
-    """Return the query called ``name``. Raises AttributeError for a name that no query has."""
+    """Return the query ``name``. Raises AttributeError if there is none."""
     found = definition.handlers.get(name)
     if found is None or not found.is_query:
         queries = ", ".join(sorted(one.name for one in definition.handlers.values() if one.is_query)) or "none"
@@ -152,7 +149,7 @@ def typed_query(definition: Definition, name: str) -> TypedMethod:
 def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -> bytes:
     try:
         data = encode_value(arguments)
-    except Exception as error:  # what a user's type raises as it is encoded
+    except Exception as error:  # an error of a user's type
         raise unencodable(name, parameters, arguments, error) from error
     if is_too_deep(data):
         raise TypeError(describe_depth(name, parameters, arguments))
@@ -172,16 +169,16 @@ def _decoded(name: str, data: bytes) -> Any:
 
 
 def check_conflict(name: str, reply: Reply) -> None:
-    """Raise CallConflict where ``reply`` reports one; what the handler raised is none."""
+    """Raise CallConflict if ``reply`` reports one; ignore errors of the handler."""
     if reply.kind == ReplyKind.RAISED:
         with suppress(CallCancelled, CalleeFailed):
             _raised(name, reply)
 
 
 def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return (name of the exception, arguments, attributes) of a reply. Raises CallRefused, CalleeFailed,
-    ClientError.
-    """
+    """Return (name of the exception, arguments, attributes) of a reply.
+
+    Raises CallRefused, CalleeFailed, ClientError."""
     try:
         found: tuple[str, list[Any], dict[str, Any]] = _decode_raised(_ARRAY_OF_3 + reply.value)
     except decoding.DecodeError as error:
@@ -198,7 +195,7 @@ def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
     return found
 
 
-# What is asked about a request besides its result: whether it waits, and that it be cancelled.
+# Requests about a request: its status, and its cancellation.
 
 
 Status = Literal["waiting", "done", "unknown"]
@@ -214,7 +211,7 @@ class _StatusMethod:
         return b""
 
     def value(self, reply: Reply) -> Status:
-        """Return the status in words. Raises CallConflict."""
+        """Return the status as a word. Raises CallConflict."""
         if reply is REQUEST_ACCEPTED:
             return "waiting"
         check_conflict(self.name, reply)
@@ -231,7 +228,7 @@ class _CancelMethod:
         return msgspec.msgpack.encode((1, *arguments))
 
     def value(self, reply: Reply) -> bool:
-        """Return whether the call still waited. Raises ClientError."""
+        """Return True if the call still waited. Raises ClientError."""
         if reply.kind != ReplyKind.VALUE:
             raise ClientError(
                 "the app does not know how to cancel a call: its SDK is of an earlier version than this client's"

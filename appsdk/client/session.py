@@ -1,7 +1,7 @@
 """Session of one client ID, without I/O: numbered requests that are sent, retransmitted and answered.
 
-A number is given to a call as it is first sent, so that one which was given up before leaves no gap. What is sent
-stays here until they are answered, whoever waits: the coordinator takes no later one before.
+A call gets its number when it is first sent, so that a call that was given up earlier leaves no gap. Sent requests stay
+here until they are answered, even if nobody waits: the coordinator takes no later one before.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from immortal.protocol.client_frames import (
     encode_request,
 )
 
-OUTSTANDING_MAX = 4096  # of one client ID: sent and not answered; later calls wait here. The replies are all kept there
+OUTSTANDING_MAX = 4096  # of one client ID, not answered; later calls wait. The instance keeps all their replies
 OUTSTANDING_SIZE_BYTES_MAX = 8 << 20
-REQUEST_SIZE_BYTES_MAX = 256 << 10  # calls that wait are joined into frames of about this size
+REQUEST_SIZE_BYTES_MAX = 256 << 10  # waiting calls are joined into frames of about this size
 REQUEST_COUNT_MAX = 256
-# A reply that does not come is asked for, less and less often: it may have been lost with a connection.
+# A missing reply is asked for, less and less often: it can have been lost with a connection.
 POLL_MIN_S = 0.1
 POLL_MAX_S = 1.0
-RESENT_BYTES_PER_S = 4 << 20  # ... and with an ID or key that others may have, sent again: large ones less often
+RESENT_BYTES_PER_S = 4 << 20  # ... an ID or key that others can have: requests are sent again, large ones less often
 
 
 class Call:
-    """One call. ``method``: its ID, or its name while that is not known. Used under the lock of its connection's owner.
+    """One call. ``method``: its ID, or its name while that is unknown. Use it under the lock of its connection's owner.
 
-    ``outcome`` is a Reply or a ClientError once there is one, and ``done`` is called then.
+    ``outcome``: a Reply or a ClientError once there is one; then ``done`` is called.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Call:
         self.born_ns = 0
         self.message = b""
         self.outcome: Reply | ClientError | None = None
-        self.leader: Call | None = None  # this is the same request, made once more
+        self.leader: Call | None = None  # the same request, of which this is a repetition
         self.followers: list[Call] = []
 
     @property
@@ -82,15 +82,15 @@ class Call:
 
 
 REQUEST_ACCEPTED = Reply(1, -1)
-"""To a question about a request: the instance has it, and there is no reply yet."""
+"""Reply to a question about a request: the instance has it, and there is no reply yet."""
 REQUEST_UNKNOWN = Reply(1, -2)
-"""... it has no such request."""
+"""Reply to a question about a request: the instance has no such request."""
 
 
 class Question(Call):
-    """Status query for request 1 of a session. Outcome: REQUEST_ACCEPTED, REQUEST_UNKNOWN, or the request's.
+    """Question about request 1 of a session. Outcome: REQUEST_ACCEPTED, REQUEST_UNKNOWN, or the request's.
 
-    ``starts``: whoever asks wants to know that it was taken, and nothing more.
+    ``starts``: the asker only wants to know that the request was taken.
     """
 
     __slots__ = ("pongs", "starts")
@@ -104,7 +104,7 @@ class Question(Call):
 class Session:
     """Numbered requests of one client ID. ``keeps_replies``: the coordinator is never told to release a reply.
 
-    ``renew`` gives another client ID, for one whose numbers mean nothing any more; None: it was given by hand.
+    ``renew``: returns another client ID, if the numbers of this one have become invalid; None: the ID is the user's.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Session:
     ) -> None:
         self.client_id = client_id
         self.keeps_replies = keeps_replies
-        self.error: ClientError | None = None  # why no call can be made any more
+        self.error: ClientError | None = None  # why no call is possible any more
         self.poll_due_s: float | None = None
         self.resend_due_s: float | None = None
         self.resend_behind = 0
@@ -125,9 +125,9 @@ class Session:
         self._answered = 0  # the highest number that was ever answered
         self._poll_s = POLL_MIN_S
         self._questions: list[Question] = []
-        self._second: Call | None = None  # the request about the first one
-        self._pings_count = 0  # that have no PONG yet
-        self._pinged = 0  # what was sent by the last ping; 0: what is missing is being sent again
+        self._second: Call | None = None  # the request about request 1
+        self._pings_count = 0  # pings without a PONG yet
+        self._pinged = 0  # the last number before the last ping; 0: missing requests are being sent again
 
     def add(self, call: Call) -> None:
         if self.error is not None:
@@ -141,7 +141,7 @@ class Session:
         return self.outstanding.get(1) or (self.waiting[0] if self.waiting and self._next_number == 1 else None)
 
     def follow(self, call: Call, first: Call) -> None:
-        """Give ``call`` the reply of ``first``, and share what either of them knows about the request."""
+        """Give ``call`` the reply of ``first``, and combine what the two know about the request."""
         if not first.method:
             first.method = call.method
         if not (first.arguments or first.message):
@@ -150,7 +150,7 @@ class Session:
         first.followers.append(call)
 
     def attach(self, call: Call, number: int) -> None:
-        """Give ``call`` the reply of that request, which was sent, perhaps by another process."""
+        """Give ``call`` the reply of request ``number``, which was sent, possibly by another process."""
         if self.error is not None:
             call.finish(self.error)
             return
@@ -164,7 +164,7 @@ class Session:
         self.poll_due_s = 0.0
 
     def add_second(self, call: Call) -> None:
-        """Add request 2, about request 1, which was sent, perhaps by another process."""
+        """Add request 2, about request 1, which was sent, possibly by another process."""
         if self._second is not None and self._second.outcome is None:
             call.leader = self._second
             self._second.followers.append(call)
@@ -186,15 +186,15 @@ class Session:
         question.leader = self.outstanding.get(1) or self.waiting[0]
         question.leader.followers.append(question)
         if not question.starts:
-            # PONGs of before may be on their way. And a reply that is asked for comes behind the PONG, so it is here by
-            # the second one.
+            # Earlier PONGs can be in flight. And a reply that is asked for comes after the PONG, so it is here by the
+            # second one.
             question.pongs = self._pings_count + 2
         self._questions.append(question)
         self.poll_due_s = 0.0
 
     @property
     def was_sent(self) -> bool:
-        """Note that request 1 was sent, perhaps by another process."""
+        """True if request 1 was sent, possibly by another process."""
         return self._next_number > 1
 
     def ponged(self, taken: int) -> None:
@@ -223,7 +223,7 @@ class Session:
             self.poll_due_s = 0.0
 
     def withdraw(self, call: Call) -> bool:
-        """Forget ``call`` if it was not sent yet. Returns whether it was so."""
+        """Forget ``call`` if it was not sent yet; return True if so."""
         if call.sent or call.followers:
             return False
         leader = call.leader
@@ -239,16 +239,16 @@ class Session:
     def is_idle(self) -> bool:
         return not (self.waiting or self.outstanding)
 
-    # --- out ---------------------------------------------------------------------------------------------------------
+    # --- output ------------------------------------------------------------------------------------------------------
 
     def named(self) -> Iterator[Call]:
-        """Yield the calls that were sent, perhaps by another process, and have only their method's name here."""
+        """Yield the calls that were sent, possibly by another process, and whose method is known only by name."""
         return (call for call in self.outstanding.values() if isinstance(call.method, str))
 
     def requests(self, resolve: Callable[[Call], bool], born_ns: int, now_s: float) -> Iterator[ClientFrame]:
-        """Yield new calls, as many as may be sent now. ``resolve`` gives a call its method's ID; False: the ID is not
-        known yet, or the call has ended.
-        """
+        """Yield new calls, as many as can be sent now.
+
+        ``resolve``: gives a call its method's ID; returns False if that is unknown, or the call has ended."""
         while self.waiting and len(self.outstanding) < OUTSTANDING_MAX:
             first = self._next_number
             some: list[Call] = []
@@ -304,7 +304,7 @@ class Session:
         return next(iter(self.outstanding), self._next_number) - 1
 
     def again(self, behind: int = 0) -> Iterator[ClientFrame]:
-        """Retransmit all that is outstanding with numbers above ``behind``: the connection may be another one."""
+        """Retransmit all outstanding requests with numbers above ``behind``: the connection can be another one."""
         self._pings_count = 0
         yield from self._sent_again(behind, NUMBER_MAX)
 
@@ -328,15 +328,15 @@ class Session:
             yield self._request(some[0].number, some)
 
     def polls(self, born_ns: int, now_s: float) -> Iterator[ClientFrame]:
-        """Ask for what is outstanding, after a pause that grows.
+        """Poll for outstanding replies, after a pause that grows.
 
-        Others may have used this ID: whoever asks by number alone would be told what became of their calls, where this
-        request was lost on its way. So what can be sent again is.
+        Others can have used this ID. A question by number alone could then return the reply to a call of theirs, if
+        this request was lost on its way. So all requests that can be sent again are.
         """
         if self.keeps_replies:
             last = self._pinged
             for call in self.outstanding.values():
-                if call.arguments and isinstance(call.method, int):  # the one of a key that was sent before
+                if call.arguments and isinstance(call.method, int):  # the request of a key that was sent before
                     call.message, call.arguments = encode_request(call.method, call.arguments), b""
                     call.born_ns, last = born_ns, max(last, call.number)
                     self._outstanding_bytes += len(call.message)
@@ -344,7 +344,7 @@ class Session:
         yield self.ping(now_s)
 
     def ping(self, now_s: float) -> ClientFrame:
-        """Make the ping of :meth:`polls`, which is no request."""
+        """Return the ping of :meth:`polls`, which is no request."""
         self._poll_s = min(self._poll_s * 2, POLL_MAX_S)
         resent_s = self._outstanding_bytes / RESENT_BYTES_PER_S if self.keeps_replies else 0.0
         self.poll_due_s = now_s + self._poll_s + resent_s if self.outstanding else None
@@ -353,7 +353,7 @@ class Session:
         unknown = (number for number, call in self.outstanding.items() if not (self.keeps_replies and call.message))
         asked = list(islice(unknown, ASKED_MAX))
         method = self.outstanding[asked[0]].method if self.keeps_replies and len(asked) == 1 else 0
-        if isinstance(method, str):  # whether the request is of that method can't be said yet
+        if isinstance(method, str):  # it is unknown whether the request calls that method
             asked = []
         return ClientFrame(
             ClientFrameType.PING,
@@ -365,12 +365,12 @@ class Session:
             reason=str(method) if isinstance(method, int) and method > 0 else "",
         )
 
-    # --- in ----------------------------------------------------------------------------------------------------------
+    # --- input -------------------------------------------------------------------------------------------------------
 
     def replied(self, reply: Reply) -> None:
         call = self.outstanding.pop(reply.number, None)
         if call is None:
-            return  # it came twice
+            return  # a second copy
         self._outstanding_bytes -= len(call.message)
         self._answered = max(self._answered, reply.number)
         self._poll_s = POLL_MIN_S
@@ -394,9 +394,7 @@ class Session:
             call.finish(reply)
 
     def is_behind(self, taken: int) -> bool:
-        """Tell whether the coordinator, which has requests up to ``taken``, has fewer than had been sent when it was
-        asked.
-        """
+        """Return True if the coordinator has fewer requests (up to ``taken``) than were sent before it was asked."""
         if taken >= self._pinged:
             return False
         self._pinged = 0
@@ -406,9 +404,7 @@ class Session:
         return taken < self._answered
 
     def begin_anew(self, error: ClientError) -> None:
-        """Begin with new numbers: calls that were sent end with ``error``; the others are sent under the new client ID,
-        if there is one.
-        """
+        """Restart with new numbers: sent calls end with ``error``; others get the new client ID, if there is one."""
         outstanding, self.outstanding = self.outstanding, {}
         self._outstanding_bytes = self._answered = 0
         self._next_number = 1
@@ -422,13 +418,13 @@ class Session:
             call.finish(error)
 
     def refuse_waiting(self, error: ClientError) -> None:
-        """End with ``error`` the calls that were not sent; later calls may succeed."""
+        """End with ``error`` the calls that were not sent; later calls can succeed."""
         waiting, self.waiting = self.waiting, deque()
         for call in waiting:
             call.finish(error)
 
     def fail(self, error: ClientError) -> None:
-        """End all calls with ``error``, and each later one."""
+        """End all calls, and all later ones, with ``error``."""
         self.error = error
         waiting, self.waiting = self.waiting, deque()
         outstanding, self.outstanding = self.outstanding, {}

@@ -1,4 +1,4 @@
-"""Shells around a state machine with sockets: ThreadShell for callers in threads, LoopShell for those of asyncio.
+"""Shells around a state machine with sockets: ThreadShell for callers in threads, LoopShell for callers on asyncio.
 
 Clients, pools of servers and copies of tables are such machines, which know neither threads nor loops. A shell waits
 for their sockets and deadlines, and lets callers wait for the end of their requests.
@@ -23,21 +23,21 @@ from immortal.protocol.process import after_fork_message, disown_in_child, regis
 
 
 def require_process(process_id: int, what: str, advice: str) -> None:
-    """Check that this is the process that made ``what``. Raises ClientClosed in a forked child."""
+    """Check that this is the process that created ``what``. Raises ClientClosed in a forked child."""
     if process_id != os.getpid():
         raise ClientClosed(after_fork_message(what, process_id, advice))
 
 
 class OwnId:
-    """Client ID that the user has given: one process has it, as its requests are numbered. None: each makes its own."""
+    """Client ID that the user has given: only one process can use it. None: each process makes its own."""
 
     def __init__(self, given: str | None, of: str) -> None:
         self.given = given
         self._of = of
-        self._process_id = 0  # that has taken it
+        self._process_id = 0  # that uses the ID
 
     def take(self) -> str | None:
-        """Return the ID for this process. Raises ClientClosed where another process has it."""
+        """Return the ID for this process. Raises ClientClosed if another process uses it."""
         if self.given is not None:
             self._process_id = self._process_id or os.getpid()
             what, advice = f"the client {self.given!r} of {self._of}", "connect here, with a client_id of its own"
@@ -46,21 +46,19 @@ class OwnId:
 
 
 class Machine(Protocol):
-    """State machine with sockets. Used by one thread at a time."""
+    """State machine with sockets. Only one thread uses it at a time."""
 
     def process(self) -> Any:
-        """Receive what has come, and do what is due."""
+        """Receive all input, and do what is due."""
 
     def sockets(self) -> Iterable[zmq.Socket[bytes]]:
-        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has come, and may open
-        others.
-        """
+        """Return the sockets to wait for. They signal once: :meth:`process` takes all input, and can open others."""
 
     def next_deadline_s(self) -> float:
-        """Return the monotonic time at which :meth:`process` must be called, even if nothing comes."""
+        """Return the monotonic time at which :meth:`process` must be called, even without input."""
 
     def close(self) -> None:
-        """Close the sockets, and end all requests that wait."""
+        """Close the sockets, and end all waiting requests."""
 
 
 M = TypeVar("M", bound=Machine)
@@ -68,32 +66,32 @@ N = TypeVar("N", contravariant=True)
 
 
 class Request(Protocol[N]):
-    """Request of one caller to a machine. ``patience_s``: for so long the shell waits for its end; None: without limit.
+    """Request of one caller to a machine. ``patience_s``: how long the shell waits for its end; None: without limit.
 
-    All but ``value`` is called while nobody else uses the machine.
+    All methods but ``value`` are called while nobody else uses the machine.
     """
 
     @property
     def patience_s(self) -> float | None: ...
 
     def begin(self, machine: N, done: Callable[[], None]) -> None:
-        """Give it to the machine. ``done`` is called when it is over, perhaps at once. Raises ClientError."""
+        """Give the request to the machine, which calls ``done`` at its end, possibly at once. Raises ClientError."""
 
     def withdraw(self, machine: N) -> None:
-        """Forget it: its caller was interrupted."""
+        """Forget the request: its caller was interrupted."""
 
     def expire(self, machine: N) -> None:
-        """Forget it after ``patience_s``, unless it is over by now."""
+        """Forget the request after ``patience_s``, unless it is over."""
 
     def value(self, ask: Callable[[Request[N]], Any]) -> Any:
-        """Return the result. ``ask``: makes another request to this machine. Raises what it has come to."""
+        """Return the result. ``ask``: makes another request to this machine. Raises the request's error."""
 
 
-_SLEEP_S_MAX = 3600.0  # poll() takes no endless times
+_SLEEP_S_MAX = 3600.0  # poll() does not accept an infinite time
 
 
 class WatchedSockets:
-    """Set of ZeroMQ's sockets that are waited for: ``leave`` and ``watch`` end and begin that for a file descriptor."""
+    """Set of watched ZeroMQ sockets. ``leave`` and ``watch`` end and begin the watch of a file descriptor."""
 
     def __init__(self, leave: Callable[[int], object], watch: Callable[[int], object]) -> None:
         self._leave = leave
@@ -101,24 +99,23 @@ class WatchedSockets:
         self._descriptors: dict[zmq.Socket[bytes], int] = {}
 
     def update(self, sockets: Iterable[zmq.Socket[bytes]]) -> bool:
-        """Wait for these and no others. True: one is new, and what it has to tell may have come already."""
+        """Watch these sockets and no others; return True if one is new, as it can have input already."""
         now = list(sockets)
         for gone in self._descriptors.keys() - now:
             self._leave(self._descriptors.pop(gone))
         new = [socket for socket in now if socket not in self._descriptors]
         for socket in new:
-            # The number alone does not tell a new one: that of a closed socket is given again.
+            # The number alone does not identify a socket: that of a closed one is used again.
             self._descriptors[socket] = descriptor = int(socket.getsockopt(zmq.FD))
             self._watch(descriptor)
         return bool(new)
 
 
 class ThreadShell(Generic[M]):
-    """Shell for any threads; one of its own takes what comes. A forked child gets a machine of its own at its first
-    use.
+    """Shell for any threads; its own thread takes input. A forked child gets its own machine at its first use.
 
-    ``make`` makes a machine for this process. ``what`` is closed by :meth:`close`, for messages. ``sends_at_once``: who
-    asks also sends; otherwise what several threads ask goes together.
+    ``make``: makes a machine for this process. ``what``: name of what :meth:`close` closes, for messages.
+    ``sends_at_once``: the asking thread also sends; otherwise requests of several threads are sent together.
     """
 
     def __init__(self, make: Callable[[], M], what: str, *, sends_at_once: bool = False) -> None:
@@ -133,10 +130,10 @@ class ThreadShell(Generic[M]):
     def _begin(self) -> None:
         """Reset to a shell of this process without a machine."""
         self.is_open = False
-        self.error: BaseException | None = None  # by which the machine ended
+        self.error: BaseException | None = None  # that ended the machine
         self._opening = threading.Lock()
         self.lock = threading.Lock()  # of the machine
-        self.turned = threading.Condition(self.lock)  # it has processed something, or is closed
+        self.turned = threading.Condition(self.lock)  # notified when the machine has processed something, or is closed
         self._wake = -1
 
     def _open(self) -> None:
@@ -154,7 +151,7 @@ class ThreadShell(Generic[M]):
 
     @property
     def machine(self) -> M:
-        """Machine of this process; made at its first use. Raises ClientClosed, and what making one raises."""
+        """Machine of this process, made at its first use. Raises ClientClosed, and what the creation raises."""
         if not self.is_open:
             with self._opening:
                 if not self.is_open:
@@ -164,19 +161,19 @@ class ThreadShell(Generic[M]):
         return self._own
 
     def rouse(self) -> None:
-        """Let the machine process what is new."""
+        """Wake the shell's thread, so that the machine processes new requests."""
         if (wake := self._wake) >= 0:
             os.eventfd_write(wake, 1)
 
     def post(self, act: Callable[[M], None]) -> None:
-        """Let ``act`` use the machine, which then does what follows. Raises what that raises."""
+        """Call ``act`` with the machine, which then processes the changes. Raises what ``act`` raises."""
         machine = self.machine
         with self.lock:
             act(machine)
         self.rouse()
 
     def ask(self, request: Request[M]) -> Any:
-        """Make a request and return its result. Raises what it comes to."""
+        """Make a request and return its result. Raises the request's error."""
         machine = self.machine
         replied = threading.Lock()
         replied.acquire()
@@ -207,7 +204,7 @@ class ThreadShell(Generic[M]):
         finally:
             with self.lock:
                 self.closing = True
-                self._own.close()  # nobody waits for what does not come any more, whatever has happened here
+                self._own.close()  # nobody must wait for ever, whatever has happened here
                 self.turned.notify_all()
 
     def _take_turns(self, wake: int) -> None:
@@ -227,24 +224,24 @@ class ThreadShell(Generic[M]):
                 os.eventfd_read(wake)
 
     def close(self) -> None:
-        """Close the machine. Requests that wait end with ClientClosed."""
+        """Close the machine. Waiting requests end with ClientClosed."""
         with self.lock:
             self.closing = True
             wake, self._wake = self._wake, -1
-        if wake >= 0:  # it is open, and nobody else closes it
+        if wake >= 0:  # it is open, and no other thread closes it
             os.eventfd_write(wake, 1)
             self._thread.join()
             os.close(wake)
 
 
 class LoopShell(Generic[M]):
-    """Shell for one asyncio loop, the one that runs when it is made. A forked child can't use it.
+    """Shell for the asyncio loop that runs at its creation. A forked child can't use it.
 
-    ``make`` makes the machine. ``what`` is closed by :meth:`close`, for messages.
+    ``make``: makes the machine. ``what``: name of what :meth:`close` closes, for messages.
     """
 
-    is_open = True  # its machine was made
-    lock = nullcontext()  # nobody else is on the loop
+    is_open = True  # its machine exists
+    lock = nullcontext()  # no other thread is on the loop
 
     def __init__(self, make: Callable[[], M], what: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -263,24 +260,24 @@ class LoopShell(Generic[M]):
         register(self)
 
     def forked_in_child(self) -> None:
-        """Refuse use in a child: the loop is its parent's."""
+        """Refuse use in a child: the loop belongs to its parent."""
         self._closed = True
         self._why_not_here = after_fork_message(self._what, self._process_id, "connect anew, in a loop of this one")
 
     def rouse(self) -> None:
-        """Let the machine process what is new: once for all that is asked in this turn of the loop."""
+        """Let the machine process new requests: once for all requests of this turn of the loop."""
         if self._soon is None:
             self._soon = self._loop.call_soon(self._process)
 
     def post(self, act: Callable[[M], None]) -> None:
-        """Let ``act`` use the machine, which then does what follows. Raises what that raises, ClientClosed."""
+        """Call ``act`` with the machine, which then processes the changes. Raises what ``act`` raises, ClientClosed."""
         if self._why_not_here:
             raise ClientClosed(self._why_not_here)
         act(self.machine)
         self.rouse()
 
     async def ask(self, request: Request[M]) -> Any:
-        """Make a request and return its result. Raises what it comes to."""
+        """Make a request and return its result. Raises the request's error."""
         replied: asyncio.Future[None] = self._loop.create_future()
         self.post(lambda machine: request.begin(machine, partial(_end, replied)))
         if not replied.done():
@@ -308,7 +305,7 @@ class LoopShell(Generic[M]):
             is_new = self._known.update(self.machine.sockets())
             due_s = self.machine.next_deadline_s()
         except BaseException:
-            self._close()  # nobody waits for what does not come any more
+            self._close()  # nobody must wait for ever
             raise
         if is_new:
             self.rouse()
@@ -320,7 +317,7 @@ class LoopShell(Generic[M]):
             self._timer = self._loop.call_later(max(0.001, self._timer_due_s - now_s), self._process)
 
     async def close(self) -> None:
-        """Close the machine. Requests that wait end with ClientClosed."""
+        """Close the machine. Waiting requests end with ClientClosed."""
         self._close()
 
     def _close(self) -> None:

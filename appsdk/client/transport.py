@@ -1,6 +1,4 @@
-"""ZeroMQ transport of a client's connection: one DEALER, reopened on silence, and a monitor that says why nothing
-comes.
-"""
+"""ZeroMQ transport of a client's connection: one DEALER, reopened on silence, and a monitor of its problems."""
 
 from __future__ import annotations
 
@@ -19,22 +17,22 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 GOODBYE_LINGER_MS = 100
-DESERTED_S = 0.1  # where nobody listens, and there is another endpoint to try
-MOVED_POLL_S = 0.05  # whether the copy of a shared registry has changed: a comparison of two numbers
-# An instance that seems to be stopped, or not to know the key, may just be starting, or about to look for keys.
+DESERTED_S = 0.1  # if nobody listens, and there is another endpoint
+MOVED_POLL_S = 0.05  # interval of checks of a shared registry's copy: a comparison of two numbers
+# An instance that seems to be stopped, or not to know the key, can be about to start, or to look for keys.
 STOPPED_S = 1.5
 KEY_RETRY_S = 1.0  # an instance looks for new keys and callers once a second
 KEY_REFUSED_S = 2.0
 _OPTIONS = {
     zmq.SNDHWM: 16_384,  # frames
-    zmq.MAXMSGSIZE: 72 << 20,  # a reply may be as large as a message: 64 MiB, and what stands in front
+    zmq.MAXMSGSIZE: 72 << 20,  # a reply can be as large as a message: 64 MiB, with a front
     zmq.RECONNECT_IVL: 10,
     zmq.RECONNECT_IVL_MAX: 200,
 }
 
 
 class Transport:
-    """Socket of one connection. Used by one thread at a time. Raises NotConnectable as it is made."""
+    """Socket of one connection. Only one thread uses it at a time. Its creation raises NotConnectable."""
 
     def __init__(self, connection: Connection, finder: Finder) -> None:
         self.connection = connection
@@ -43,8 +41,8 @@ class Transport:
         self._turn = 0
         self._dealer = Dealer(self._context, _OPTIONS)
         self._watch = self._dealer.watch
-        self._refused_s: float | None = None  # when the key was turned away first
-        self._stopped_s: float | None = None  # when the instance was found stopped first
+        self._refused_s: float | None = None  # when the key was first refused
+        self._stopped_s: float | None = None  # when the instance was first found stopped
         self._look_due_s: float | None = None
         self._following: RegistryWatch | None = None
         try:
@@ -69,17 +67,17 @@ class Transport:
         self.connection.endpoints_count = len(places.endpoints)
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Return the socket to wait for; another one after :meth:`process` has reopened it."""
+        """Return the socket to wait for; after :meth:`process` has reopened it, another one."""
         return [self._dealer.socket]
 
     def process(self) -> None:
-        """Receive what has come and send what is due."""
+        """Receive all input and send what is due."""
         connection = self.connection
         now_s = time.monotonic()
         if not connection.is_talking:
             self._look(now_s)
         if len(self._places.endpoints) > 1 and self._is_deserted(now_s):
-            connection.needs_reconnect = True  # at the next endpoint, where the instance may be by now
+            connection.needs_reconnect = True  # to the next endpoint, to which the instance can have moved
         if self._following is not None and self._following.moved(self._places):
             self._turn = -1  # the first of its places, with the first of its keys
             connection.needs_reconnect = True
@@ -91,13 +89,13 @@ class Transport:
                 self._reopen(now_s)
                 continue
             for one in data:
-                self._dealer.send(one)  # what is not taken is sent again once somebody takes it
-            # Sending may have taken in the news that something has come, of which the descriptor tells only once.
+                self._dealer.send(one)  # a refused message is sent again later
+            # Sending can have taken in the signal of new input, which the descriptor gives only once.
             if not data and not self._dealer.has_unread():
                 return
 
     def _look(self, now_s: float) -> None:
-        """Check whether the instance can be reached; end the calls that were not sent where it can't."""
+        """Check whether the instance can be reached; if not, end the calls that were not sent."""
         self._watch.look()
         self._look_due_s = None
         refusal = self._places.refusal or self._key_refusal(now_s)
@@ -109,9 +107,7 @@ class Transport:
             self._try_next_key(now_s)
 
     def _try_next_key(self, now_s: float) -> None:
-        """Try all keys that the server may have at once, and again after a while: by then the registry may have
-        others.
-        """
+        """Try the server's possible keys one after the other; then all again, when the registry can have others."""
         count = len(self._places.server_keys)
         is_last = (self._turn + 1) % count == 0
         due_s = self._opened_s + KEY_RETRY_S if is_last else now_s
@@ -121,15 +117,15 @@ class Transport:
             self._look_due_s = due_s
 
     def _is_deserted(self, now_s: float) -> bool:
-        """Tell whether no process listens at the endpoint."""
+        """Return True if no process listens at the endpoint."""
         if now_s - self._opened_s < DESERTED_S:
             return False
         self._watch.look()
         return not self._watch.is_up and self._watch.is_unreachable
 
     def _key_refusal(self, now_s: float) -> str:
-        """Return why the key was refused, once it has been long enough: the server may not know a new key yet."""
-        if not self._watch.refusals or len(self._places.endpoints) > 1:  # it may be at another of them
+        """Return why the key was refused, after a while: before that, the server can still learn a new key."""
+        if not self._watch.refusals or len(self._places.endpoints) > 1:  # the instance can be at another one
             self._refused_s = None
             return ""
         if self._refused_s is None:
@@ -138,7 +134,7 @@ class Transport:
             return self.problem
         self._look_due_s = self._opened_s + KEY_RETRY_S
         if now_s >= self._look_due_s:
-            self._turn -= 1  # whoever turns the caller's key away has shown that it has the one that is tried
+            self._turn -= 1  # a server that refuses the caller's key has proved its own
             self.connection.needs_reconnect = True
         return ""
 
@@ -161,7 +157,7 @@ class Transport:
 
     @property
     def problem(self) -> str:
-        """Reason why no reply comes, as far as the client can know; "" for none."""
+        """Reason why no reply comes, as far as the client can know; "" if there is none."""
         if self.connection.is_talking:
             return self.connection.problem
         self._watch.look()
@@ -185,25 +181,25 @@ class Transport:
             return
 
     def _reopen(self, now_s: float) -> None:
-        """Open a socket to the next endpoint, by the newest endpoints and keys."""
+        """Open a socket to the next endpoint, with the newest endpoints and keys."""
         self._dealer.close()
         self._turn += 1
         try:
             self._places = self._finder.find()
         except NotConnectable as error:
-            self.connection.problem = str(error)  # as it was
+            self.connection.problem = str(error)  # and keep the old places
         self._open()
         self.connection.reopened(now_s)
 
     def next_deadline_s(self) -> float:
-        """Monotonic time at which :meth:`process` must be called, even if nothing comes."""
+        """Monotonic time at which :meth:`process` must be called, even without input."""
         due_s = self.connection.next_deadline_s()
         if self._following is not None:
             due_s = min(due_s, time.monotonic() + MOVED_POLL_S)
         return due_s if self._look_due_s is None else min(due_s, self._look_due_s)
 
     def close(self) -> None:
-        """Close the socket. Calls without a reply may still be done."""
+        """Close the socket. Calls without a reply can still be done."""
         if self._dealer.is_open:
             for data in self.connection.goodbye():
                 self._dealer.send(data)
@@ -213,13 +209,13 @@ class Transport:
         self._context.term()
 
 
-# What a client says to people.
+# Messages of a client for people.
 
 
 def timeout_message(transport: Transport, method: str, call: Call, timeout_s: float) -> str:
     instance = transport.connection.instance
     front = f"{method}: no reply of {instance!r} at {transport.endpoint} within {timeout_s:g} s: {transport.problem}"
-    if not call.sent and call.message:  # a query beside the log, which has no number there
+    if not call.sent and call.message:  # an unlogged query, which has no number
         return f"{front}; a query changes nothing, and may be asked again"
     if not call.sent:
         return f"{front}; the request was never sent, and will not be"
@@ -248,11 +244,11 @@ class Dealer:
         return self._socket
 
     def open(self, endpoint: str, places: Places, key: int) -> None:
-        """Connect to ``endpoint``, which has the server key of that number. Raises NotConnectable."""
+        """Connect to ``endpoint``, with the server key of that number. Raises NotConnectable."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        # What comes is bounded by what is outstanding. With a limit of ZeroMQ's, or its heartbeats, it ends the process
-        # where a connection breaks that is not read to its end; that there is nobody, the pings tell.
+        # Input is limited by outstanding requests. With its own limit, or its heartbeats, ZeroMQ ends the process if a
+        # connection breaks that was not read to its end. Pings detect a missing peer.
         socket.setsockopt(zmq.RCVHWM, 0)
         for option, value in self._options.items():
             socket.setsockopt(option, value)
@@ -278,7 +274,7 @@ class Dealer:
         return bool(events & _POLLIN)
 
     def send(self, data: bytes) -> bool:
-        """Send a message. False: there is no connection yet, or nobody takes what is sent."""
+        """Send a message; return False if there is no connection yet, or nobody takes messages."""
         try:
             self.socket.send(data, _NOBLOCK)
         except zmq.Again:
@@ -292,14 +288,14 @@ class Dealer:
             self._socket = None
 
 
-# What ZeroMQ tells of a socket's connection: why nothing comes, where nothing comes.
+# Events of ZeroMQ on a socket's connection, which tell why no input comes.
 
 
 _EVENT = struct.Struct("=HI")
 _UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _CONNECTED = int(zmq.EVENT_CONNECTED)
 _BROKEN = int(zmq.EVENT_DISCONNECTED)
-_NOBODY = int(zmq.EVENT_CLOSED)  # of an attempt that found nobody
+_NOBODY = int(zmq.EVENT_CLOSED)  # of an attempt that found no listener
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
@@ -308,11 +304,11 @@ _NOBODY_LISTENS = "nobody listens there"
 
 
 class SocketMonitor:
-    """Monitor of one socket after the other. ``problem``: what keeps the socket from connecting; "" for none.
+    """Monitor of one socket after the other. ``problem``: what keeps the socket from connecting; "" if nothing.
 
-    ``refusals`` counts how often the key was turned away, since a connection was made last or who listens was another
-    one; ``connections`` those that were made in all. ``is_up``: there is one. ``has_key_mismatch``: who listens has
-    broken off the handshake with this socket, as one does that has another key.
+    ``refusals``: how often the key was refused since the last connection or change of listener. ``connections``: their
+    total number. ``is_up``: there is a connection. ``has_key_mismatch``: the listener broke off the handshake with this
+    socket, as one with another key does.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -327,7 +323,7 @@ class SocketMonitor:
         self._has_keys = False
 
     def watch(self, socket: zmq.Socket[bytes], *, has_keys: bool) -> None:
-        """Monitor ``socket``, which has not connected yet, in place of the one before."""
+        """Monitor ``socket``, which has not connected yet, in place of the previous one."""
         self.close()
         self._watched = socket
         self._count += 1
@@ -336,7 +332,7 @@ class SocketMonitor:
         socket.monitor(address, _ALL)
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.LINGER, 0)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # so that nobody waits for who does not look
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # so that ZeroMQ never waits for a reader
         self._monitor.connect(address)
         self.is_up = self.has_key_mismatch = False
 
@@ -351,7 +347,7 @@ class SocketMonitor:
         return self._monitor
 
     def look(self) -> None:
-        """Process all events that have come."""
+        """Process all events so far."""
         if self._monitor is None:
             return
         try:
@@ -380,14 +376,13 @@ class SocketMonitor:
             self.problem = "it breaks off the handshake: it has other keys than those that are known here"
         elif event == _NOBODY:
             self.problem = _NOBODY_LISTENS
-        elif event == _CONNECTED and self.problem in ("", _NOBODY_LISTENS):  # else there is more to say
+        elif event == _CONNECTED and self.problem in ("", _NOBODY_LISTENS):  # else the present text says more
             self.problem = "somebody listens there, and does not answer"
 
     def close(self) -> None:
-        """End monitoring; called before the monitored socket is closed.
+        """End monitoring. Call it before the monitored socket is closed.
 
-        It must not have anything more to tell: ZeroMQ's thread would wait for somebody who listens, for ever, and make
-        no connection any more.
+        Otherwise a later event would make ZeroMQ's thread wait for a reader for ever, and make no more connections.
         """
         if self._watched is not None:
             self._watched.disable_monitor()

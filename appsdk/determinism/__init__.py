@@ -1,1 +1,1 @@
-"""Reads the handlers of a class, and finds what a replay would not repeat."""
+"""Determinism check: reads the handlers of a class and finds code that a replay would not repeat."""

@@ -1,8 +1,8 @@
-"""Checks handlers before the app starts: finds code that a replay would not repeat, or that would not run.
+"""Check of handlers before the app starts: finds code that a replay would not repeat, or that would not run.
 
-From each handler the search follows every function of the user's own that it refers to: methods, functions of their
-modules, the classes that they make. Names are looked up where the running code would find them, so an import under
-another name is seen through. What has no source at hand is not looked at, nor is what Python and libraries do within.
+The search starts at each handler and follows every function of the user that it refers to: methods, functions of their
+modules, classes that it creates. Names are resolved as the running code would resolve them, so an import under another
+name is found. Code without source is skipped, and so is the inside of Python and of libraries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SDK = "immortal"
 
 
 class Finding(Struct, frozen=True):
-    """Place in the code: in the function ``where``, in words ``what`` it does and what to do ``instead``."""
+    """Place in the code with a problem: function ``where``, ``what`` it does, and what to do ``instead``."""
 
     file: str
     line: int
@@ -49,7 +49,7 @@ class Finding(Struct, frozen=True):
 
 
 class DeterminismError(DefinitionError):
-    """Raised if the app was started with ``--strict`` and has findings."""
+    """Raised if the app was started with ``--strict`` and the check has findings."""
 
     def __init__(self, findings: list[Finding]) -> None:
         lines = "".join(f"\n  {finding}" for finding in findings)
@@ -63,10 +63,10 @@ class DeterminismError(DefinitionError):
 def check(definition: Definition) -> list[Finding]:
     """Check a class's handlers, and functions of the user that they reach, for code that a replay does not repeat.
 
-    And what does not run as it is written. In the order of files and lines.
+    Also find code that would not run. Return the findings in the order of files and lines.
     """
     search = Search([version.cls for version in definition.chain])
-    for version in definition.chain:  # a replay runs the old classes too, and what upgrades their state
+    for version in definition.chain:  # a replay also runs the old classes, and the upgrades of their state
         app = Instance(version.cls, of_state=True, waits=True)
         for name, handler in version.handlers.items():
             search.follow(attribute(app, name))
@@ -85,15 +85,15 @@ def _foreign_folders() -> tuple[str, ...]:
 
 
 def _package_of(app: type) -> str:
-    """Return the package that is an app's own, with a dot behind it."""
+    """Return the package of an app, with a dot at its end."""
     top, _, rest = app.__module__.partition(".")
     return f"{app.__module__.rpartition('.')[0] if top == _SDK else top}." if rest else f"{top}."
 
 
 class _Ownership:
-    """Tells functions of the user from those of Python, of libraries and of the SDK.
+    """Distinguishes functions of the user from those of Python, of libraries and of the SDK.
 
-    The package of an app is the user's. An app that the SDK offers is alone in its package: `...patterns.queue`.
+    The package of an app is the user's; for an app of the SDK only its own subpackage: `...patterns.queue`.
     """
 
     def __init__(self, apps: Sequence[type]) -> None:
@@ -159,7 +159,7 @@ class Search:
         self._findings[Finding(code.co_filename, line, where, what, instead)] = None
 
     def follow(self, value: Value) -> None:
-        """Search a value that is called or passed on here, if it is a function of the user's."""
+        """Search the function of a value that is called or passed on here, if it is the user's."""
         if isinstance(value, Bound):
             self._enter(value.function, value.receiver)
         elif isinstance(value, Known):
@@ -190,9 +190,7 @@ class Search:
             self._waiting.append((function, receiver))
 
     def making(self, cls: type) -> Iterator[tuple[str, Value]]:
-        """Yield the code that runs when an instance is made: methods, and factories of fields (with the field's
-        name).
-        """
+        """Yield the code that runs when an instance is created: methods, and factories of fields (with the name)."""
         for name in ("__new__", "__init__", "__post_init__"):
             yield "", attribute(Instance(cls), name)
         if dataclasses.is_dataclass(cls):
@@ -205,14 +203,14 @@ class Search:
                     yield field.name, Known(field.default_factory)
 
 
-# Finds returned values that a handler's annotation does not allow, as far as that can be seen without running it.
+# Returned values that a handler's annotation does not allow, as far as the source shows it.
 
 
 INSTEAD = "a caller that waits gets no answer that it can read: return what is annotated, or change the annotation"
 
 _SHOWN_SIZE_MAX = 40
-_LISTS = frozenset({list, tuple, set, frozenset})  # the same on their way
-_BUILT: dict[type[ast.expr], tuple[str, frozenset[type]]] = {  # what it makes, and what that can be taken for
+_LISTS = frozenset({list, tuple, set, frozenset})  # all encoded as arrays
+_BUILT: dict[type[ast.expr], tuple[str, frozenset[type]]] = {  # the description, and compatible types
     ast.JoinedStr: ("a str", frozenset({str})),
     ast.List: ("a list", _LISTS),
     ast.ListComp: ("a list", _LISTS),
@@ -229,11 +227,11 @@ _GOES_ON = frozenset({"fork", "append", "add", "update", "extend", "clear", "dis
 def misfits(
     definition: Definition, handler: Handler[Any, Any], node: ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the return statements that do not fit the annotation, and why."""
+    """Yield the return statements that do not fit the annotation, each with the reason."""
     hint = hints_of(handler.function).get("return", Any)
     try:
         decode = definition.codec(handler).decode_result
-    except Exception:  # an annotation that can't be resolved or encoded: others say so
+    except Exception:  # an annotation that can't be resolved or encoded: other checks report it
         return
     annotated = ast.unparse(node.returns) if node.returns is not None else "None"
     returns = [each for each in nodes_of_function(node) if isinstance(each, ast.Return)]
@@ -246,7 +244,7 @@ def misfits(
 
 
 def _misfit(value: ast.expr | None, hint: Any, decode: Any) -> str | None:
-    """Describe a returned value that is surely not what the annotation says; None: it may fit."""
+    """Return the text of a returned value that surely does not fit the annotation; None: it can fit."""
     try:
         literal = None if value is None else ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -256,13 +254,13 @@ def _misfit(value: ast.expr | None, hint: Any, decode: Any) -> str | None:
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
         text = "nothing" if value is None else ast.unparse(value)
         return text if len(text) <= _SHOWN_SIZE_MAX else f"{text[:_SHOWN_SIZE_MAX]}..."
-    except Exception:  # what a type's own code does
+    except Exception:  # a type's own code failed
         return None
     return None
 
 
 def _misfit_by_kind(value: ast.expr | None, hint: Any) -> str | None:
-    """Compare the kind of a returned expression with a plain annotation; return the mismatch as text or None."""
+    """Return the kind of a returned expression that does not fit a plain annotation; None: it can fit."""
     name, kinds = _BUILT.get(type(value), ("", frozenset()))  # type: ignore[arg-type]
     cls = NoneType if hint is None else shape(hint)[0]
     return name if name and cls in _PLAIN and cls not in kinds else None
@@ -275,7 +273,7 @@ def _never_raises(node: ast.AST) -> bool:
 
 
 def _comes_to_its_end(body: list[ast.stmt]) -> bool:
-    """Tell whether the body surely reaches its end: no stub, no endless loop, no call that may never return."""
+    """Return True if the body surely reaches its end: no stub, no endless loop, no call that can run forever."""
     last = body[-1]
     if isinstance(last, ast.If):
         return _comes_to_its_end(last.body) or (bool(last.orelse) and _comes_to_its_end(last.orelse))

@@ -1,4 +1,4 @@
-"""Reads the source of one function: the meaning of its names, its calls, references and loops."""
+"""Reader of one function's source: the meaning of its names, its calls, references and loops."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 
 
 def _is_effect(value: Value) -> bool:
-    """Tell whether a value is ``immortal.effect``, or that with options."""
+    """Return True if a value is ``immortal.effect``, with or without options."""
     kind = (
         type(value.value) if isinstance(value, Known) else shape(value.hint)[0] if isinstance(value, Instance) else None
     )
@@ -93,7 +93,7 @@ class Source:
         return self.opts_out(node.lineno, node.end_lineno or node.lineno)  # type: ignore[attr-defined]
 
     def opts_out(self, first: int, last: int) -> bool:
-        """Tell whether one of these lines, first and last included, has the comment that silences the check."""
+        """Return True if a line from ``first`` to ``last`` has the comment that silences the check."""
         return any(_OPTED_OUT.search(line) for line in self.lines[first - 1 : last])
 
 
@@ -104,7 +104,7 @@ def _closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 class Follower(Protocol):
-    """Receiver of what a reader finds: places, and functions to read next. ``apps``: the classes that are checked."""
+    """Receiver of a reader's findings and of functions to read next. ``apps``: the classes that are checked."""
 
     apps: tuple[type, ...]
     rules: Rules
@@ -115,7 +115,7 @@ class Follower(Protocol):
 
 
 class Reader(ast.NodeVisitor):
-    """Reads one function."""
+    """Reader of one function: reports findings to its Follower."""
 
     def __init__(
         self, search: Follower, source: Source, function: FunctionType, receiver: Value, node: FunctionNode
@@ -203,7 +203,7 @@ class Reader(ast.NodeVisitor):
             binding = self._bindings.pop(name, None) if self._bound[name] == 1 else None
             if binding is None:
                 return None
-            value = binding()  # the binding is out meanwhile: it may be of the name itself
+            value = binding()  # the binding is removed meanwhile: it can refer to its own name
             self._bindings[name] = lambda: value
             return value
         for names in (self._closure, self._function.__globals__, vars(builtins)):
@@ -214,7 +214,7 @@ class Reader(ast.NodeVisitor):
     # --- expressions --------------------------------------------------------------------------------------------------
 
     def _value(self, node: ast.expr) -> Value:
-        """Return the value that an expression stands for; None if that is not known."""
+        """Return the value of an expression; None if it is not known."""
         if isinstance(node, ast.Name):
             return self._name(node.id)
         if isinstance(node, ast.Attribute):
@@ -257,7 +257,7 @@ class Reader(ast.NodeVisitor):
     # --- async handlers -----------------------------------------------------------------------------------------------
 
     def _begins_by(self, node: ast.Call) -> str:
-        """Say what must be awaited so that the result of a call begins; "" if nothing must be."""
+        """Return how to begin the result of a call ("write 'await' ..."); "" if it needs nothing."""
         function = node.func
         value = self._value(function)
         if _is_effect(value) or is_object(value, *_WAITING):
@@ -277,7 +277,7 @@ class Reader(ast.NodeVisitor):
         return AWAIT if inspect.iscoroutinefunction(called) else ""
 
     def _check_attribute(self, node: ast.Attribute) -> None:
-        """Check that an async handler sets no state outside of its steps' functions; what it reads is a copy."""
+        """Report state that an async handler sets outside of its steps' functions; it reads a copy."""
         receiver = self._value(node.value)
         if self._step_depth or not (isinstance(receiver, Instance) and receiver.waits):
             return
@@ -306,14 +306,14 @@ class Reader(ast.NodeVisitor):
         self._step_depth -= is_step
 
     def _find_steps(self) -> set[ast.AST]:
-        """Return the functions that are given to `immortal.step` by name or as a lambda."""
+        """Return the functions that are passed to `immortal.step`, by name or as a lambda."""
         calls = [one for one in ast.walk(self._node) if isinstance(one, ast.Call) and one.args]
         given = [one.args[0] for one in calls if is_object(self._value(one.func), step)]
         names = {one.id for one in given if isinstance(one, ast.Name)}
         functions = [one for one in ast.walk(self._node) if isinstance(one, ast.FunctionDef) and one.name in names]
         return {*functions, *(one for one in given if isinstance(one, ast.Lambda))}
 
-    # --- what is found ------------------------------------------------------------------------------------------------
+    # --- findings -----------------------------------------------------------------------------------------------------
 
     def _report(self, node: ast.expr, what: str, instead: str) -> None:
         if not self._source.opted_out(node):
@@ -353,7 +353,7 @@ class Reader(ast.NodeVisitor):
             self.visit(node.func)
         elif rule.holds(node):
             self._report_rule(node, "calls", rule)
-        # The function of an effect is not replayed: it may do what it likes.
+        # The function of an effect is not replayed: it can do anything.
         for part in (*node.args[_is_effect(function) :], *node.keywords):
             self.visit(part)
 
@@ -459,7 +459,7 @@ class Reader(ast.NodeVisitor):
             if not self._source.opts_out(line, line):
                 self._search.add(self._function.__code__, line, what, INSTEAD)
 
-    # --- what is not run ----------------------------------------------------------------------------------------------
+    # --- code that is not run -----------------------------------------------------------------------------------------
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.visit(node.target)
@@ -467,17 +467,17 @@ class Reader(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_arg(self, node: ast.arg) -> None:
-        """Skip an argument's annotation."""
+        """Skip the annotation of an argument."""
 
 
-# Where an exception is swallowed that is none of the program's own: by what the SDK stops or cancels a handler.
+# Code that swallows exceptions that are not the program's own: the SDK stops and cancels handlers by exceptions.
 
 
 INSTEAD = "write 'except Exception' or end with 'raise', as the SDK stops and cancels handlers by exceptions of its own"
 
 
 def swallowed(node: ast.Try | ast.TryStar, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
-    """Yield (line, what it does) for each 'except' without a 'raise', and each 'finally' that returns."""
+    """Yield (line, problem) for each 'except' of all exceptions without a 'raise', and each 'finally' that returns."""
     for handler in node.handlers:
         if _catches_all(handler.type, value_of) and not _has(handler.body, ast.Raise):
             what = "except" if handler.type is None else f"except {ast.unparse(handler.type)}"
@@ -487,7 +487,7 @@ def swallowed(node: ast.Try | ast.TryStar, value_of: Callable[[ast.expr], Value]
 
 
 def suppressed(node: ast.With | ast.AsyncWith, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
-    """Yield (line, what it does) for each 'with suppress(BaseException)'."""
+    """Yield (line, problem) for each 'with suppress(BaseException)'."""
     for with_item in node.items:
         call = with_item.context_expr
         if not isinstance(call, ast.Call) or not is_object(value_of(call.func), contextlib.suppress):
@@ -506,7 +506,7 @@ def _has(body: list[ast.stmt], kind: type[ast.stmt]) -> bool:
     return any(isinstance(node, kind) for node in nodes_of_function(ast.Module(body, [])))
 
 
-# Where an awaitable is of no use: what is not awaited there never begins.
+# Awaitables that are not awaited, and so never begin.
 
 
 _OF_AWAITABLES = frozenset({"__await__", *dir(LazyFuture)})
@@ -521,9 +521,9 @@ def nodes_of_function(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def dropped_awaitables(function: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls whose value is dropped, or used as what the awaitable would give.
+    """Yield the calls whose awaitable is dropped, or used in place of its result.
 
-    What is passed on, or kept under a name that is read, may be awaited elsewhere.
+    An awaitable that is passed on, or kept under a name that is read, can be awaited elsewhere.
     """
     read: set[str] = set()
     for node in ast.walk(function):

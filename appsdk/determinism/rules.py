@@ -1,4 +1,4 @@
-"""Table of functions that differ from run to run, and their replacements in handlers."""
+"""Table of functions that differ from run to run, with their replacements in handlers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BLOCKS = "which holds up the whole instance, at each replay too"
 
 
 class Rule(Struct, frozen=True):
-    """Rule for a function. ``name``: as people write it; ``why``: what is wrong with it; ``instead``: the replacement.
+    """Rule for a function. ``name``: as in the source; ``why``: the problem with it; ``instead``: the replacement.
 
-    ``arguments_count``: it depends on the run only when it is called with fewer arguments; -1: in any case.
+    ``arguments_count``: the rule applies only to calls with fewer arguments; -1: to all calls.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Rule(Struct, frozen=True):
     arguments_count: int = -1
 
     def holds(self, call: ast.Call) -> bool:
-        """Tell whether this call differs from run to run."""
+        """Return True if the rule applies to this call."""
         if self.arguments_count < 0 or any(isinstance(argument, ast.Starred) for argument in call.args):
             return self.arguments_count < 0
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -77,8 +77,8 @@ _ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead
         ("create_subprocess_exec create_subprocess_shell", NOT_REPEATED, _EFFECT),
     ],
 }
-_UNLESS_GIVEN = {"time": [("localtime gmtime ctime asctime", 1), ("strftime", 2)]}  # the time is an argument, or now
-_CLASSES = {  # module: (base class, what people import it from, instead)
+_UNLESS_GIVEN = {"time": [("localtime gmtime ctime asctime", 1), ("strftime", 2)]}  # the default time is now
+_CLASSES = {  # module: (base class, the module that people import it from, instead)
     "threading": ("Thread", "threading", _HOOK),
     "concurrent.futures": ("Executor", "concurrent.futures", _HOOK),
     "multiprocessing.process": ("BaseProcess", "multiprocessing", _HOOK),
@@ -94,7 +94,7 @@ _MODULES = {*_ROWS, *_UNLESS_GIVEN, *_CLASSES, "random", "datetime", "multiproce
 
 
 class Rules:
-    """Table of rules, with the functions themselves as keys. It lacks modules that nothing imports: none is reached."""
+    """Table of rules, found by the function itself. Modules that nothing has imported are left out."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, Rule]] = {}
@@ -104,7 +104,7 @@ class Rules:
                 self._add(name)
 
     def module(self, name: str) -> ModuleType | None:
-        """Return the module for an import in a handler, if it is loaded; one of the table is loaded if it has to be."""
+        """Return the loaded module of an import in a handler, or None. A module of the table is loaded if necessary."""
         if name not in sys.modules and name in _MODULES:
             importlib.import_module(name)
             for each in _MODULES & sys.modules.keys():
@@ -152,7 +152,7 @@ class Rules:
         return Rule(f"{name} of a random.Random that is no part of the state", DIFFERS, _RANDOM)
 
     def of_class(self, cls: type) -> Rule | None:
-        """Return the rule for making an instance of the class."""
+        """Return the rule for the creation of an instance of the class."""
         if issubclass(cls, random.SystemRandom):
             return Rule("random.SystemRandom", DIFFERS, _RANDOM)
         if cls is random.Random:

@@ -1,4 +1,4 @@
-"""Values of expressions, as far as names, classes and annotations tell without running them."""
+"""Values of expressions, as far as names, classes and annotations show them without running the code."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SETS = (collections.abc.Set, collections.abc.MutableSet)
 
 
 class Known(Struct, frozen=True):
-    """Value that is this very object."""
+    """Value that is a known object."""
 
     value: Any
 
 
 class Instance(Struct, frozen=True):
-    """Object of an annotated type. ``of_state``: it is reached from the app's attributes.
+    """Value of an annotated type. ``of_state``: it is part of the app's attributes.
 
-    ``waits``: it is the ``self`` of an async handler, which has calls to wait for in place of attributes.
+    ``waits``: it is the ``self`` of an async handler, whose attributes are awaitable calls.
     """
 
     hint: Any
@@ -39,9 +39,9 @@ class Instance(Struct, frozen=True):
 
 
 class Bound(Struct, frozen=True):
-    """Function with what it gets as its first argument."""
+    """Function bound to its first argument."""
 
-    function: Any  # a FunctionType, which mypy takes for a method where it is a field
+    function: Any  # a FunctionType; mypy takes that for a method in a field
     receiver: Known | Instance
 
 
@@ -52,7 +52,7 @@ class PeerOf(Struct, frozen=True):
 
 
 class Super(Struct, frozen=True):
-    """Value of ``super()`` in a method of ``after``."""
+    """Value of ``super()`` in a method of the class ``after``."""
 
     receiver: Instance
     after: type
@@ -76,7 +76,7 @@ def shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_object(value: Value, *objects: object) -> bool:
-    """Tell whether ``value`` is one of these objects, by identity (a user's __eq__ does not matter)."""
+    """Return True if ``value`` is one of these objects, by identity (a user's __eq__ does not matter)."""
     return isinstance(value, Known) and any(value.value is one for one in objects)
 
 
@@ -97,7 +97,7 @@ def hints_of(subject: Any) -> dict[str, Any]:
 
 
 def state_names(cls: Any) -> frozenset[str]:
-    """Return the names of an app's attributes: of those that are kept, and of Transient ones."""
+    """Return the names of an app's attributes: of the saved and the Transient ones."""
     try:
         state = vars(cls)["_immortal_definition"].state()
     except Exception:  # no app, or annotations that can't be evaluated
@@ -125,7 +125,7 @@ def _attribute_of_object(value: Known, name: str) -> Value:
     if isinstance(subject, ModuleType | random.Random):
         try:
             return Known(getattr(subject, name))
-        except Exception:  # a module's own __getattr__ may raise what it likes
+        except Exception:  # a module's own __getattr__ can raise anything
             return None
     static = inspect.getattr_static(subject, name, _MISSING)
     if isinstance(subject, type):
@@ -145,7 +145,7 @@ def _attribute_of_object(value: Known, name: str) -> Value:
 
 
 def _attribute_of_instance(value: Instance, cls: Any, name: str, static: Any) -> Value:
-    if isinstance(static, Handler):  # one with 'def' has the app itself, wherever it is called
+    if isinstance(static, Handler):  # the self of a 'def' handler is the app itself, wherever it is called
         static, value = static.function, replace(value, waits=value.waits and static.is_async)
     elif isinstance(static, Peer):
         return PeerOf(value.waits)
@@ -165,7 +165,7 @@ def _attribute_of_instance(value: Instance, cls: Any, name: str, static: Any) ->
 
 
 def element(value: Value) -> Value:
-    """Return the value of an iteration over ``value``: the items of a list, the keys of a dict."""
+    """Return the value of an item in an iteration over ``value``: of a list an element, of a dict a key."""
     return _parameter(value, 0)
 
 

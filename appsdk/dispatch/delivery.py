@@ -1,4 +1,4 @@
-"""Hot loop: packed RPC messages to calls of handlers."""
+"""Delivery of packed RPC messages to handlers: the hot loop."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
 
-KNOWN_MAX = 4096  # fronts of messages that are remembered: some 1 MiB
+KNOWN_MAX = 4096  # limit of cached fronts of messages: about 1 MiB
 
 Entry = tuple[Decode, Callable[..., Any], str]
 Found = tuple[Decode, Callable[..., Any], str, bytes, int, int]  # ..., front with its size, its length, whole size
 
 
 class Delivery:
-    """Finds the handler of each message and calls it. The handler's position is in the context while it runs."""
+    """Finds the handler of each message and calls it. The message's position is in the context while a handler runs."""
 
     def __init__(self, definition: Definition, context: Context) -> None:
         self._definition = definition
@@ -94,7 +94,7 @@ class Delivery:
             (EFFECT_METHOD_ID, RpcType.IMPULSE, effects),
             (ORDER_METHOD_ID, RpcType.IMPULSE, orders),
             (CANCEL_CALL_METHOD_ID, RpcType.ASYNC, cancels),
-            (EFFECT_METHOD_ID, RpcType.FORK, effects),  # one that had to wait for multicasts
+            (EFFECT_METHOD_ID, RpcType.FORK, effects),  # a result that had to wait for multicasts
             (ORDERED_METHOD_ID, RpcType.FORK, _entry(decode_propose, multicasts.proposed, "an ordered multicast")),
             (
                 ORDERING_METHOD_ID,
@@ -108,15 +108,15 @@ class Delivery:
             (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_word, inbox.told, "a handle")),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
-        # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
+        # Lengths of fronts, the longest first. No front is the start of another: a varint marks its own end.
         self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
         self._known: dict[bytes, Found] = {}  # by the first bytes of a message
         self._key_sizes: list[int] = []  # how many bytes: two or three in practice, as method IDs have few lengths
-        self._tripped: dict[bytes, str] = {}  # names of methods that are not called any more, by front
+        self._tripped: dict[bytes, str] = {}  # names of methods that are no longer called, by front
 
     def _answering_entry(self, codec: ArgumentCodec, handler: Handler[Any, Any]) -> Entry:
         def decode(arguments: Any) -> tuple[Any, ...]:
-            return codec.decode_call(arguments)  # made when it is needed: few apps are called so
+            return codec.decode_call(arguments)  # made at its first use: few apps are called so
 
         taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
         return taken, rpc_receiver(self._context.tasks, handler), codec.name
@@ -126,7 +126,7 @@ class Delivery:
         """Do nothing: the class has no @initial method."""
 
     def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the initial method: its message is in record 0; who sends one later does not speak for this instance."""
+        """Wrap the initial method, whose message is in record 0: a later message is another sender's, and refused."""
 
         def run(instance: object) -> None:
             context = self._context
@@ -142,9 +142,9 @@ class Delivery:
     def deliver(
         self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, slice_end: int
     ) -> int:
-        """Handle the messages that start before ``slice_end`` (at least one); where the next one starts.
+        """Handle the messages that start before ``slice_end`` (at least one); return the offset of the next one.
 
-        Raises HandlerError, which says how a message may fail alone, and RemoteProtocolError.
+        Raises HandlerError, which says how a message can fail alone, and RemoteProtocolError.
         """
         context: Context = self._context
         context.handling_thread_id = context.thread_id
@@ -160,11 +160,9 @@ class Delivery:
     def _deliver(
         self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, variables: Any
     ) -> int:
-        """Deliver messages as :meth:`deliver`, in the context ``variables``, until a handler changes that context; the
-        next handler gets a fresh one.
-        """
+        """Deliver messages in the context ``variables`` until a handler changes it: the next one needs a fresh one."""
         context: Context = self._context
-        octets: cython.p_const_uchar = content  # compiled, read without a check: only from offset to end, or below
+        octets: cython.p_const_uchar = content  # compiled, it is read without a check: only from offset to end
         index: cython.Py_ssize_t = context.message_index
         known: dict[bytes, Found] = self._known
         key_sizes: list[int] = self._key_sizes
@@ -203,11 +201,11 @@ class Delivery:
                 arguments = self._read_again(content, offset - stride, name, error, content[start:offset], index)
             context.message_index = index
             try:
-                if len(arguments) == 1:  # by far the most frequent, and three times as fast as to unpack a tuple
+                if len(arguments) == 1:  # by far the most frequent case, and three times as fast as unpacking a tuple
                     function(instance, arguments[0])
                 else:
                     function(instance, *arguments)
-            except HandlerError:  # of an async handler, which says more
+            except HandlerError:  # of an async handler, with more details
                 raise
             except BaseException as error:
                 if not is_user_failure(error):
@@ -221,7 +219,7 @@ class Delivery:
         return offset
 
     def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
-        """Look up the message at ``offset``: (its handler, where its arguments start, its size in bytes)."""
+        """Look up the message at ``offset``: return (its handler, the start of its arguments, its size in bytes)."""
         first = content[offset]
         if first < 0x80 and not first & 1:
             type_offset, size_bytes = offset + 1, first >> 1
@@ -239,7 +237,7 @@ class Delivery:
         return self._look_up_answer(content, offset, end, index)
 
     def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
-        """Look up a message that may be an answer: it has the method ID of another instance's method."""
+        """Look up a message that can be an answer: it has the method ID of another instance's method."""
         message_type, start, message_end = decode_message(content, offset)
         self._context.message_index = index
         is_answer = message_type == MessageType.RPC and message_end <= end and content[start] in self._answers
@@ -254,10 +252,10 @@ class Delivery:
         return self._remember(content, offset, entry, start, message_end - offset)
 
     def _remember(self, content: bytes, offset: int, entry: Entry, start: int, stride: int) -> tuple[Entry, int, int]:
-        """Remember the entry for the next messages of the same method and size, so that each is looked up once."""
+        """Cache the entry for the next messages of the same method and size, so that each is looked up once."""
         size_of_size = 1 if content[offset] < 0x80 else 2
         key_size_bytes = 2 + start - offset - size_of_size  # the front, and one byte of the arguments at most
-        if stride < 1 << 13:  # its size takes no more than these two bytes
+        if stride < 1 << 13:  # its size field takes no more than these two bytes
             if key_size_bytes not in self._key_sizes:
                 self._key_sizes.append(key_size_bytes)
             if len(self._known) >= KNOWN_MAX:
@@ -266,7 +264,7 @@ class Delivery:
             self._known[key] = (*entry, content[offset:start], start - offset, stride)
         return entry, start, stride
 
-    # --- messages that fail: each of these errors says how it may fail alone ------------------------------------------
+    # --- failed messages: each error says how its message can fail alone ----------------------------------------------
 
     def _refused(self, index: int, failure: Failure) -> HandlerError:
         sequence_id = self._context.sequence_id
@@ -282,7 +280,7 @@ class Delivery:
     def _read_again(
         self, content: bytes, message_start: int, name: str, error: BaseException, data: bytes, index: int
     ) -> tuple[Any, ...]:
-        """Read the arguments ``data`` more slowly, if ``error`` is only for what that can read. Raises HandlerError."""
+        """Decode arguments again, slowly, if ``error`` can be about what only that reads. Raises HandlerError."""
         method_id, front_count = method_and_front(content, message_start)
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is not None and not front_count:
@@ -297,7 +295,7 @@ class Delivery:
     def _misfit(
         self, method_id: int | None, name: str, error: BaseException, data: bytes, index: int, front: int
     ) -> Any:
-        """Make the error of arguments that can't be decoded."""
+        """Return the error for arguments that can't be decoded."""
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is None:
             text = f"{name}: it can't be read: {error}"
@@ -308,7 +306,7 @@ class Delivery:
     def _failed(
         self, method_id: int | None, name: str, arguments: tuple[Any, ...], error: BaseException, index: int
     ) -> HandlerError:
-        """Make the error of a handler that has raised."""
+        """Return the error for a handler that raised an exception."""
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         names = () if handler is None else handler.signature.parameters
         made = handler_failed(name, arguments, error, self._context.sequence_id, index, names)
@@ -317,7 +315,7 @@ class Delivery:
         return made
 
     def _unknown(self, content: bytes, offset: int, end: int, index: int) -> HandlerError:
-        """Make the error of a message that calls nothing here."""
+        """Return the error for a message that calls nothing here."""
         message_type, start, message_end = decode_message(content, offset)
         if message_type != MessageType.RPC or message_end > end:
             raise RemoteProtocolError(
@@ -337,7 +335,7 @@ class Delivery:
         return self._refused(index, refusal(name, rpc.method_id, Cause.METHOD, text))
 
     def trip(self, fronts_of: Iterable[int]) -> None:
-        """Refuse calls of these methods from here on."""
+        """Refuse calls of these methods from here on, and only of these."""
         self._tripped = {
             front: self._definition.by_method_id[method_id].function.__qualname__
             for method_id in fronts_of
@@ -357,19 +355,17 @@ class Delivery:
 
 
 def _entry(decode: Callable[[Any], Any], function: Callable[[Any], None], name: str) -> Entry:
-    """Make the entry for messages of the SDK's own: ``function`` takes what ``decode`` makes of one."""
+    """Make the entry for the SDK's own messages: ``function`` gets what ``decode`` makes of one."""
     return (lambda data: (decode(data),)), (lambda instance, message: function(message)), name
 
 
 def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:
-    """Return the bytes with which a call of the method begins, after its size."""
+    """Return the first bytes of a call of the method, after its size."""
     return [bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((one,)) for one in rpc_types]
 
 
 def method_and_front(content: bytes, offset: int) -> tuple[int | None, int]:
-    """Return the method ID of the message at ``offset`` (None: no call), and the number of items before the handler's
-    own arguments.
-    """
+    """Return the method ID of the message at ``offset`` (None: no call), and how many items precede the arguments."""
     _, start, end = decode_message(content, offset)
     rpc = decode_incoming_rpc(content, start, end)
     if rpc.kind != RpcKind.CALL:

@@ -1,14 +1,14 @@
 # cython: annotation_typing=False
-"""App's side of the protocol without I/O: bytes in, events and bytes out, the handlers called in between.
+"""App's side of the protocol without I/O: bytes in, events and bytes out; it calls the handlers.
 
-    nothing --11--> __init__, initial message, checkpoint --the initial message comes back--> primary     first start
+    nothing --11--> __init__, initial message, checkpoint --the initial message is logged--> primary      first start
     nothing --blob--> restored --records--> ... --11--> checkpoint --> primary                            recovery
                                                --15--> primary
     nothing --blob--> restored --records--> ... --10--> upgraded, checkpoint --2--> checkpoint --> primary      upgrade
                                                                              --records--> ...    one of the log's past
     nothing --blob--> restored --12--> upgraded --records--> ...                                what-if of an upgrade
 
-One thread: the one that made the :class:`Dispatcher` calls it, and the handlers run in it.
+One thread creates the :class:`Dispatcher` and makes all calls to it; the handlers run in that thread.
 """
 
 from __future__ import annotations
@@ -81,16 +81,14 @@ JOURNAL_RESULTS_FEW, JOURNAL_RESULTS_MANY, JOURNAL_SIZE_BYTES_LARGE = 100, 1_000
 
 
 class Dispatcher:
-    """Protocol of one connection's life of one class.
+    """Protocol of one connection, during one life of one class.
 
-    ``draw_seed`` gives SEED_SIZE_BYTES bytes at a first start; ``wake`` is called by other threads when they have
-    put impulses where :meth:`data_to_send` finds them. An error that is raised ends the connection: stop the app.
-    ``effects`` runs the effects of its handlers once it is primary; without it they wait.
-    ``extensions``, ``make_outbox``, ``make_delivery`` and ``make_tasks`` are others where a run is looked at more
-    closely.
-    ``keeps_large_copies``: a state of any size can be put back without another start. ``fails_alone`` False: a message
-    that fails stops the app, as for a test that is to fail with it. ``compares_queries``: the state is compared around
-    each query, whatever that costs.
+    ``draw_seed`` returns SEED_SIZE_BYTES bytes at a first start. ``wake`` is called by other threads after they queued
+    impulses for :meth:`data_to_send`. An error that is raised ends the connection: stop the app. ``effects`` runs the
+    effects of handlers once the app is primary; without it they wait. ``extensions``, ``make_outbox``,
+    ``make_delivery`` and ``make_tasks`` are replaced where a run is inspected. ``keeps_large_copies``: a state of any
+    size can be restored without a restart. ``fails_alone`` False: a message that fails stops the app, for tests that
+    must fail with it. ``compares_queries``: the state is compared around each query, at any cost.
     """
 
     def __init__(
@@ -126,16 +124,16 @@ class Dispatcher:
         self._draw_seed = draw_seed
         self._effects = effects
         self._reader = RecordReader()
-        self._extended = False  # the coordinator has used an extension, so it took our Hello
+        self._extended = False  # the coordinator used an extension, so it accepted our Hello
         self._primary = False
-        self.primary_since = 0  # the first record that it handles as the primary
+        self.primary_since = 0  # the first record that the app handles as the primary
         self.forks_next = True  # False: the child of the last checkpoint hung
-        self._journals_told: dict[str, tuple[int, int]] = {}  # the longest of each handler: results, bytes
-        self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
+        self._journals_told: dict[str, tuple[int, int]] = {}  # the longest reported ones, by handler: results, bytes
+        self._upgraded = False  # the next TakeCheckpoint completes the upgrade, unless more records come
         self._awaiting_initial = False
         self._blob: list[bytes] = []
-        self._sources: list[str] | None = None  # of the batches of the records that come, see Record
-        self.time: AppTime | None = None  # of the instance, as the coordinator last told it; None: it never did
+        self._sources: list[str] | None = None  # sources of the batches of the next records, see Record
+        self.time: AppTime | None = None  # the instance's time, as the coordinator last sent it; None: never
         self._work = self._run()
         self.outbox.send(encode_hello(Hello(extensions, definition.label)))
         description = AppDescription(definition.version, all_method_names(definition))
@@ -143,7 +141,7 @@ class Dispatcher:
 
     @property
     def definition(self) -> Definition:
-        """Definition of the class that runs now: during an upgrade first the old class."""
+        """Definition of the class that runs now; during an upgrade the old class comes first."""
         return self._life.definition
 
     @property
@@ -156,62 +154,62 @@ class Dispatcher:
         return forks and self._primary and self._extended
 
     def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
-        """Let ``bound`` call the function that encodes the state from here on; it may stop that by a StateError."""
+        """Let ``bound`` call the function that encodes the state, from here on. It can stop that with a StateError."""
         self._life.bound = bound
 
     @property
     def is_primary(self) -> bool:
-        """True if the app is primary; its hooks may still have to wait."""
+        """True if the app is primary; its hooks can still have to wait."""
         return self._primary
 
     @property
     def may_start_hooks(self) -> bool:
-        """True if the state covers all impulses that were logged before: :class:`BecamePrimary` says so once."""
+        """True if the state covers all impulses that were logged before; :class:`BecamePrimary` reports that once."""
         return self._gate.is_open
 
     def describe_hooks(self) -> list[dict[str, Any]]:
-        """Describe what the hooks wait for; empty if there are none or they do not wait."""
+        """Describe what the hooks wait for; empty if there are no hooks or they do not wait."""
         return self._gate.describe() if self.definition.on_primary else []
 
-    # --- what the transport calls -----------------------------------------------------------------------------------
+    # --- called by the transport ------------------------------------------------------------------------------------
 
     def receive_data(self, data: bytes) -> None:
-        """Take in bytes from the coordinator, in any pieces."""
+        """Take in bytes from the coordinator, in pieces of any size."""
         self._reader.receive_data(data)
 
     def next_event(self) -> Event | None:
-        """Handle input up to the next event; None when there is no more input.
+        """Handle input up to the next event, and return that; None if there is no more input.
 
-        Raises HandlerError, StateError, UpgradeError, RemoteProtocolError: each ends the connection. What is to be sent
-        after an UpgradeError says so to the coordinator.
+        Raises HandlerError, StateError, UpgradeError, RemoteProtocolError: each ends the connection. After an
+        UpgradeError the output tells the coordinator of it.
         """
-        current.life = self._nodes  # handles that are read now are of this instance
+        current.life = self._nodes  # handles that are decoded now belong to this instance
         try:
             return next(self._work)
         finally:
             current.life = None
 
     def announce_leaving(self, reason: str) -> None:
-        """Say that the app ends the connection by itself: it has not crashed."""
+        """Tell the coordinator that the app ends the connection by itself: it has not crashed."""
         if self._failures.can_fail:
             self.outbox.report(encode_message(MessageType.LEAVING, reason.encode("utf-8", "replace")))
 
     def data_to_send(self) -> list[Chunk]:
-        """Return all bytes that are to be sent now, in order. They are the caller's."""
+        """Return all bytes to be sent now, in order. The caller owns them."""
         return self.outbox.take()
 
     @property
     def next_due_ns(self) -> int | None:
-        """Time of the next timer, in ns since the Unix epoch, to call :meth:`tell_time`; None: no timer."""
+        """Time of the next timer, ns since the Unix epoch, at which to call :meth:`tell_time`; None: no timer."""
         return self.tasks.time_impulses.next_due_ns
 
     def tell_time(self, time_ns: int) -> None:
-        """Tell the instance's time, ns since the Unix epoch: it goes into the log, and comes back as input."""
+        """Log the instance's time, ns since the Unix epoch: it comes back as input and ends timers."""
         self.tasks.time_impulses.tell(time_ns)
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that came in and belong to a record that is not whole yet, or that is still to be handled."""
+        """Size of received bytes of records that are incomplete or not handled yet."""
         return self._reader.buffered_bytes
 
     # --- records ----------------------------------------------------------------------------------------------------
@@ -330,7 +328,7 @@ class Dispatcher:
         if self.context.record_time_ns is not None:
             self._extended = True
         if careful is not None and sequence_id >= careful.last_sequence_id:
-            self.records.careful = None  # else the death of a later record would be laid to this one
+            self.records.careful = None  # else the death at a later record would be attributed to this one
             yield from self.records.announce(Handling(-1))
         if self._primary and not self._gate.is_open and self._gate.look():
             yield BecamePrimary()
@@ -355,7 +353,7 @@ class Dispatcher:
         self._rewinds.take_copy((blob,))
 
     def _upgrade(self, version: int | None, *, with_checkpoint: bool) -> None:
-        """Bring state and code to ``version`` (None: that of the app), behind all outputs of the old code."""
+        """Bring state and code to ``version`` (None: that of the app), after all outputs of the old code."""
         if self.instance is None or self._primary:
             raise RemoteProtocolError(
                 "an upgrade was asked for before the app had a state"
@@ -376,7 +374,7 @@ class Dispatcher:
             raise
 
     def _grown_journals(self) -> Iterator[Event]:
-        """Tell of handlers that wait again and again, and don't go on with `continue_as`."""
+        """Report waiting handlers whose journals grow long because they never use `continue_as`."""
         long: dict[str, list[list[Entry]]] = {}
         for task in self.tasks.all_waiting:
             if len(task.entries) >= JOURNAL_RESULTS_FEW:
@@ -405,31 +403,31 @@ class Dispatcher:
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             yield SnapshotBegun(self._life.encode)
         else:
-            self._save(heals=self._primary)  # who follows takes nothing back
+            self._save(heals=self._primary)  # a follower takes nothing back
             self.forks_next = True
             yield OutputReady()
 
     def _list_executions(self) -> None:
-        """Write all executions so far into their list on disk: no replay from a checkpoint makes the earlier ones."""
+        """Write all executions so far into their list on disk: no replay from a checkpoint lists the earlier ones."""
         if self.tasks.executions is not None:
             self.tasks.executions.flush(is_primary=self._primary)
 
     def snapshot_ended(self, reason: str, *, forks_next: bool) -> None:
-        """Report the end of the child that encodes the state. ``reason``: why there is no checkpoint, or ""."""
+        """Report the end of the child process that encodes the state. ``reason``: why there is no checkpoint, or ""."""
         self.outbox.send(encode_message(MessageType.SNAPSHOT_END, reason.encode("utf-8", "replace")))
         self.forks_next = forks_next
 
     def snapshot_failed(self, error: StateError) -> None:
-        """Ask at once for the next checkpoint, which is taken here: the child could not encode the state. Raises
-        StateError where that would not help."""
+        """Ask at once for the next checkpoint, taken in this process: the child could not encode the state. Raises
+        StateError if that would not help."""
         if not self._failures.can_fail:
             raise error
         self.snapshot_ended(one_line(error), forks_next=False)
         self.outbox.send(encode_message(MessageType.TAKE_CHECKPOINT))
 
     def _save(self, *, heals: bool) -> None:
-        """Send a checkpoint, perhaps without what keeps the state from being saved, or that there is none. Raises
-        RecoveryNeeded, and StateError where a message can't fail alone."""
+        """Send a checkpoint, possibly of a repaired state, or a report that there is none. Raises RecoveryNeeded, and
+        StateError if a message can't fail alone."""
         if self.instance is None:
             raise RemoteProtocolError("a checkpoint was asked for before the first start or a recovery")
         self.outbox.close_batches()
@@ -441,7 +439,7 @@ class Dispatcher:
             self._checkpoint(result)
 
     def _checkpoint(self, pieces: Sequence[bytes]) -> None:
-        """Put a checkpoint behind all outputs of the records so far."""
+        """Send a checkpoint after all outputs of the records so far."""
         self.outbox.close_batches()
         self._rewinds.take_copy(pieces)
         self.outbox.send(encode_checkpoint(sum(map(len, pieces))))

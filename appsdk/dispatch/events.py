@@ -10,15 +10,15 @@ from msgspec import Struct
 
 
 class BecamePrimary(Struct, frozen=True):
-    """Event: all that was logged is handled, so the hooks may start."""
+    """Event: all logged input is handled, so the hooks can start."""
 
 
 class OutputReady(Struct, frozen=True):
-    """Event: output must be sent before more input is handled: a batch or more."""
+    """Event: output must be sent before more input is handled."""
 
 
 class Goodbye(Struct, frozen=True):
-    """Event: the coordinator stops cleanly; so does the app."""
+    """Event: the coordinator stops cleanly, and so must the app."""
 
     reason: str
 
@@ -30,20 +30,20 @@ class Refusal(Struct, frozen=True):
 
 
 class SnapshotBegun(Struct, frozen=True):
-    """Event: a checkpoint of the present state is to be taken beside the handlers, before more input is handled.
+    """Event: a checkpoint of the present state must be taken beside the handlers, before more input is handled.
 
-    ``encode`` makes the pieces of its blob; it raises StateError.
+    ``encode`` returns the pieces of its blob; it raises StateError.
     """
 
     encode: Callable[[], tuple[bytes, bytes]]
 
 
 class Flush(Struct, frozen=True):
-    """Event: output must be sent before more input is handled, as that may end the process."""
+    """Event: output must be sent before more input is handled, since the handling can end the process."""
 
 
 class JournalGrew(Struct, frozen=True):
-    """Event: journals of waiting handlers of one name have grown long together, or have doubled since that was told."""
+    """Event: the journals of waiting handlers of one name are long together, or have doubled since the last report."""
 
     handler: str
     tasks_count: int
@@ -54,17 +54,17 @@ class JournalGrew(Struct, frozen=True):
 Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | JournalGrew
 
 
-# How long handlers take, sampled: some messages are timed each time that somebody has asked, and all others are not.
+# Times of handlers, sampled.
 #
-# To time each message would cost each. So nothing is timed until the coordinator asks, which it does where it serves
-# metrics, about once a second; then the next :data:`TIMED_MAX` are.
+# Timing each message would cost time for each. So nothing is timed until the coordinator asks, about once a second
+# where it serves metrics; then the next :data:`TIMED_MAX` messages are timed.
 
 
 TIMED_MAX = 32
 
 
 class HandlerTimeSamples:
-    """Samples of handler times. ``left``: how many next messages are timed, by ``clock_ns``. No replay needs it."""
+    """Samples of handler times. ``left``: number of next messages to time with ``clock_ns``. No replay needs them."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.left = 0
@@ -76,10 +76,7 @@ class HandlerTimeSamples:
         self._taken.append((name, duration_ns))
 
     def answer(self) -> dict[str, Any]:
-        """Answer a request for samples: [method, ns] of what was timed since the last one.
-
-        The next handlers are timed.
-        """
+        """Return the samples since the last request, as [method, ns], and time the next handlers."""
         taken, self._taken = self._taken, []
         self.left = TIMED_MAX
         return {"handler": None, "times": taken}

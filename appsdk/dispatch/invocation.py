@@ -1,4 +1,4 @@
-"""Calls one handler: by a fork, by a call that waits for the answer, or by a query beside the log."""
+"""Calls of one handler: by a fork, by a call that waits for the answer, or by a query beside the log."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from immortal.protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQ
 
 
 def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
-    """Make the function that handles a fork or impulse of ``handler``. ``wakes``: handlers may wait for its signals.
+    """Return the function that handles a fork or impulse of ``handler``. ``wakes``: handlers can wait for its signals.
 
-    Without, and with nothing special about it, it is the ``def`` handler itself.
+    For a plain ``def`` handler without ``wakes`` this is the handler itself.
     """
     if handler.is_async:
         return lambda instance, *arguments: tasks.start(handler, arguments, None, 0)
@@ -39,7 +39,7 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
 
 
 def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``function``: whoever waited for what it has signalled goes on behind it."""
+    """Wrap ``function``: after it the handlers that it has woken run."""
 
     def run(instance: object, *arguments: Any) -> None:
         function(instance, *arguments)
@@ -49,7 +49,7 @@ def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
 
 
 def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None]:
-    """Make the function that handles a call whose caller waits: (instance, caller, number of the call, arguments)."""
+    """Return the function that handles a call whose caller waits: (instance, caller, number of the call, arguments)."""
     if handler.is_async:
         return lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)
 
@@ -65,9 +65,9 @@ def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None
 def listed(
     tasks: Tasks, handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0
 ) -> Callable[..., None]:
-    """Wrap ``function``, which handles calls of ``handler``: those with labels then get into the list of executions.
+    """Wrap ``function``, which handles calls of ``handler``: calls with labels are added to the list of executions.
 
-    ``front``: arguments before the handler's own: its caller, and the number of the call.
+    ``front``: number of arguments before the handler's own: its caller, and the number of the call.
     """
     if handler.labels is None:
         return function
@@ -99,13 +99,13 @@ def listed(
     return run
 
 
-# Queries that are not logged: run between two records, on the state as it is then.
+# Queries that are not logged: they run between two records, on the state at that moment.
 #
-# The result of a query goes to its asker, as that of a call. Whatever else happens in one must leave no trace, as
-# no replay does it again; what does is found as far as :mod:`immortal.appsdk.handlers.queries` says.
+# The result of a query goes to its asker, like that of a call. Nothing else in a query must leave a trace, since no
+# replay repeats it; :mod:`immortal.appsdk.handlers.queries` says what is detected.
 
 
-_ARRAY_FRONT_SIZE_BYTES = 1  # a reply that was raised has lost the front of its array of three
+_ARRAY_FRONT_SIZE_BYTES = 1  # of a raised reply: its array of three is sent without the front
 
 
 class _RefusedError(Exception):
@@ -115,7 +115,7 @@ class _RefusedError(Exception):
 def answer_query(
     question: QueryQuestion, definition: Definition, instance: Any, context: Context, tasks: Tasks
 ) -> QueryAnswer:
-    """Answer a query. ``changed``: the state must be made anew from the log before anything else is handled."""
+    """Answer a query. ``changed``: the state must be rebuilt from the log before anything else is handled."""
     record_time_ns, source, message_index = context.record_time_ns, context.source, context.message_index
     context.record_time_ns = max(question.time_ns, record_time_ns or 0)
     context.source = ""
@@ -123,7 +123,7 @@ def answer_query(
         kind, value, changed = context.run_contexts.run(_run, question, definition, instance, tasks)
     finally:
         context.record_time_ns, context.source, context.message_index = record_time_ns, source, message_index
-        context.carries = False  # nothing was sent that could hold a handle
+        context.carries = False  # nothing was sent that could contain a handle
     if len(value) > ANSWER_SIZE_BYTES_MAX:
         text = f"the answer has {len(value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are possible: ask for it in parts"
         kind, value = _raised(encode_refused(text))
@@ -148,11 +148,11 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
         if (declared := declared_name(handler.raises, error)) is not None:
             try:
                 return *_raised(encode_raised(declared, error)), changed
-            except BaseException as problem:  # what it holds can't be sent
+            except BaseException as problem:  # its contents can't be sent
                 if not is_user_failure(problem):
                     raise
                 error = problem
-        # Without a place in the log there is nothing to refer to.
+        # Without a place in the log there is no reference.
         failure = failure_of(
             "undo",
             handler.function.__qualname__,
@@ -164,7 +164,7 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
 
 
 def _found(question: QueryQuestion, definition: Definition) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
-    """Return the query, and its arguments. Raises _RefusedError."""
+    """Return the query and its arguments. Raises _RefusedError."""
     handler = definition.by_method_id.get(question.method_id)
     if handler is None or not handler.is_query:
         raise _RefusedError(f"{definition.name} has no query with the method ID {question.method_id}")

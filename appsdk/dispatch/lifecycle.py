@@ -1,5 +1,4 @@
-"""Life cycle of the handlers' object: created, restored, upgraded (``@upgrades``), saved; when `@on_primary` hooks
-start."""
+"""Life cycle of the app's object: creation, restore, upgrade (``@upgrades``), save; and the start of its hooks."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ from immortal.protocol.messages import RpcKind, RpcType
 
 
 class Life:
-    """Life cycle. ``definition``: of the running class, until told so one that is upgraded from; ``delivery``: calls
-    its handlers. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come. ``bound``: calls what
-    encodes the state, and gives it up where it takes too long.
-    """
+    """Life cycle of the app's object. ``definition``: of the running class; before an upgrade the old class.
+
+    ``delivery``: calls its handlers. ``instance`` None: not yet created. ``next_sequence_id``: of the next record.
+    ``bound``: calls the function that encodes the state, and can stop it if it takes too long."""
 
     def __init__(
         self,
@@ -51,11 +50,11 @@ class Life:
         self._main_definition = definition
 
     def start(self, seed: bytes) -> None:
-        """Start for the first time: ``seed`` is that of all random streams. Raises StateError."""
+        """Start for the first time, with the ``seed`` of all random streams. Raises StateError."""
         context = self._context
         context.seed = seed
         self._tasks.starts_first = True
-        context.record_time_ns = context.now_ns()  # kept with the checkpoint: an upgrade of it sees it again
+        context.record_time_ns = context.now_ns()  # kept with the checkpoint: an upgrade of it gets the same time
         instance = self._new_instance()
         run = context.run_contexts.run
         run_user_code(f"{self.definition.name}.__init__", lambda: run(instance.__init__), StateError)
@@ -84,10 +83,10 @@ class Life:
         self._tasks.list_restored(envelope.tasks)
 
     def go_back(self, blob: bytes) -> None:
-        """Rewind to a copy of this life's own; the object stays the same. Raises StateError, JournalError."""
+        """Rewind to a copy of the state of this life; the object stays the same. Raises StateError, JournalError."""
         envelope, state = decode_envelope(blob)
         fresh = self._restored(envelope, state)
-        self.instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
+        self.instance.__dict__ = fresh.__dict__  # in one step: hooks read the object and keep a reference to it
         attach(self.instance, self._context)
         self._context.multicasts.restore(envelope.ordering)
         self._context.nodes.restore(envelope.nodes)
@@ -95,7 +94,7 @@ class Life:
         self._tasks.list_restored(envelope.tasks)
 
     def _restored(self, envelope: Envelope, state: memoryview) -> Any:
-        """Make an object of the class that runs, in the state of a blob, as of its last record. Raises StateError."""
+        """Return an object of the running class with the state of a blob, at its last record. Raises StateError."""
         self.next_sequence_id = envelope.sequence_id + 1
         self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
         instance = self._new_instance()
@@ -137,7 +136,7 @@ class Life:
             self._use(definition)
 
     def require_savable(self) -> None:
-        """Check the state that the initial message made: otherwise the next checkpoint would be the first to fail.
+        """Check that the state after the initial message can be saved, before the next checkpoint fails.
 
         Raises StateError.
         """
@@ -146,7 +145,7 @@ class Life:
             schema.encode(self.instance)
 
     def encode(self) -> tuple[bytes, bytes]:
-        """Return the blob: its envelope and the state as it is now. Raises StateError."""
+        """Return the blob: its envelope and the present state. Raises StateError."""
         return self.bound(self._encode)
 
     def _encode(self) -> tuple[bytes, bytes]:
@@ -177,26 +176,26 @@ class Life:
         )
 
 
-# When the `@on_primary` hooks may start: once the state covers each impulse that was logged before.
+# Start of the `@on_primary` hooks: once the state covers each impulse that was logged before.
 #
-# An impulse that is logged may still wait: behind an ordered multicast, or for its handler's turn. A hook goes on from
-# the state, so until such impulses are handled it would send them a second time.
+# A logged impulse can still wait: for an ordered multicast, or for its handler's turn. A hook continues from the state,
+# so before such impulses are handled it would send them a second time.
 
 
 class HookGate:
-    """Gate of the `@on_primary` hooks in one life of an app. ``is_open``: they may start."""
+    """Gate of the `@on_primary` hooks in one life of an app. ``is_open``: they can start."""
 
     def __init__(self, context: Context) -> None:
         self.is_open = False
         self._context = context
         self._begun = False
-        self._filed_count = 0  # of plain calls that had to wait, by the time at which the app became primary
-        self._queued: frozenset[int] | None = None  # numbers of async handlers; None: others are waited for first
+        self._filed_count = 0  # number of plain calls that had to wait before the app became primary
+        self._queued: frozenset[int] | None = None  # numbers of async handlers; None: other calls are waited for first
         self._since_ns = 0
         self._released: tuple[Ordering, int] | None = None  # ..., and how many of its releases must be executed
 
     def begin(self) -> None:
-        """Begin to watch: the app is primary, and no impulse of an earlier life comes from here on."""
+        """Begin to watch: the app is primary, and all impulses of earlier lives have been received."""
         context = self._context
         ordering = context.multicasts.ordering
         self._begun = True
@@ -205,13 +204,13 @@ class HookGate:
         self.look()
 
     def look(self) -> bool:
-        """Check after each record whether the hooks may start; return True if they may."""
+        """Check after each record whether the hooks can start; return True if they can."""
         if self._begun and not self.is_open:
             self.is_open = not any(self._filed()) and self._is_executed() and not self._queued_count()
         return self.is_open
 
     def _filed(self) -> Iterator[bool]:
-        """Yield True for each call behind a multicast that nobody awaits: an impulse is such a fork there."""
+        """Yield True for each call that waits for a multicast and that nobody awaits: an impulse is such a fork."""
         ordering: Ordering | None = self._context.multicasts.ordering
         for filed in () if ordering is None else ordering.plain_calls():
             if filed.number <= self._filed_count:
@@ -220,23 +219,23 @@ class HookGate:
                     yield True
 
     def _queued_count(self) -> int:
-        """Count calls of async handlers, as above, that wait for their turn."""
+        """Return the number of such calls of async handlers that wait for their turn."""
         queued = self._context.tasks.limits.queued
         if self._queued is None:
             self._queued = frozenset(number for number, one in queued.items() if one.caller is None)
         return sum(number in queued for number in self._queued)
 
     def _is_executed(self) -> bool:
-        """Tell whether everything that left the queue has come back as a call of the instance to itself."""
+        """Return True if all calls that left the queue have come back as calls of the instance to itself."""
         ordering: Ordering | None = self._context.multicasts.ordering
         if ordering is None:
             return True
-        if self._released is None or self._released[0] is not ordering:  # a rewind has made it anew
+        if self._released is None or self._released[0] is not ordering:  # a rewind has created it anew
             self._released = ordering, ordering.executed_count + ordering.state.released_count
         return ordering.executed_count >= self._released[1]
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe what the hooks wait for, as :meth:`Multicasts.describe` does; empty if they do not wait."""
+        """Describe what the hooks wait for, like :meth:`Multicasts.describe`; empty if they do not wait."""
         if not self._begun or self.is_open:
             return []
         what = "before its @on_primary hooks start: input that was logged before must be handled first, as it"
@@ -253,10 +252,10 @@ class HookGate:
         return [{"for": one, "what": what, "since_ns": self._since_ns, "count": count} for one in names]
 
 
-# ``@upgrades``: which class's state a class takes over, and the way of a state along such a chain of classes.
+# ``@upgrades``: the class whose state a class takes over, and the upgrades along a chain of such classes.
 #
-# A checkpoint says which version of the app wrote it. The class of that version restores it and handles records, as it
-# did then, until the app is told to upgrade: then each class of the chain makes its state from the one before.
+# A checkpoint names the version of the app that wrote it. The class of that version restores it and handles records, as
+# before, until the app is told to upgrade. Then each class of the chain makes its state from that of the class before.
 
 
 C = TypeVar("C", bound=type[ImmortalProtocol])
@@ -266,19 +265,19 @@ USAGE = "@classmethod def upgrade(cls, old: {old}) -> {new}"
 
 
 def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Callable[[C], C]:
-    """Let the class take over the state of ``CounterV1``, with its ``upgrade``: ``@upgrades(CounterV1)``::
+    """Let a class take over the state of an older class, with its method ``upgrade``::
 
         @upgrades(CounterV1)
         class Counter(Immortal):
             @classmethod
             def upgrade(cls, old: CounterV1) -> Counter: ...
 
-    ``upgrade`` gets the old object as it was after the last record and returns a new one. It is repeated by replays, so
-    it takes time and randomness from the SDK (``immortal.now()``), and like ``__init__`` it can't send calls. A
-    subclass of the old class may leave it out: then ``__init__`` makes the object, which takes over each attribute of
-    the old state by its name. The version of the class is the old one's + 1, unless ``version=`` gives another (a lower
-    one: the way back). With ``retry_refused`` the upgrade gives the app once more what was refused because its method
-    or parameters were unknown, and nobody waits for. Raises DefinitionError.
+    ``upgrade`` gets the old object after its last record and returns a new one. Replays repeat it, so it must take time
+    and randomness from the SDK (``immortal.now()``); like ``__init__`` it can't send calls. A subclass of the old class
+    can leave it out: then ``__init__`` creates the object, which takes over each attribute of the old state by its
+    name. The version of the class is the old one's + 1, unless ``version=`` gives another (a lower one for the way
+    back). With ``retry_refused`` the upgrade gives the app once more the messages without a waiting caller that were
+    refused because of unknown methods or parameters. Raises DefinitionError.
     """
     old_definition = definition_of(old)
 
@@ -337,11 +336,11 @@ def _check_upgrade(definition: Definition, found: object, usage: str) -> Callabl
     return function
 
 
-# --- which class ------------------------------------------------------------------------------------------------------
+# --- the class of a version -------------------------------------------------------------------------------------------
 
 
 def restoring_class(main: Definition, envelope: Envelope) -> Definition:
-    """Return the class of the checkpoint's version: of several, the one nearest to ``main``. Raises StateError."""
+    """Return the class of the checkpoint's version; of several, the one nearest to ``main``. Raises StateError."""
     for definition in main.chain:
         if definition.version == envelope.version:
             return definition
@@ -353,9 +352,9 @@ def restoring_class(main: Definition, envelope: Envelope) -> Definition:
 
 
 def upgrade_path(main: Definition, current: Definition, version: int | None) -> list[Definition]:
-    """Return the classes that the state passes, from ``current``'s version to ``version`` (None: that of ``main``).
+    """Return the classes of an upgrade from ``current``'s version to ``version`` (None: that of ``main``).
 
-    The first one is ``current`` or, where only that has a way, another class of its version: after a way back there are
+    The first one is ``current`` or another class of its version, if only that has a path: after a way back there are
     two. Raises UpgradeError.
     """
     chain = main.chain
@@ -387,14 +386,14 @@ def _versions(chain: Sequence[Definition]) -> str:
     return f"versions {', '.join(versions[:-1])} and {versions[-1]}"
 
 
-# --- one step ---------------------------------------------------------------------------------------------------------
+# --- one upgrade ------------------------------------------------------------------------------------------------------
 
 
 def upgraded(definition: Definition, old: Any, context: Context) -> Any:
-    """Make the instance of ``definition``'s class from ``old``; it takes over ``context``. Raises UpgradeError."""
+    """Return an instance of ``definition``'s class, upgraded from ``old``, in ``context``. Raises UpgradeError."""
     what = f"{definition.name}.upgrade"
     record_index = context.message_index
-    context.message_index = -definition.version  # the random streams of each upgrade are its own
+    context.message_index = -definition.version  # each upgrade has its own random streams
     try:
         with instances_use_context(lambda: _context_for_another(context)):
             new: Any = guarded(definition, what, partial(definition.cls.upgrade, old))  # type: ignore[attr-defined]
@@ -411,7 +410,7 @@ def upgraded(definition: Definition, old: Any, context: Context) -> Any:
 
 
 def moved(definition: Definition, old_definition: Definition, old: Any, context: Context) -> Any:
-    """Move the state of ``old`` to another class of its version; it takes over ``context``. Raises UpgradeError."""
+    """Move the state of ``old`` to another class of its version, in ``context``. Raises UpgradeError."""
     schema = old_definition.state()
     new = definition.new_instance()
     attach(new, context)
@@ -428,7 +427,7 @@ def moved(definition: Definition, old_definition: Definition, old: Any, context:
 
 
 def _context_for_another(context: Context) -> Context:
-    """Make a context for one more instance in the same life: the same time, the same randomness, no calls."""
+    """Return a context for one more instance in the same life: the same time and randomness, no calls."""
     made = Context(context.seed, context.outbox)
     made.sites = context.sites
     made.committer_id = context.committer_id
@@ -439,7 +438,7 @@ def _context_for_another(context: Context) -> Context:
 
 
 def guarded(definition: Definition, what: str, function: Callable[[], Any]) -> Any:
-    """Call ``function``; whatever it raises becomes the UpgradeError of an upgrade to ``definition``."""
+    """Call ``function``; an exception becomes the UpgradeError of an upgrade to ``definition``."""
     try:
         return function()
     except AppError as error:
@@ -471,7 +470,7 @@ def failed(definition: Definition, reason: str, details: str = "", remedy: str =
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Return `` (file:line)`` of the last line in the file that the SDK called, which may have called others."""
+    """Return `` (file:line)`` of the last line in the file that the SDK called directly."""
     frames = traceback.extract_tb(trace)[1:]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

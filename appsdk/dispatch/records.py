@@ -1,8 +1,7 @@
-"""Hands the messages of logged records to handlers: in slices, without those that have a verdict, timed when asked.
+"""Handling of logged records: their messages go to handlers in slices, without those that have a verdict.
 
-What fails alone gets its verdict here, and the others go on behind it.
-
-Rewinds the state to before a failed message: to a copy of it, and over the records since, without that message.
+A message that fails alone gets its verdict here, and the next ones are handled. If the state before a failed message is
+needed, the app rewinds to a copy of the state and handles the records since then again, without that message.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from immortal.protocol.system_methods import OTHER_MESSAGES
 from immortal.protocol.varint import encode_zigzag
 from immortal.protocol.verdicts import Careful, Handling, Verdict, VerdictKind, encode_handling
 
-SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
+SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport can send: keeps both ends busy
 
 
 class SingleStepNeededError(Exception):
-    """Raised if some message of the handled record, from ``message_index`` on, has left a state that can't be saved."""
+    """Raised if a message of the handled record, from ``message_index`` on, left a state that can't be saved."""
 
     def __init__(self, message_index: int) -> None:
         super().__init__(f"message {message_index} or one behind it")
@@ -45,13 +44,12 @@ class SingleStepNeededError(Exception):
 
 
 class Records:
-    """Handles records of the log, one after the other.
+    """Handler of the log's records, one after the other.
 
-    ``guard``: looks at the state where messages have been handled; ``can_rewind``: whether there is a copy of it.
-    ``closely``: (record, message) from which on it does so after each message: one of them is to be found.
+    ``guard``: checks the state after messages; ``can_rewind``: returns True if there is a copy of the state.
+    ``closely``: (record, message) from which on it checks after each message, to find the one that broke the state.
 
-    ``careful``: an app before this one did not live through one of these records, so each is announced. ``times``: of
-    handlers, sampled.
+    ``careful``: an earlier app died at one of these records, so each is announced. ``times``: of handlers, sampled.
     """
 
     def __init__(self, context: Context, life: Life, failures: Failures) -> None:
@@ -60,17 +58,17 @@ class Records:
         self.guard = Guard()
         self.can_rewind: Callable[[], bool] = lambda: False
         self.closely: tuple[int, int] | None = None
-        self._unchecked_from: int | None = None  # the first message since the guard has last looked
+        self._unchecked_from: int | None = None  # the first message since the guard's last check
         self._context = context
         self._life = life
         self._failures = failures
-        self.probe: Callable[[int], None] | None = None  # told of each message of a record that has been handled
-        self._batch_sources: Iterator[str] | None = None  # of the batches of the record that is handled
-        self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
+        self.probe: Callable[[int], None] | None = None  # called with each handled message of a record
+        self._batch_sources: Iterator[str] | None = None  # sources of the batches of the record that is handled
+        self._batch_begin = b"", 0, 0  # content, offset and index of the first message of the batch that is handled
 
     @property
     def now_handling(self) -> Handling | None:
-        """Message whose handler runs; None between two. Any thread: it may be over by then."""
+        """Message whose handler runs; None between two. For any thread: it can be over by then."""
         context = self._context
         content, start, first_index = self._batch_begin
         sequence_id, index = context.sequence_id, context.message_index
@@ -80,12 +78,12 @@ class Records:
             return replace(self._failures.going_on(sequence_id, index, task), message=b"")
         try:
             message = message_at(content, offset_behind(content, start, index - first_index))
-        except RemoteProtocolError:  # of a batch that has begun since
+        except RemoteProtocolError:  # of a batch that began meanwhile
             return None
         return replace(self._failures.handling(sequence_id, index, message), message=b"")
 
     def announce(self, handling: Handling) -> Iterator[Event]:
-        """Announce what is handled, since that may end the process: the coordinator is to know what it was."""
+        """Announce what is handled next, since it can end the process: the coordinator must know what it was."""
         self._context.outbox.report(encode_handling(handling))
         yield Flush()
 
@@ -93,7 +91,7 @@ class Records:
         """Handle the messages of one record. Raises RewindNeededError."""
         sequence_id, content = record.header.sequence_id, record.content
         context = self._context
-        if context.multicasts.waiting:  # as where each record comes alone; a replay brings many at once
+        if context.multicasts.waiting:  # as if each record came alone; a replay brings many at once
             context.outbox.close_batches()
         context.committer_id = record.header.committer_id
         context.sequence_id = sequence_id
@@ -126,16 +124,16 @@ class Records:
         self._life.next_sequence_id = sequence_id + 1
 
     def _check(self) -> None:
-        """Check the state before anything leaves that the messages so far have made. Raises SingleStepNeededError."""
+        """Check the state before output of the messages so far leaves. Raises SingleStepNeededError."""
         first, self._unchecked_from = self._unchecked_from, None
         if first is None or self.guard.check() is None:
             return
         if self.can_rewind():
             raise SingleStepNeededError(first)
-        self.guard.give_up()  # the next checkpoint says so
+        self.guard.give_up()  # the next checkpoint reports it
 
     def _check_one(self, message: bytes, index: int) -> None:
-        """Check the state behind a message that was handled by itself. Raises HandlerError."""
+        """Check the state after one message that was handled alone. Raises HandlerError."""
         handler = self._life.definition.by_method_id.get(-1 if (found := method_of(message)) is None else found)
         if (handler is not None and handler.is_query) or (problem := self.guard.check()) is None:
             return
@@ -227,8 +225,9 @@ class Records:
         return self.closely is not None and (sequence_id, message_index) >= self.closely
 
     def _check_kept(self, error: HandlerError, content: bytes, by_itself: bool) -> HandlerError:
-        """Check the state after a message that fails while its changes stay: they are saved or undone. Raises
-        SingleStepNeededError.
+        """Check that the state can be saved after a message that fails while its changes stay; else they are undone.
+
+        Raises SingleStepNeededError.
         """
         if not by_itself:
             self._check()
@@ -240,8 +239,8 @@ class Records:
         return error
 
     def _let_go_on(self, index: int, message: bytes) -> Iterator[Event]:
-        """Let the handlers that ``message`` has woken go on, one after the other, each announced. No calls that were
-        made since its first leaves in between: a verdict on one of them may take them back."""
+        """Run the handlers that ``message`` has woken, one after the other, each announced. Calls made since the first
+        one do not leave in between: a verdict on one of the handlers can take them back."""
         context, tasks, outbox = self._context, self._context.tasks, self._context.outbox
         behind, context.message_index = context.message_index, index
         is_left = True
@@ -260,27 +259,27 @@ class Records:
         context.message_index = behind
 
     def _timed(self, content: bytes, offset: int, end: int) -> int:
-        """Handle one message and note its time; return where the next one starts. Raises as ``deliver`` does."""
+        """Handle one message and note its time; return the offset of the next one. Raises what ``deliver`` raises."""
         times, life = self.times, self._life
         begun_ns = times.clock_ns()
         behind = life.delivery.deliver(life.instance, content, offset, end, offset + 1)
         duration_ns = times.clock_ns() - begun_ns
-        method_id = method_of(content[offset:behind])  # of a call; an answer has that of another's method
+        method_id = method_of(content[offset:behind])  # of a call; the ID in an answer is that of another's method
         handler = None if method_id is None else life.definition.by_method_id.get(method_id)
         times.add(OTHER_MESSAGES if handler is None else handler.function.__qualname__, duration_ns)
         return behind
 
     def _failed(self, error: HandlerError, message: bytes) -> Iterator[Event]:
-        """Note that ``message`` has failed, and go on behind it.
+        """Note that ``message`` has failed, and continue after it.
 
-        Raises ``error`` where it can't fail alone, and RewindNeededError where the state must be as before it first.
+        Raises ``error`` if it can't fail alone, and RewindNeededError if its changes must be undone first.
         """
         verdict = self._failures.verdict(error, message)
         if verdict is None:
             raise error
         known = verdict.key in self._failures.known
         if not known and self._failures.did_not_fail(verdict):
-            raise error  # when it was handled before: no replay can be right
+            raise error  # it did not fail before: no replay can be right
         if verdict.kind is VerdictKind.UNDONE:
             self._failures.note(verdict, error)
             raise RewindNeededError(verdict, error.failure.method_id if error.failure else None)
@@ -292,7 +291,7 @@ class Records:
         self._failures.answer(known_verdict, message)
 
     def _pass_over(self, content: bytes, offset: int, index: int) -> Generator[Event, None, int]:
-        """Skip the message at ``offset``, which has a verdict; returns the offset of the next one."""
+        """Skip the message at ``offset``, which has a verdict; return the offset of the next one."""
         context, message = self._context, message_at(content, offset)
         behind = offset + len(message)
         context.message_index = index
@@ -304,7 +303,7 @@ class Records:
         return behind
 
     def _list_failed(self, verdict: Verdict, message: bytes) -> None:
-        """List the call of a ``def`` handler with labels, which is not handled again, as failed."""
+        """List the call of a ``def`` handler with labels as failed, since it is not handled again."""
         context, executions, rpc = self._context, self._context.tasks.executions, rpc_of(message)
         if executions is None or rpc is None or rpc.kind != RpcKind.CALL:
             return
@@ -320,7 +319,7 @@ class Records:
         executions.handled(call, handler, {}, "failed", failure_in_words(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
-        """End the wait for a message that is skipped: whoever waits for it must not wait for ever."""
+        """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""
         if not verdict.ends_waiting or (waking := awaited_part(message)) is None:
             return
         context, index = self._context, self._context.message_index
@@ -332,11 +331,11 @@ class Records:
         context.message_index = index
 
 
-MESSAGE_INDEX_MAX = (1 << 31) - 1  # of a record: above any that there is
+MESSAGE_INDEX_MAX = (1 << 31) - 1  # larger than the number of messages of any record
 
 
 class Rewinds:
-    """Rewinds of one app. ``copies``: of its state."""
+    """Rewinds of one app, to ``copies`` of its state."""
 
     def __init__(self, context: Context, life: Life, records: Records, failures: Failures, copies: Copies) -> None:
         self.copies = copies
@@ -347,7 +346,7 @@ class Rewinds:
         records.can_rewind = lambda: copies.current is not None
 
     def handle(self, record: Record) -> Iterator[Event]:
-        """Handle ``record``, once more for each of its messages that must leave no trace. Raises RecoveryNeeded."""
+        """Handle ``record``, and again for each of its messages that must leave no trace. Raises RecoveryNeeded."""
         rewound = False
         while True:
             try:
@@ -371,7 +370,7 @@ class Rewinds:
             self.retake_copy()
 
     def _undo(self, needed: RewindNeededError, record: Record) -> None:
-        """Go back to the copy of the state, and again over the records behind it, up to ``record``."""
+        """Go back to the copy of the state, and handle the records after it again, up to ``record``."""
         copy, verdict = self.copies.current, needed.verdict
         if copy is None:
             self._context.outbox.rewind_to_copy()
@@ -385,7 +384,7 @@ class Rewinds:
         self._go_over(copy, copy.tail, verdict.key[:2])
 
     def reload_from_log(self) -> None:
-        """Make the state anew from the records so far, which do not make the present one. Raises RecoveryNeeded."""
+        """Rebuild the state from the records so far, since the present one differs. Raises RecoveryNeeded."""
         copy = self.copies.current
         self._context.outbox.mark()
         if copy is None:
@@ -395,26 +394,26 @@ class Rewinds:
         self.settle()
 
     def replay_records(self, copy: Copy, records: Iterable[Record]) -> None:
-        """Handle ``records`` of its tail once more, from the first one on; none of them is to fail anew. Then comes
-        :meth:`settle`, at once or behind other such runs."""
+        """Handle ``records`` of the copy's tail again, from the first one on; no new failures are allowed. Call
+        :meth:`settle` afterwards, once for all such runs."""
         last_sequence_id = copy.sequence_id + len(copy.tail)
         self._failures.repeat_all(last_sequence_id + 1, self._life.delivery)
         self._go_over(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
 
     def _current_copy(self) -> Copy:
-        """Return the current copy; there must be one."""
+        """Return the current copy. Raises RecoveryNeeded if there is none."""
         copy = self.copies.current
         if copy is None:
             raise RecoveryNeeded("there is no copy of the state any more: the app is recovered from its log")
         return copy
 
     def guards(self) -> None:
-        """Guard the state from here on: messages are handled for the first time, and it is looked at behind them."""
+        """Begin to guard the state: messages are handled for the first time, and each is followed by a check."""
         self._records.guard.is_on = self._failures.may_refuse
         self._restart_guard()
 
     def _restart_guard(self) -> None:
-        """Let the guard begin anew with the present state: nobody is to be blamed for what is wrong with it already."""
+        """Restart the guard with the present state: no later message is blamed for problems that it has already."""
         guard, context = self._records.guard, self._context
         if guard.is_on:
             size_bytes = context.tasks.queries.state_size_bytes
@@ -422,7 +421,7 @@ class Rewinds:
             guard.begin(schema, self._life.instance, size_bytes)
 
     def _go_over(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
-        """Handle ``records`` over the copy. ``passed``: up to which message of which record this was done before."""
+        """Handle ``records`` on top of the copy. ``passed``: the last (record, message) that was handled before."""
         tasks = self._context.tasks
         self.copies.failed()
         tasks.rewinds()
@@ -438,22 +437,22 @@ class Rewinds:
         self._restart_guard()
 
     def settle(self) -> None:
-        """End a rewind: the state is that behind the last record again."""
+        """End a rewind: the state is again that after the last record."""
         self._failures.settle(self._life.delivery)
         self._context.tasks.effects.resume()
 
     def retake_copy(self) -> None:
-        """Take a new copy: much log lies behind the last one, or not only records have changed the state."""
+        """Take a new copy: the last one is far behind in the log, or the state changed by more than records."""
         self._context.outbox.close_batches()
         try:
             blob = b"".join(self._life.encode())
         except StateError:
-            self.copies.copy_failed()  # the next checkpoint says so
+            self.copies.copy_failed()  # the next checkpoint reports it
             return
         self.take_copy((blob,))
 
     def take_copy(self, pieces: Sequence[bytes]) -> None:
-        """Take a copy of the state as it is now, behind all calls made so far."""
+        """Take a copy of the present state, after all calls made so far."""
         tasks, sequence_id = self._context.tasks, self._life.next_sequence_id - 1
         self._context.outbox.begin_copy()
         tasks.queries.state_size_bytes = sum(map(len, pieces))

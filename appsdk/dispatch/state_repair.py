@@ -1,13 +1,13 @@
-"""Repairs a state that can't be saved: finds the message that broke it and removes its effect.
+"""Repair of a state that can't be saved: finds the message that broke it and removes its effect.
 
-The app goes back to its last copy and over the records since, as it does behind a failure, but nothing that is made
-meanwhile leaves it. By trying to encode the state at some points, and then at some between two of these, it finds the
-last message before which the state could be saved. It is taken back where nobody has been told anything else than they
-would have been without it: behind the record that was handled last the state is the one without it, a checkpoint of
-that follows at once, and the coordinator makes both count together. So what was said before stays as it was said, and
-each replay does the same behind that record: see :meth:`StateRepair.repeat`.
+The app rewinds to its last copy and handles the records since then again, as after a failure, but without output. It
+tries to encode the state at some points, then at points between two of these, and so finds the last message before
+which the state could be saved. The message is taken back if nobody has been told anything that differs from what they
+would have been told without it: after the record that was handled last the state becomes the one without it, a
+checkpoint of that follows at once, and the coordinator makes both valid together. So what was told stays true, and each
+replay does the same after that record: see :meth:`StateRepair.repeat`.
 
-Where others have been told something else an operator decides (``forced``); until then there is no checkpoint.
+If others have been told something different, an operator decides (``forced``); until then there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.readers import Record
 from immortal.protocol.verdicts import TEXT_CHARACTERS_MAX, MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
 
-TAKEN_BACK_MAX = 16  # messages for one checkpoint
+TAKEN_BACK_MAX = 16  # messages taken back for one checkpoint
 POINTS_PER_RUN = 32  # at which a run tries to encode the state
-LARGE_SIZE_BYTES = 16 << 20  # of a state: above, to try costs more than to handle again
+LARGE_SIZE_BYTES = 16 << 20  # of a state: above it, an attempt to encode costs more than to handle messages again
 POINTS_PER_LARGE_RUN = 4
 
 _PARTS = decoding.Decoder(list[msgspec.Raw])
 
 
 class _Made(msgspec.Struct):
-    """Output of a run: messages by destination, effects (number, what, detail), and answers to messages that were left
-    out.
-    """
+    """Output of a run: messages by destination, effects (number, what, detail), and answers to left-out messages."""
 
     messages: dict[str, list[bytes]]
     effects: list[tuple[int, str, int]]
@@ -59,7 +57,7 @@ class _Made(msgspec.Struct):
         return Counter([*calls, *self.effects])
 
     def has_answered(self, message: bytes) -> bool:
-        """Tell whether the caller that waits for the answer to ``message`` has got it."""
+        """Return True if the caller that waits for the answer to ``message`` has got it."""
         caller = who_waits(message)
         if caller is None:
             return True
@@ -74,14 +72,14 @@ class _Made(msgspec.Struct):
 
 
 class _EnoughError(Exception):
-    """Raised when a run has come to the last point that is inspected."""
+    """Raised when a run has reached the last inspected point."""
 
 
 class StateRepair:
-    """Repairs the state of one app.
+    """Repair of the state of one app.
 
-    ``forced``: verdicts that an operator wants undone. ``may_recover``: the app may ask for a recovery from its
-    checkpoint if there is no copy.
+    ``forced``: verdicts on messages that an operator wants taken back. ``may_recover``: the app can ask for a recovery
+    from its checkpoint if there is no copy.
     """
 
     def __init__(self, context: Context, life: Life, records: Records, failures: Failures, rewinds: Rewinds) -> None:
@@ -92,12 +90,12 @@ class StateRepair:
         self._records = records
         self._failures = failures
         self._rewinds = rewinds
-        self._found: Unsaved | None = None  # of a state that could not be saved since
+        self._found: Unsaved | None = None  # the result for a state that could not be saved since
 
     # --- a checkpoint ------------------------------------------------------------------------------------------------
 
     def encode(self, *, heals: bool = True) -> Sequence[bytes] | Unsaved:
-        """Encode the state, in pieces; or say why it can't be saved. Without ``heals`` nothing is taken back.
+        """Encode the state, in pieces; or return why it can't be saved. Without ``heals`` nothing is taken back.
 
         Raises RecoveryNeeded.
         """
@@ -134,7 +132,7 @@ class StateRepair:
     def _without(
         self, copy: Copy, error: StateError, verdicts: list[Verdict], *, heals: bool
     ) -> Sequence[bytes] | Unsaved:
-        """Return the state without ``verdicts``, and without whatever else keeps it from being saved."""
+        """Return the state without ``verdicts``, and without other messages that keep it from being saved."""
         is_forced, found = bool(verdicts), Unsaved(one_line(error))
         while True:
             if verdicts:
@@ -159,7 +157,7 @@ class StateRepair:
                 return found
             verdicts.append(verdict)
         told = self._run(copy)
-        if self._can_encode():  # what kept it from that has passed, and was no message's
+        if self._can_encode():  # the cause has passed, and was no message
             self._rewinds.settle()
             return self._life.encode()
         made = self._run(copy, verdicts)
@@ -174,7 +172,7 @@ class StateRepair:
         return self._life.encode()
 
     def repeat(self, sequence_id: int) -> None:
-        """Take back what the log says was taken back behind this record, which has just been handled.
+        """Take back the messages that the log says were taken back after this record, which was just handled.
 
         Raises RecoveryNeeded.
         """
@@ -194,7 +192,7 @@ class StateRepair:
         self._rewinds.retake_copy()
 
     def _extra(self, told: _Made, made: _Made, *, may_differ: bool) -> dict[str, list[bytes]] | str:
-        """Return the messages in ``made`` that others were not ``told`` yet; or, as text, why that is not possible."""
+        """Return the messages in ``made`` that others were not ``told`` yet; or, as text, why there can be none."""
         extra: dict[str, list[bytes]] = {}
         differs = "an effect has begun that would not have" if made.effects[: len(told.effects)] != told.effects else ""
         for to in {**told.messages, **made.messages}:
@@ -212,7 +210,7 @@ class StateRepair:
         return {}
 
     def _say(self, extra: dict[str, list[bytes]], made: _Made, told: _Made) -> None:
-        """Send the extra messages to those who have not got them yet."""
+        """Send the extra messages and answers that their receivers have not got yet."""
         for to, messages in extra.items():
             if messages:
                 self._context.outbox.push(to, [part for message in messages for part in (message, b"")])
@@ -224,7 +222,7 @@ class StateRepair:
     # --- runs over the records since the copy ------------------------------------------------------------------------
 
     def _run(self, copy: Copy, without: Sequence[Verdict] = (), records: Iterator[Record] | None = None) -> _Made:
-        """Handle ``records`` (all of the copy's tail) once more; what that makes. Raises HandlerError."""
+        """Handle ``records`` (None: all of the copy's tail) again; return the output. Raises HandlerError."""
         outbox, effects, failures = self._context.outbox, self._context.tasks.effects, self._failures
         collected: list[tuple[str, list[bytes]]] = []
         begun: list[tuple[int, str, int]] = []
@@ -245,7 +243,7 @@ class StateRepair:
         return _Made(messages, begun, answers)
 
     def _search(self, copy: Copy, without: Sequence[Verdict]) -> MessageKey | None:
-        """Find the last message before which the state could be saved; None: not even the copy's could."""
+        """Return the last message before which the state could be saved; None: not even the copy's state can be."""
         self._run(copy, without, iter(()))
         if not copy.tail or not self._can_encode():
             return None
@@ -314,7 +312,7 @@ class StateRepair:
 
 
 def _first_bad_point(end: int, points_max: int, try_at: Callable[[range], list[int]]) -> int:
-    """Find the first point behind the last good one: 0 is good, ``end`` is not. ``try_at``: says which points are."""
+    """Return the first point after the last good one; 0 is good, ``end`` is bad. ``try_at`` returns the good points."""
     begin = 0
     while end - begin > 1:
         step = ceil((end - begin) / points_max)
@@ -324,7 +322,7 @@ def _first_bad_point(end: int, points_max: int, try_at: Callable[[range], list[i
 
 
 def one_line(error: Exception) -> str:
-    """Format an error in one line; of an error of the user's code without the traceback."""
+    """Format an error in one line; an error of the user's code without the traceback."""
     first, stops, rest = str(error).partition("; the app stops\n")
     last = rest.strip().rpartition("\n")[2].strip() if stops else ""
     last = last.removeprefix(f"{first.rpartition(' ')[2]}: ")

@@ -1,4 +1,4 @@
-"""Verdicts on failed messages of one connection: those that are known, and what a new one does."""
+"""Verdicts on failed messages of one connection: the known ones, and the effects of a new one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from immortal.protocol.verdicts import Handling, MessageKey, Verdict, VerdictKin
 
 
 class RewindNeededError(Exception):
-    """Raised if the state must be as before the message of ``verdict``, which is skipped from here on."""
+    """Raised if the state before the message of ``verdict`` must be restored; the message is skipped from here on."""
 
     def __init__(self, verdict: Verdict, method_id: int | None) -> None:
         super().__init__(f"message {verdict.message_index} of record {verdict.sequence_id}")
@@ -53,14 +53,14 @@ def message_at(content: bytes, offset: int) -> bytes:
     return content[offset:end]
 
 
-_EFFECT_FRONT_COUNT = 4  # items of the result of an effect that say of which one it is
+_EFFECT_FRONT_COUNT = 4  # items of an effect's result that identify the effect
 _decode_result = decoding.Decoder(EffectResult).decode
 
 
 def awaited_part(message: bytes) -> bytes | None:
-    """Return the part of a message that an ``async def`` handler waits for (an answer, a time, an effect's result),
-    without the value, which may be unreadable; None: it is none of these, or does not say whose it is.
-    """
+    """Return the message that ends a handler's wait (an answer, a time, an effect's result), without its value.
+
+    The value can be unreadable. None: it is another message, or it does not say which wait it ends."""
     rpc = rpc_of(message)
     if rpc is None or (rpc.kind == RpcKind.CALL and rpc.method_id not in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)):
         return None
@@ -90,7 +90,7 @@ UNTOLD_MAX = 1000
 
 
 class _Row:
-    """Failures of one method in a row: none of its calls has come to its end in between."""
+    """Consecutive failures of one method: none of its calls succeeded in between."""
 
     def __init__(self) -> None:
         self.last: MessageKey = (-1, 0, 0, 0)
@@ -99,30 +99,30 @@ class _Row:
 
 
 class Failures:
-    """Failures of one connection. ``known``: verdicts that the coordinator has, or gets before what they lead to."""
+    """Failures of one connection. ``known``: verdicts that the coordinator has, or receives before their effects."""
 
     def __init__(self, context: Context, *, fails_alone: bool = True) -> None:
         self._fails_alone = fails_alone
         self.known: dict[MessageKey, Verdict] = {}
         self.can_fail = False  # the coordinator keeps verdicts
         self._context = context
-        self.skipped: dict[int, list[int]] = {}  # indices of messages that are passed over, by record, ascending
+        self.skipped: dict[int, list[int]] = {}  # indices of messages to skip, by record, ascending
         self._rows: dict[int, _Row] = {}  # by method ID
         self._tripped: set[int] = set()
-        self._repeating: MessageKey | None = None  # a rewind is on its way up to there
-        self.taken_back: dict[int, list[Verdict]] = {}  # behind which record; of what the log says of those to come
-        self._untold: dict[MessageKey, Callable[[], None]] = {}  # of an app that is not primary
-        self._held_answers: list[tuple[Verdict, bytes]] | None = None  # of messages that are left out
+        self._repeating: MessageKey | None = None  # a rewind replays up to this message
+        self.taken_back: dict[int, list[Verdict]] = {}  # of coming records, by the record after which they apply
+        self._untold: dict[MessageKey, Callable[[], None]] = {}  # reports of failures in an app that is not primary
+        self._held_answers: list[tuple[Verdict, bytes]] | None = None  # to messages that are left out
         context.tasks.handler_runs.verdicts = self.known
         context.tasks.handler_runs.tell = self._tell
 
     @property
     def may_refuse(self) -> bool:
-        """True if a message that did not fail by itself may be refused: it fails alone, or is to stop the app."""
+        """True if a message that did not fail by itself can be refused: it fails alone, or stops the app."""
         return self.can_fail or not self._fails_alone
 
     def know(self, verdicts: Sequence[Verdict]) -> None:
-        """Add verdicts that the coordinator has told."""
+        """Add verdicts that the coordinator has sent."""
         self.can_fail = self._fails_alone
         for verdict in verdicts:
             self._add(verdict)
@@ -140,7 +140,7 @@ class Failures:
                 indices.insert(at, verdict.message_index)
 
     def next_skipped(self, sequence_id: int, message_index: int) -> int | None:
-        """Return the index of the next message of that record, from that index on, that is skipped."""
+        """Return the index of the next skipped message of a record, from ``message_index`` on."""
         indices = self.skipped.get(sequence_id)
         if indices is None:
             return None
@@ -148,7 +148,7 @@ class Failures:
         return indices[at] if at < len(indices) else None
 
     def verdict(self, error: HandlerError, message: bytes) -> Verdict | None:
-        """Make the verdict on the ``message`` that ``error`` is about; None if it can't fail alone."""
+        """Make the verdict on the ``message`` of ``error``; None if it can't fail alone."""
         failure = error.failure
         if failure is None or not self.can_fail or (failure.policy == "stop" and not failure.refused):
             return None
@@ -156,7 +156,7 @@ class Failures:
         return verdict_on(error, failure, None if caller is None else caller.name, message)
 
     def note(self, verdict: Verdict, error: HandlerError) -> None:
-        """Note a new verdict: the coordinator hears of it before what follows from it, and so do people."""
+        """Note a new verdict and report it: the coordinator receives it before its effects."""
         context = self._context
         if context.reporter is not None and verdict.key not in self.known:
             self._untold[verdict.key] = partial(
@@ -170,19 +170,19 @@ class Failures:
         context.outbox.report(encode_verdict(verdict))
 
     def tell_people(self) -> None:
-        """Report the failures that no other app has reported: this one is primary."""
+        """Report the failures that no other app has reported: this app is primary."""
         for report in self._untold.values():
             report()
         self._untold.clear()
 
     def _tell(self, verdict: Verdict, error: HandlerError) -> bool:
-        """Report the failure of an async handler or a step, with nothing to undo; False: it can't fail alone."""
+        """Report a failure of an async handler or step, with nothing to undo; return False if it can't fail alone."""
         if self.can_fail and verdict.key not in self.known:
             self.note(verdict, error)
         return self.can_fail
 
     def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
-        """Skip these messages from here on, and tell nobody: the answers go into the returned list."""
+        """Skip these messages from here on without a report: answers to them go into the returned list."""
         answers: list[tuple[Verdict, bytes]] = []
         self._held_answers = answers
         for verdict in verdicts:
@@ -190,14 +190,14 @@ class Failures:
         return answers
 
     def leave_in(self) -> None:
-        """Handle again what was left out."""
+        """Handle the left-out messages again."""
         for verdict in [one for one in self.known.values() if one.behind == 0]:
             del self.known[verdict.key]
             self.skipped[verdict.sequence_id].remove(verdict.message_index)
         self._held_answers = None
 
     def answer(self, verdict: Verdict, message: bytes) -> None:
-        """Tell who waits for ``message``, if anybody does."""
+        """Send the verdict to the caller that waits for ``message``, if there is one."""
         if method_of(message) == ORDERED_METHOD_ID:
             for call in self._context.multicasts.refused(message, verdict.text):
                 self._answer_refused(verdict, call)
@@ -208,7 +208,7 @@ class Failures:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 
     def _answer_refused(self, verdict: Verdict, call: bytes) -> None:
-        """Answer a call of a multicast that is refused, if its sender waits for that."""
+        """Answer a call of a refused multicast, if its sender waits for the answer."""
         try:
             caller = who_waits(call)
         except ProtocolError:
@@ -232,14 +232,14 @@ class Failures:
         )
 
     def going_on(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:
-        """Make the announcement that an ``async def`` handler is about to go on, or to begin, beside others."""
+        """Describe the ``async def`` handler that continues, or begins, next."""
         handler = self._context.tasks.definition.by_method_id[call.method_id]
         message = forked(call.method_id, call.arguments) if call.caller is None else b""
         name = handler.function.__qualname__
         return Handling(sequence_id, message_index, 0.0, name, call.caller, message, call.number)
 
     def forget_up_to(self, sequence_id: int) -> None:
-        """Forget verdicts up to that record: no replay in this process goes over those records again."""
+        """Forget verdicts up to that record: no replay in this process handles those records again."""
         if any(key[0] <= sequence_id for key in self.known):
             for key in [key for key in self.known if key[0] <= sequence_id]:
                 del self.known[key]
@@ -248,10 +248,10 @@ class Failures:
     # --- a rewind -----------------------------------------------------------------------------------------------------
 
     def repeat(self, needed: RewindNeededError, records: Sequence[Record], size_bytes: int, delivery: Delivery) -> None:
-        """Note that the app goes over ``records`` (the last up to the failed message) and its state once more."""
+        """Note a rewind: the app restores its state and replays ``records``, the last up to the failed message."""
         verdict, method_id = needed.verdict, needed.method_id
         self._repeating = verdict.key
-        delivery.trip(())  # what it did once it does once more
+        delivery.trip(())  # calls that ran before run again
         if method_id is None:
             return
         row = self._rows.get(method_id)
@@ -264,12 +264,12 @@ class Failures:
             self._tripped.add(method_id)
 
     def repeat_all(self, sequence_id: int, delivery: Delivery) -> None:
-        """Note that the app goes over all records before that one once more, none of which has failed anew."""
+        """Note a rewind over all records before ``sequence_id``, without a new failure."""
         self._repeating = sequence_id, 0, 0, 0
         delivery.trip(())
 
     def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
-        """Tell whether a call of the method between these two ended well, or the records do not reach back so far."""
+        """Return True if a call of the method between these two succeeded, or the records do not go back that far."""
         if not records or records[0].header.sequence_id > after[0] + 1:
             return True
         for record in records:
@@ -283,17 +283,17 @@ class Failures:
         return False
 
     def did_not_fail(self, verdict: Verdict) -> bool:
-        """Tell whether the message was handled well before the rewind, which is to do the same again."""
+        """Return True if the message succeeded before the rewind, which must repeat that."""
         return self._repeating is not None and verdict.key[:2] < self._repeating[:2]
 
     def settle(self, delivery: Delivery) -> None:
-        """End the repetition: the rewind is over."""
+        """End the replay of a rewind."""
         self._repeating = None
         delivery.trip(self._tripped)
 
 
 def messages_of(content: bytes) -> Iterator[bytes]:
-    """Yield the RPCs of a record, in order, each from its size on."""
+    """Yield the RPCs of a record in order, each with its size field."""
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RPC:
             yield content[start - 1 - len(encode_zigzag(end - start + 1)) : end]

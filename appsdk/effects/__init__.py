@@ -1,4 +1,4 @@
-"""Effects: a function that works in the outside world, with its attempts, its threads and its loop."""
+"""Effects: functions that work in the outside world, with their attempts, threads and asyncio loop."""
 
 from immortal.appsdk.effects.effect import EffectContext, Retry, effect_context
 

@@ -1,11 +1,11 @@
-"""An effect: its options for users (Retry, options, context), the function, and the request that runs it.
+"""Effects: their options for users (Retry, options, context), their functions, and the request that runs one.
 
     await immortal.effect(fetch, url)
     await immortal.effect.options(retry=Retry(attempts=5), timeout=timedelta(seconds=10))(fetch, url)
 
-An effect is run once the app is primary, at least once, until the log has a result of it. That result is the only one
-that the handler ever sees; a replay takes it from the log, and runs nothing. What runs effects, and how something else
-takes its place: :mod:`immortal.appsdk.effects.effect`.
+Once the app is primary, an effect runs at least once, until the log has its result. The handler only ever sees that
+result; a replay takes it from the log and runs nothing. :mod:`immortal.appsdk.effects.runner` runs effects; below,
+:class:`EffectRunner` says how another runner replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from immortal.appsdk.errors import DefinitionError, EffectFailed, UsageError
 from immortal.appsdk.state.journal import declared_name, decode_raised, encode_raised
 from immortal.protocol import decoding
 
-CONCURRENT_EFFECTS = 32  # that run at once, by default: more threads than that rarely get more done
+CONCURRENT_EFFECTS = 32  # at once, by default: more threads than that rarely get more done
 
 
 PROGRAM_ERRORS: tuple[type[Exception], ...] = (
@@ -46,18 +46,19 @@ PROGRAM_ERRORS: tuple[type[Exception], ...] = (
     UsageError,
     DefinitionError,
 )
-"""Exceptions that are plainly the program's own: by default an effect that raises one has failed at once."""
+"""Exceptions that are clearly errors of the program: by default they are not retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Retry policy of an effect: how often, and after which exceptions (timeouts included).
 
-    ``attempts`` counts the first one, anew after a restart of the app; None: without end. Between the first two
-    attempts lies ``first_wait``, then each time ``factor`` times as much, at most ``max_wait``; each wait is shortened
-    at random, by half at most. No attempt begins later than ``give_up_after`` (None: no limit) after the handler asked.
-    An exception is retried if it is one of ``on`` and none of ``not_on``; where it is one of both, the nearer of its
-    classes decides, and ``on``. What is no Exception, as SystemExit, counts as one. Raises UsageError.
+    ``attempts`` counts the first one too, and starts again after a restart of the app; None: without end. The wait
+    after the first attempt is ``first_wait``, each later one ``factor`` times as long, at most ``max_wait``; each wait
+    is shortened at random, by half at most. No attempt begins later than ``give_up_after`` after the handler's request
+    (None: no limit). An exception is retried if it is one of ``on`` and none of ``not_on``; if it is one of both, the
+    class nearer to it decides, and ``on`` if they are equal. Other BaseExceptions, such as SystemExit, count as
+    Exception. Raises UsageError.
     """
 
     attempts: int | None = None
@@ -87,7 +88,7 @@ class Retry:
                 )
 
     def is_for(self, error: BaseException) -> bool:
-        """Tell whether an attempt that raised ``error`` is retried."""
+        """Return True if an attempt that raised ``error`` is retried."""
         kinds = type(error).__mro__ if isinstance(error, Exception) else (Exception,)
         nearest = next((one for one in kinds if one in self.on or one in self.not_on), None)
         return nearest in self.on
@@ -102,7 +103,7 @@ class Retry:
 
 
 def _restore_retry(retry: Retry, state: list[Any]) -> None:
-    """Restore a pickled Retry; one of an earlier version lacks the last fields."""
+    """Restore a pickled Retry; a Retry of an earlier version lacks the last fields."""
     fields = dataclasses.fields(retry)
     for one, value in zip(fields, [*state, *(one.default for one in fields[len(state) :])], strict=True):
         object.__setattr__(retry, one.name, value)
@@ -117,7 +118,7 @@ def _is_int(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EffectOptions:
-    """Options that ``immortal.effect.options(...)`` was given. ``raises``: by name."""
+    """Options given to ``immortal.effect.options(...)``. ``raises``: exceptions by name."""
 
     retry: Retry = Retry()
     timeout: timedelta | None = None
@@ -132,8 +133,8 @@ class EffectOptions:
 class EffectContext:
     """Context of a function that runs as an effect.
 
-    ``key``: one for each effect that a handler asks for; the same for all attempts, after crashes too. ``attempt``:
-    which one this is since the app was started, from 1.
+    ``key``: idempotency key of this effect: the same for all attempts, after crashes too. ``attempt``: the number of
+    this attempt since the start of the app, from 1.
     """
 
     key: str
@@ -144,29 +145,28 @@ current_context: ContextVar[Callable[[], EffectContext]] = ContextVar("effect co
 
 
 def effect_context() -> EffectContext:
-    """Return key and attempt of the effect that this function runs as, or is called by. Raises UsageError elsewhere."""
+    """Return key and attempt of the effect that runs or calls this function. Raises UsageError outside of effects."""
     try:
         return current_context.get()()
     except LookupError:
         raise UsageError("effect_context(): only a function that is run by immortal.effect(...) has one") from None
 
 
-# An effect between the handler that asks for it and what runs it.
+# Between the handler that asks for an effect and the runner that runs it.
 #
-# The runner of an app's process is :mod:`appsdk.effects.runner`. One of another kind, as a test may want, is given to
-# :class:`appsdk.dispatch.dispatcher.Dispatcher` as ``effects``. It is an :class:`EffectRunner`: from the moment at
-# which the app is primary it gets each effect as an :class:`EffectRequest`, runs it however it likes
-# (``request.call()`` runs the user's function), and answers with ``request.returned(value)`` or
-# ``request.raised(error)``, at once or later, from any thread. The answer is sent as an impulse to oneself. Without a
-# runner, as in each replay, effects wait.
+# The runner of an app's process is :mod:`appsdk.effects.runner`. Another one, for example a test's, is given to
+# :class:`appsdk.dispatch.dispatcher.Dispatcher` as ``effects``. It is an :class:`EffectRunner`. Once the app is primary
+# it gets each effect as an :class:`EffectRequest`, runs it in any way (``request.call()`` runs the user's function),
+# and answers with ``request.returned(value)`` or ``request.raised(error)``, at once or later, from any thread. The
+# answer is sent as an impulse to oneself. Without a runner, as in each replay, effects wait.
 
 
-FAILURE_TEXT_CHARACTERS_MAX = 10_000  # of its message, and of its traceback's end: both are logged
+FAILURE_TEXT_CHARACTERS_MAX = 10_000  # of the message, and of the traceback's end: both are logged
 _FAILED = ""  # the name under which an EffectFailed travels: no class has it
 
 
 class EffectFunction:
-    """Function that runs as an effect: what it takes and returns. Raises UsageError, DefinitionError."""
+    """Function of an effect, with the codec of its arguments and result. Raises UsageError, DefinitionError."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -179,7 +179,7 @@ class EffectFunction:
             raise DefinitionError(f"{self.name}: an annotation can't be resolved: {error}") from error
 
     def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
-        """Encode arguments by position. Raises TypeError for what does not fit the annotations."""
+        """Encode arguments by position. Raises TypeError for arguments that do not fit the annotations."""
         _, encoded = self.codec.encoded(arguments)
         try:
             self.arguments(encoded)
@@ -196,7 +196,7 @@ class EffectFunction:
         return f"{self.name}{describe_encoded(encoded, self.codec.signature.parameters)}"
 
     def encode_result(self, value: Any) -> bytes:
-        """Raises TypeError for what is not what its annotation says."""
+        """Encode a result. Raises TypeError for a value that does not fit its annotation."""
         try:
             encoded = self.codec.encode_result(value)
             check_value("it", encoded)
@@ -223,7 +223,7 @@ class EffectFunction:
         return encoder.encode((_FAILED, (self.name, type(error).__name__, message, trace, attempts), {}))
 
     def decode_error(self, data: bytes, raises: Mapping[str, type[Exception]]) -> Exception:
-        """Raises msgspec.DecodeError, LookupError."""
+        """Decode an error that :meth:`encode_error` encoded. Raises msgspec.DecodeError, LookupError."""
         name, arguments = decoding.decode(data, type=tuple[str, list[Any], Any])[:2]
         if name == _FAILED:
             return EffectFailed(*msgspec.convert(arguments, tuple[str, str, str, str, int]))
@@ -231,7 +231,7 @@ class EffectFunction:
 
 
 def encodable(text: object) -> str:
-    """Return the text of an object, with every character encodable."""
+    """Return the text of an object with unencodable characters replaced."""
     try:
         return str(text).encode("utf-8", "replace").decode()
     except BaseException as error:  # a __str__ of the user's
@@ -281,13 +281,13 @@ def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signa
 
 
 class EffectRequest:
-    """Request to run one effect. ``number``: its own in the life of the instance; for the rest see ``immortal.effect``.
+    """Request to run one effect. ``number``: unique in the life of the instance; for the rest see ``immortal.effect``.
 
-    ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
-    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has
-    begun, from 1; 0: none yet. ``failure``: of the attempt before it, in words. ``since_ns``: when its handler asked
-    for it, by the instance's time; 0: the log does not say. ``report``: told of the error with which it fails for good,
-    and of the attempts.
+    ``stand_in``: function that :meth:`call` and :meth:`call_async` call in place of the user's; None: none.
+    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last one that
+    began, from 1; 0: none yet. ``failure``: of the attempt before it, in words. ``since_ns``: time of the handler's
+    request, by the instance's clock; 0: not in the log. ``report``: called with the error and the number of attempts
+    when the effect fails for good.
     """
 
     __slots__ = (
@@ -331,7 +331,7 @@ class EffectRequest:
         self.stand_in: Callable[..., Any] | None = None
         self.attempt = 0
         self.failure = ""
-        self.try_now: Callable[[], bool] | None = None  # of a runner that can; whether it waited for its next attempt
+        self.try_now: Callable[[], bool] | None = None  # if the runner can; returns True if it waited
         self._function = function
         self._encoded = encoded
         self._send = send
@@ -341,7 +341,7 @@ class EffectRequest:
 
     @property
     def key(self) -> str:
-        """Key of the effect, computed at each use: few functions ask for it."""
+        """Idempotency key of the effect, computed at each use: few functions ask for it."""
         return self._make_key()
 
     @property
@@ -350,7 +350,7 @@ class EffectRequest:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """User's function; with :attr:`arguments`, for runners that do something else in its place."""
+        """User's function; together with :attr:`arguments` for runners that do something else instead."""
         return self._function.function
 
     @property
@@ -364,11 +364,11 @@ class EffectRequest:
         return self._function.is_async if self.stand_in is None else inspect.iscoroutinefunction(self.stand_in)
 
     def call(self, attempt: int = 1) -> Any:
-        """Call the function, a plain ``def``; returns and raises what that does."""
+        """Call the function, a plain ``def``; return and raise what it does."""
         return self.new_context().run(self._call, attempt)
 
     def new_context(self) -> contextvars.Context:
-        """Copy the context that the handler had as it began the effect, for one attempt."""
+        """Copy the context variables that the handler had when it began the effect, for one attempt."""
         return copy_of(self._variables)
 
     def _call(self, attempt: int) -> Any:
@@ -377,20 +377,20 @@ class EffectRequest:
         return (self.stand_in or self.function)(*arguments, **keywords)
 
     async def call_async(self, attempt: int = 1) -> Any:
-        """Call the function, an ``async def``, in an asyncio task with a :meth:`new_context`; returns and raises what
-        it does."""
-        # never reset: the task's context ends with it, and what does not let go may be closed in another one
+        """Call the function, an ``async def``, in an asyncio task with :meth:`new_context`; else like :meth:`call`."""
+        # Never reset: the task's context ends with it, and a coroutine that does not end can be closed in another one.
         current_context.set(partial(self.context, attempt))
         arguments, keywords = self.arguments
         return await (self.stand_in or self.function)(*arguments, **keywords)
 
     def context(self, attempt: int) -> EffectContext:
-        """Return the context for the function."""
+        """Return the EffectContext of an attempt."""
         return EffectContext(self.key, attempt)
 
     def wait_s(self, error: BaseException, attempt: int, now_ns: int) -> float | None:
-        """Return the seconds to wait at most after a failed attempt (from 1) before the next one; None: it was the
-        last. ``now_ns``: the instance's time."""
+        """Return the longest wait after a failed attempt (from 1), in seconds; None: it was the last attempt.
+
+        ``now_ns``: the instance's time."""
         retry = self.options.retry
         if declared_name(self.options.raises, error) is not None or not retry.is_for(error):
             return None
@@ -405,13 +405,13 @@ class EffectRequest:
     def returned(self, value: Any) -> None:
         """Complete the effect with a value.
 
-        Raises TypeError for a value that does not fit its annotation, UsageError for one that is too large: then it is
-        not complete.
+        Raises TypeError for a value that does not fit its annotation, UsageError for one that is too large. Then the
+        effect is not complete.
         """
         self._answer(False, self._function.encode_result(value))
 
     def raised(self, error: BaseException, attempts: int = 1) -> None:
-        """Complete the effect with an error after so many attempts."""
+        """Complete the effect with an error after this number of attempts."""
         if not self.is_cancelled:
             self.report(error, attempts)
         try:
@@ -426,10 +426,10 @@ class EffectRequest:
 
 
 class EffectRunner(Protocol):
-    """Runs effects beside the handlers. Both methods are called by the handlers' thread, and return at once."""
+    """Interface that runs effects beside the handlers. The handlers' thread calls both methods; they return at once."""
 
     def start(self, request: EffectRequest) -> None:
-        """Run it, when there is room, and call its ``returned`` or ``raised`` once."""
+        """Run an effect when there is room, and call its ``returned`` or ``raised`` once."""
 
     def cancel(self, request: EffectRequest) -> None:
-        """Cancel a request: nobody waits for it, and it is not answered, whatever it still does."""
+        """Cancel a request that nobody waits for any more. Its answer is dropped, even if its function continues."""

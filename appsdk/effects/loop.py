@@ -1,4 +1,4 @@
-"""Runs an asyncio loop in its own thread, for ``async def`` effects and delayed calls."""
+"""Asyncio loop in its own thread, for ``async def`` effects and delayed calls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Hashable
 from functools import partial
 from typing import Any
 
-STOP_TIMEOUT_S = 1.0  # for what an async effect does when it is cancelled at the end
+STOP_TIMEOUT_S = 1.0  # for the clean-up of an async effect that is cancelled at the end
 
 
 class EffectLoop:
-    """Runs coroutines and timers by key, so that they can be cancelled. Any thread may call."""
+    """Runs coroutines and timers by key, so that they can be cancelled. Any thread can call it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -29,7 +29,7 @@ class EffectLoop:
     def run(
         self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context
     ) -> None:
-        """Run a coroutine in a task, in ``context``."""
+        """Run a coroutine as a task in ``context``."""
         self._ask(partial(self._run, key, function, context))
 
     def call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
@@ -37,17 +37,17 @@ class EffectLoop:
         self._ask(partial(self._call_later, wait_s, key, function))
 
     def cancel(self, key: Hashable) -> None:
-        """Cancel the task of ``key``, and forget its timer; do nothing if there is neither."""
+        """Cancel the task of ``key``, and remove its timer; do nothing if there is neither."""
         self._ask(partial(self._cancel, key))
 
     def stop(self) -> None:
-        """Cancel what still runs, and wait for a moment until it has ended."""
+        """Cancel all tasks, and wait a moment until they have ended."""
         self._ask(lambda: asyncio.ensure_future(self._end()))
         self._thread.join(2 * STOP_TIMEOUT_S)
 
     def _ask(self, action: Callable[[], object]) -> None:
         self._asked.append(action)
-        if not self._is_told:  # to tell the loop is a system call
+        if not self._is_told:  # a call of the loop from another thread is a system call
             self._is_told = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: the app ends
                 self._loop.call_soon_threadsafe(self._take_asked)
@@ -61,12 +61,12 @@ class EffectLoop:
                 self._loop.run_forever()
             except BaseException:  # noqa: S112 (of a task that an effect has made: asyncio raises some here as well)
                 continue
-        if not self._tasks:  # else one does not let go: it ends with the process
+        if not self._tasks:  # else a task does not end: it ends with the process
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
     def _take_asked(self) -> None:
-        self._is_told = False  # first: who asks from now on tells again
+        self._is_told = False  # first, so that later requests wake the loop again
         while self._asked:
             self._asked.popleft()()
 

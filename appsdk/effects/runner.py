@@ -1,9 +1,9 @@
-"""Runs effects in the app's process, in threads or on an asyncio loop, or runs stand-ins in their place.
+"""Runner of effects in the app's process, in threads or on an asyncio loop; and stand-ins for effects.
 
-Each attempt waits for one of the places, in order, runs, and answers, or leaves its place to others until the next
-attempt. A ``def`` goes from the handlers' thread into the one that runs it, and its result from there to where the
-handlers' thread sends it: no third one is woken up. All threads are daemons: the process never waits for them, whatever
-the user's code is at. The loop is there when the first effect needs it.
+Each attempt waits for a place in order, runs and answers, or gives its place to others until the next attempt. A
+``def`` goes from the handlers' thread straight to the thread that runs it, and its result back from there: no third
+thread is woken. All threads are daemons: the process never waits for them, whatever the user's code does. The loop is
+created when the first effect needs it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
-SAY_FROM_ATTEMPT = 3  # those before are not told of: what the next one mends needs nobody
+SAY_FROM_ATTEMPT = 3  # the first ones are not shown: if the next attempt succeeds, nobody needs to know
 
 
 class _Attempt:
-    """Attempt at an effect. ``number`` counts from 1. ``is_over``: one with a timeout has ended in some way.
-    ``is_due``: of one behind another, that it waits for its time no more."""
+    """Attempt at an effect. ``number`` counts from 1. ``is_over``: an attempt with a timeout has ended. ``is_due``: an
+    attempt after another one no longer waits for its time."""
 
     __slots__ = ("is_due", "is_over", "number", "request")
 
@@ -49,8 +49,8 @@ class _Attempt:
 
 
 class LocalEffectRunner:
-    """An EffectRunner. ``places``: how many attempts run at once. ``warn`` is told, by any thread, what people should
-    know. ``now_ns``: the instance's time."""
+    """EffectRunner of an app's process. ``places``: how many attempts run at once. ``warn``: called by any thread with
+    texts for people. ``now_ns``: returns the instance's time."""
 
     def __init__(self, places: int, warn: Callable[[str], None], now_ns: Callable[[], int] = time.time_ns) -> None:
         self._now_ns = now_ns
@@ -75,7 +75,7 @@ class LocalEffectRunner:
             self._loop.cancel(request)
 
     def stop(self) -> None:
-        """Cancel what still runs, and wait for it for a moment: the app ends."""
+        """Cancel all effects, and wait for them for a moment: the app ends."""
         with self._lock:
             self._is_stopped = True
             self._waiting.clear()
@@ -138,9 +138,9 @@ class LocalEffectRunner:
         error: BaseException | None = None
         try:
             value = request.call(attempt.number)
-        except StopIteration as raised:  # as of an 'async def', where Python makes it so
+        except StopIteration as raised:  # Python makes a RuntimeError of it in an 'async def'
             error = RuntimeError(f"it raised {raised!r}")
-        except BaseException as raised:  # a thread has nobody else to tell
+        except BaseException as raised:  # nobody else would see it in this thread
             error = raised
         if timeout_s is not None:
             if not self._ends(attempt):
@@ -149,7 +149,7 @@ class LocalEffectRunner:
         self._answer(attempt, value, error)
 
     async def _run_on_loop(self, attempt: _Attempt) -> None:
-        import asyncio  # the loop is there, so it is imported
+        import asyncio  # the loop exists, so it is imported
 
         request, timeout_s, task = attempt.request, attempt.timeout_s, asyncio.current_task()
         value: object = None
@@ -161,12 +161,12 @@ class LocalEffectRunner:
                 async with asyncio.timeout(timeout_s) as timeout:
                     value = await request.call_async(attempt.number)
         except BaseException as raised:
-            if isinstance(raised, GeneratorExit) and self._is_stopped:  # the loop is no more
+            if isinstance(raised, GeneratorExit) and self._is_stopped:  # the loop has ended
                 raise
             error = raised
             if isinstance(raised, TimeoutError) and timeout_s is not None and timeout.expired():
                 error = _nothing_came(timeout_s)
-                error.__cause__ = raised  # where it waited is worth knowing
+                error.__cause__ = raised  # where it waited is useful to know
         if not (task and task.cancelling()):  # by us: nobody waits for it any more
             self._answer(attempt, value, error)
         self._leave()
@@ -178,7 +178,7 @@ class LocalEffectRunner:
         return not was_over
 
     def _expire(self, attempt: _Attempt) -> None:
-        """Time out an attempt. It keeps its place: its thread goes on."""
+        """Time out an attempt. It keeps its place: its thread continues."""
         timeout_s = attempt.timeout_s
         if timeout_s is not None and self._ends(attempt):
             self._warn_of(attempt.request.name)
@@ -190,7 +190,7 @@ class LocalEffectRunner:
             try:
                 request.returned(value)
                 return
-            except BaseException as problem:  # what it returned is not what it is declared to
+            except BaseException as problem:  # the result does not fit its annotation
                 if not is_user_failure(problem):
                     raise
                 error = problem
@@ -200,7 +200,7 @@ class LocalEffectRunner:
         if wait_s is None:
             request.raised(error, attempt.number)
             return
-        wait_s *= self._random.uniform(0.5, 1)  # else all that failed with a service come back to it at once
+        wait_s *= self._random.uniform(0.5, 1)  # else all attempts that failed with a service return at once
         request.failure = f"{type(error).__name__}: {encodable(error)}"
         self._say_retry(request.name, attempt.number, request.failure, wait_s)
         following = _Attempt(request, attempt.number + 1)
@@ -208,15 +208,15 @@ class LocalEffectRunner:
         request.try_now = partial(self._try_now, following)
 
     def _come_due(self, attempt: _Attempt) -> None:
-        """Begin an attempt whose time has come. On the loop."""
+        """Begin, on the loop, an attempt whose time has come."""
         if self._is_first(attempt):
             self._begin(attempt)
 
     def _try_now(self, attempt: _Attempt) -> bool:
-        """Begin an attempt now, in the handlers' thread. Returns False if it is due already."""
+        """Begin an attempt now, in the handlers' thread; return False if it is due already."""
         if not self._is_first(attempt):
             return False
-        self._use_loop().cancel(attempt.request)  # its timer; the loop does in order what it is asked
+        self._use_loop().cancel(attempt.request)  # its timer; the loop executes requests in order
         self._begin(attempt)
         return True
 
@@ -226,7 +226,7 @@ class LocalEffectRunner:
             was_due, attempt.is_due = attempt.is_due, True
         return not was_due
 
-    # --- what people should know --------------------------------------------------------------------------------------
+    # --- warnings for people ------------------------------------------------------------------------------------------
 
     def _say_retry(self, name: str, attempt: int, failure: str, wait_s: float) -> None:
         if attempt < SAY_FROM_ATTEMPT:
@@ -256,11 +256,11 @@ def _nothing_came(timeout_s: float) -> TimeoutError:
     return TimeoutError(f"nothing returned within {timeout_s:g} s")
 
 
-# Threads that take work in order, each piece in a thread of its own as long as none is free.
+# Threads that take work in order. If no thread is free, a new one is started for the work.
 #
-# A thread that is woken up must wait for the interpreter, which whoever runs does not let go for some 0.5 ms. So one is
-# woken at a time: work that computes, and is done by then, is all done by the thread that runs already. Work that waits
-# lets the interpreter go at once, to the thread that takes the next piece and wakes one more.
+# A woken thread must wait for the interpreter, which the running thread keeps for about 0.5 ms. So only one thread is
+# woken at a time. If the work only computes and is done by then, the running thread does all of it. If it waits, it
+# releases the interpreter at once, to the thread that takes the next piece and wakes one more.
 
 
 W = TypeVar("W")
@@ -274,9 +274,9 @@ class Threads(Generic[W]):
         self._run = run
         self._lock = threading.Lock()
         self._work: deque[W] = deque()
-        self._idle: list[SimpleQueue[None]] = []  # the bells of those that are, the last one first: it is still warm
+        self._idle: list[SimpleQueue[None]] = []  # bells of idle threads; the last one is used first: it is still warm
         self._made_count = 0
-        self._is_called = False  # one is woken or made, and has not looked yet
+        self._is_called = False  # a thread was woken or started, and has not checked yet
 
     def add(self, work: W) -> None:
         """Queue a piece of work, from any thread; returns at once."""
@@ -298,7 +298,7 @@ class Threads(Generic[W]):
         elif self._made_count < self._count:
             try:
                 threading.Thread(target=self._serve, name="effect", daemon=True).start()
-            except RuntimeError:  # the system gives no more: those that there are take it when they are done
+            except RuntimeError:  # no more threads: the existing ones take it when they are free
                 if not self._made_count:
                     raise
             else:
@@ -322,10 +322,10 @@ class Threads(Generic[W]):
                 is_called = True
             else:
                 self._run(work)
-                del work  # not to be kept until there is more
+                del work  # must not be kept until there is more
 
 
-# Other functions in place of those that work in the outside world, while a service is developed.
+# Stand-ins for functions that work in the outside world, while a service is developed.
 #
 #     IMMORTAL_EFFECTS='{"shop:charge": "fakes:charge"}'
 #
@@ -334,7 +334,7 @@ class Threads(Generic[W]):
 
 
 class StubEffectRunner:
-    """EffectRunner that calls what ``stand_ins`` has for a function in its place; ``runner`` runs it."""
+    """EffectRunner that replaces functions by their ``stand_ins``, and gives the requests to ``runner``."""
 
     def __init__(self, runner: EffectRunner, stand_ins: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         self._runner = runner

@@ -1,9 +1,9 @@
-"""A service in one process: its coordinator runs in the app's own thread. `docs/how-to/embedded.md`.
+"""Service in one process: its coordinator runs in the app's own thread. `docs/how-to/embedded.md`.
 
-    run(Orders, "orders")                           a program of its own; never returns
+    run(Orders, "orders")                           as a program of its own; never returns
     with start(Orders, "orders"):                   in a thread: for tests, notebooks, several instances
 
-The log, the wire and the promises are those of `immortal run`; a log moves between both ways without change.
+The log, the wire and the guarantees are those of `immortal run`; a log can move between both ways without change.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def run(
     log_level: Level = "info",
     **settings: Any,
 ) -> NoReturn:
-    """Run ``cls`` as the instance ``name`` in this process's main thread; never returns.
+    """Run ``cls`` as the instance ``name`` in this process's main thread; never return.
 
-    Where ``name`` is not registered in ``home`` (IMMORTAL_HOME, else .immortal) it is, with ``settings`` as
-    :meth:`Registry.register` takes them; those of one that is registered stay as they are. SIGTERM and Ctrl-C stop it
-    cleanly, with a checkpoint; once more, in the middle of a handler, ends the process at once, as a crash would.
+    If ``name`` is not registered in ``home`` (IMMORTAL_HOME, else .immortal), it is registered, with ``settings`` as in
+    :meth:`Registry.register`; a registered instance keeps its settings. SIGTERM and Ctrl-C stop it cleanly, with a
+    checkpoint. A second one, while a handler runs, ends the process at once, as a crash would.
 
-    The exit status is that of `immortal run`: 0 after a clean stop, 70 where a handler stops the app, 3 where its log
-    can't be replayed, 1 after another error, 2 for a class that can't be run.
+    The exit status is that of `immortal run`: 0 after a clean stop, 70 if a handler stops the app, 3 if its log can't
+    be replayed, 1 after another error, 2 for a class that can't be run.
     """
     _fix_hash_seed()
     try:
@@ -163,9 +163,9 @@ class Embedded:
             raise StartError(f"{name!r} has ended as it started: {why}") from self._error
 
     def stop(self) -> int:
-        """Stop the instance with a checkpoint, wait for its end, and return the exit status that :func:`run` has.
+        """Stop the instance with a checkpoint, wait for its end, and return the exit status as in :func:`run`.
 
-        Does nothing in a forked child of the process that runs it.
+        Do nothing in a forked child of the process that runs it.
         """
         if self._is_parents:
             return 0
@@ -194,10 +194,10 @@ def start(
     ready_timeout_s: float = READY_TIMEOUT_S,
     **settings: Any,
 ) -> Embedded:
-    """Run ``cls`` as the instance ``name`` in a thread of this process; returns once it takes input.
+    """Run ``cls`` as the instance ``name`` in a thread of this process; return once it takes input.
 
     Unlike :func:`run` it leaves signals and Python's hash seed to the caller: without PYTHONHASHSEED in the environment
-    the order of a set may differ at the next start. Raises ImmortalError.
+    the order of a set can differ at the next start. Raises ImmortalError.
     """
     embedded = Embedded(_Instance(cls, name, home, log_level, settings))
     try:
@@ -234,7 +234,7 @@ def _name_of(cls: type) -> str | None:
             return None
     try:
         return check_app(f"{module}:{cls.__qualname__}")
-    except ConfigError:  # of a function, say
+    except ConfigError:  # for example of a class in a function
         return None
 
 
@@ -249,14 +249,14 @@ def _module_of(path: str) -> str:
 
 
 def _breakpoint() -> None:
-    """Break into pdb and leave Ctrl-C to the instance: pdb would keep it for itself from here on."""
+    """Break into pdb, but leave Ctrl-C to the instance: pdb would keep it from here on."""
     import pdb
 
     pdb.Pdb(nosigint=True).set_trace(sys._getframe(1))
 
 
 def _fix_hash_seed() -> None:
-    """Start the program over with a fixed hash seed, where that is possible, as `python -m immortal.appsdk` does."""
+    """Restart the program with a fixed hash seed, if possible, as `python -m immortal.appsdk` does."""
     if os.environ.get(HASH_SEED_VARIABLE, "random") != "random" or sys.flags.ignore_environment:
         return
     if not hasattr(sys, "ps1") and sys.orig_argv and threading.active_count() == 1:

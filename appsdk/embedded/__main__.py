@@ -1,4 +1,4 @@
-"""Command ``python -m immortal.appsdk.embedded NAME MODULE:CLASS``, to which `immortal run --embedded` turns."""
+"""Command ``python -m immortal.appsdk.embedded NAME MODULE:CLASS``, which `immortal run --embedded` executes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """App port of a coordinator that runs in the same thread: no socket, no second process.
 
-The coordinator's loop asks it now and then to go on (:meth:`EmbeddedApp.process`). It handles some of what the core has
-for the app, and gives back what the app says. So handlers and core take turns: while a handler runs, or stands at a
-breakpoint, the coordinator waits, and input waits in its sockets.
+The coordinator's loop calls :meth:`EmbeddedApp.process` at intervals. This handles some of the core's messages for the
+app, and returns the app's output. So handlers and core take turns: while a handler runs, or stands at a breakpoint, the
+coordinator waits, and input waits in its sockets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.protocol.errors import ImmortalError
 
-TURN_NS = 2_000_000  # then the coordinator has its turn, though there is more to handle
-INPUT_BUFFERED_BYTES_MAX = 1 << 20  # handed to the dispatcher and not handled
+TURN_NS = 2_000_000  # then it is the coordinator's turn, even if there is more to handle
+INPUT_BUFFERED_BYTES_MAX = 1 << 20  # given to the dispatcher and not handled
 
 
 class EmbeddedApp:
-    """App port over an app in the same thread. ``on_end``: called when the app has ended by an error, kept in
-    ``error``; it can't be started again.
-    """
+    """App port to an app in the same thread. ``on_end``: called when the app has ended by an error, see ``error``.
+
+    It can't be started again."""
 
     def __init__(
         self, definition: Definition, options: RunOptions, epoll: select.epoll, on_end: Callable[[], None]
@@ -42,11 +42,11 @@ class EmbeddedApp:
         self._waker = Waker()
         self._life: AppLife | None = None
         self._to_app: list[bytes | memoryview] = []
-        self._begins = False  # it is to be there at the next turn
+        self._begins = False  # the app must be created at the next turn
         self._more = False  # there is something to do at once
         self._paused = self._closing = False
         self._sent_bytes = 0
-        self._snapshot_fileno = -1  # that is registered
+        self._snapshot_fileno = -1  # that is registered with epoll
         self.error: ImmortalError | None = None
         self.last_traffic_ns = time.monotonic_ns()
 
@@ -63,7 +63,7 @@ class EmbeddedApp:
 
     @property
     def is_handling(self) -> bool:
-        """True if a handler runs. Signal handlers ask this, too."""
+        """True if a handler runs. Signal handlers read this, too."""
         life = self._life
         return life is not None and life.dispatcher.records.now_handling is not None
 
@@ -169,7 +169,7 @@ class EmbeddedApp:
         self._watch_snapshot(life)
 
     def _take_last(self, life: AppLife, for_ns: int) -> None:
-        """Handle the coordinator's last messages, which may say why it ends."""
+        """Handle the coordinator's last messages, which can say why it ends."""
         try:
             self._handle(life, time.monotonic_ns() + for_ns)
         except ImmortalError as error:
@@ -186,7 +186,7 @@ class EmbeddedApp:
         return [ev.AppData(data)]
 
     def _leave(self, life: AppLife, error: ImmortalError) -> list[ev.Event]:
-        """End the app and report it: with ``error``, or to recover from the log."""
+        """End the app and report it: with ``error``, or for a recovery from the log."""
         if isinstance(error, AppError):
             life.dispatcher.announce_leaving(str(error).partition("\n")[0])
         life.loop.take_output()
@@ -219,5 +219,5 @@ class EmbeddedApp:
         if wanted == self._snapshot_fileno:
             return
         if wanted >= 0:
-            self._epoll.register(wanted, select.EPOLLIN)  # one that is closed has left by itself
+            self._epoll.register(wanted, select.EPOLLIN)  # a closed one was removed automatically
         self._snapshot_fileno = wanted

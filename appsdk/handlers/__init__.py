@@ -1,4 +1,4 @@
-"""Declarations of a class: handlers, peers, hooks, schedules; and the proxies that it gets for them."""
+"""Declarations in a class: handlers, peers, hooks, schedules; and the proxies that stand for peers and handlers."""
 
 from immortal.appsdk.handlers.decorators import method_id_of_name
 

@@ -1,14 +1,12 @@
-"""Schedules of methods: in each period, or at the times of a cron expression.
+"""Decorators ``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``.
 
-The next run of a period follows from the one before. That of a cron expression follows from time zone data too, which
-differ between machines and years: so it is worked out once, and goes into the log with the time.
+In the class a handler becomes a :class:`Handler`. This is a property; its value on an instance is a
+:class:`BoundHandler`: a call of it is a plain call, ``.fork(...)`` sends the call through the log. An ``async def``
+handler has another ``self``, see :mod:`appsdk.waiting.task_self`. (The property has a getter written in C: reading
+``self.count`` costs 60 ns, with a Python ``__get__`` 75.)
 
-Decorators ``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: their checks.
-
-In the class a handler becomes a :class:`Handler`, a property whose value, read from an instance, is a
-:class:`BoundHandler`: calling it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def``
-handler gets another ``self``, of which :mod:`appsdk.waiting.task_self` tells. (A property with a getter written in C:
-reading ``self.count`` costs 60 ns, with a Python ``__get__`` it would be 75.)
+The next run of a period follows from the one before. The next run of a cron expression also depends on time zone data,
+which differ between machines and years: it is computed once, and its time goes into the log.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from immortal.appsdk.calls.failures import checked_on_error, checked_raises
 from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.protocol import system_methods
 
-TIME_NS_MAX = (1 << 63) - 1  # since the Unix epoch: what 8 bytes hold, the year 2262
+TIME_NS_MAX = (1 << 63) - 1  # since the Unix epoch: the limit of 8 bytes, the year 2262
 
 _UNITS_NS = {
     "ms": 10**6,
@@ -48,10 +46,10 @@ class Period:
 
     def __init__(self, given: object) -> None:
         self.period_ns = _period_ns(given)
-        self.text = f"every {given}"  # as its class says it
+        self.text = f"every {given}"  # as its class writes it
 
     def next_ns(self, time_ns: int, due_ns: int | None) -> int:
-        """Return the first time after ``time_ns``, both ns since the Unix epoch; ``due_ns``: one of its times."""
+        """Return the first time after ``time_ns``, both ns since the Unix epoch; ``due_ns``: any of its times."""
         if due_ns is None:
             return time_ns + self.period_ns
         return due_ns + ((time_ns - due_ns) // self.period_ns + 1) * self.period_ns
@@ -93,9 +91,9 @@ class Cron:
             raise DefinitionError(f"@cron({expression!r}): there is no such day")
 
     def next_ns(self, time_ns: int) -> int:
-        """Return the first time after ``time_ns``, both ns since the Unix epoch. Not for replays: see above."""
+        """Return the first time after ``time_ns``, both ns since the Unix epoch. Not for replays: see the module."""
         moment = next(self._cronsim(self._expression, datetime_of(time_ns).astimezone(self._zone)), None)
-        if moment is None:  # not within 50 years
+        if moment is None:  # none within 50 years
             return TIME_NS_MAX
         return min((moment - datetime_of(0)) // timedelta(microseconds=1) * 1000, TIME_NS_MAX)
 
@@ -122,19 +120,19 @@ R = TypeVar("R")
 
 S = TypeVar("S")
 
-DERIVED_METHOD_ID_MIN = 8192  # IDs below are for those given by hand: they take 2 bytes of a message, up to 63 only 1
+DERIVED_METHOD_ID_MIN = 8192  # smaller IDs are set by hand: they take 2 bytes of a message, up to 63 only 1
 
-METHOD_ID_MAX = 1_048_575  # the largest that takes 3
+METHOD_ID_MAX = 1_048_575  # the largest ID of 3 bytes
 
-INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
+INITIAL_METHOD_ID = -1  # the RPC in the initial message; negative IDs are the system's
 
-CLOCK_METHOD_ID = -2  # the impulse that tells what time it is, for timers and schedules
+CLOCK_METHOD_ID = -2  # the impulse with the time, for timers and schedules
 
 EFFECT_METHOD_ID = system_methods.EFFECT_METHOD_ID
 
 
 def method_id_of_name(name: str) -> int:
-    """Compute a handler's method ID from its name alone, DERIVED_METHOD_ID_MIN .. METHOD_ID_MAX.
+    """Return a handler's method ID, computed from its name alone: DERIVED_METHOD_ID_MIN .. METHOD_ID_MAX.
 
     >>> method_id_of_name("count")
     343311
@@ -148,16 +146,16 @@ _keys = itertools.count()
 
 
 def definition_key(name: str) -> str:
-    """Make a name for one definition of ``name``, unique in this process. (No dots: attrgetter follows them.)"""
+    """Return a name for one definition of ``name``, unique in this process. (No dots: attrgetter follows them.)"""
     return f"{name}/{next(_keys)}"
 
 
 class BoundHandler(Generic[P, R]):
     """Handler of one instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends the call through the log.
 
-    ``fork`` sends the call and goes on: it is executed once, in the order of the calls, whatever crashes. It raises
-    TypeError for arguments that the handler does not take, UsageError outside handlers. (In async handlers this is an
-    :class:`immortal.appsdk.waiting.task_self.TaskHandler`.)
+    ``fork`` sends the call and returns at once. The call is executed once, in the order of calls, also after crashes.
+    It raises TypeError for arguments that do not fit the handler, UsageError outside of handlers. (In async handlers
+    this is an :class:`immortal.appsdk.waiting.task_self.TaskHandler`.)
     """
 
     __slots__ = ("_call", "fork")
@@ -173,7 +171,7 @@ class BoundHandler(Generic[P, R]):
 
 
 class ImmortalProtocol(Protocol):
-    """Type that a type checker uses for an instance of a class below :class:`immortal.Immortal`."""
+    """Type of an instance of a class below :class:`immortal.Immortal`, for type checkers."""
 
     _immortal_context: Context
 
@@ -181,7 +179,7 @@ class ImmortalProtocol(Protocol):
 if TYPE_CHECKING:
 
     class RemoteHandler(Generic[P, R]):
-        """Type that a type checker sees for a peer's handler. (``peer(Bank, "bank")`` is the class Bank to it.)"""
+        """Type of a peer's handler, for type checkers, which take ``peer(Bank, "bank")`` for the class Bank."""
 
         def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
@@ -199,15 +197,15 @@ Raises = Iterable[type[Exception]]
 
 
 class Running(Struct, frozen=True):
-    """Limits of runs. ``timeout``: how long one may take. ``limit``: so many at once, or with ``limit_by`` per value
-    of that parameter."""
+    """Limits of an ``async def`` handler's runs. ``timeout``: of one run. ``limit``: how many run at once; with
+    ``limit_by``, how many for each value of that parameter."""
 
     timeout: timedelta | None = None
     limit: int | None = None
     limit_by: str | None = None
 
     def check(self, handler: Handler[Any, Any]) -> None:
-        """Raises DefinitionError."""
+        """Check the limits of ``handler``. Raises DefinitionError."""
         where, given = f"{handler.name}: @{handler.decorator}", self.limit
         if self == Running():
             return
@@ -227,11 +225,11 @@ class Running(Struct, frozen=True):
 
 
 class Handler(property, Generic[P, R]):
-    """Method that logged messages call. ``function`` is what was decorated, ``call`` takes arguments by position.
+    """Method that logged messages call. ``function``: the decorated function; ``call`` takes arguments by position.
 
-    ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself. ``on_error``: what
-    becomes of the state when it raises anything else; None: as the class says. ``running``: how long an ``async def``
-    may run, and how many at once.
+    ``raises``: exceptions that its caller gets, by name. ``schedule``: the times at which it runs by itself.
+    ``on_error``: effect of any other exception on the state; None: as in the class. ``running``: limits of an ``async
+    def``.
     """
 
     def __init__(
@@ -284,8 +282,8 @@ class Handler(property, Generic[P, R]):
         return method_id
 
     def __set_name__(self, owner: type, name: str) -> None:
-        # No checks here: Python 3.11 wraps what is raised in a RuntimeError; they are in definition.py. The key
-        # is this definition's own, so that super().count(...) in a subclass reaches the overridden one.
+        # No checks here: Python 3.11 wraps errors of this method in a RuntimeError; definition.py checks. Each
+        # definition has its own key, so that super().count(...) in a subclass reaches the overridden one.
         self.key = definition_key(name)
         property.__init__(self, attrgetter(f"_immortal_context.handlers.{self.key}"))
 
@@ -298,20 +296,20 @@ class Handler(property, Generic[P, R]):
         def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
 
     def __call__(self, instance: object, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method plainly: ``Counter.count(counter, ...)``."""
+        """Call the method directly: ``Counter.count(counter, ...)``."""
         return self.function(instance, *args, **kwargs)
 
 
 if TYPE_CHECKING:
 
     class BoundAsyncHandler(Generic[P, R]):
-        """Type that a type checker uses for a BoundHandler of an ``async def``."""
+        """Type of a BoundHandler of an ``async def``, for type checkers."""
 
         def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]: ...
 
     class AsyncHandler(Handler[P, Coroutine[Any, Any, R]]):
-        """Type that a type checker uses for a Handler of an ``async def``."""
+        """Type of a Handler of an ``async def``, for type checkers."""
 
         @overload  # type: ignore[override]
         def __get__(self, instance: None, owner: type, /) -> RemoteHandler[P, R]: ...
@@ -321,7 +319,7 @@ if TYPE_CHECKING:
 
 
 def by_position(function: Callable[..., R], signature: inspect.Signature) -> Callable[..., R]:
-    """Wrap a method with keyword-only parameters: the wrapper takes all arguments by position, as they travel."""
+    """Wrap a method with keyword-only parameters: the wrapper takes all arguments by position, as in messages."""
     parameters = signature.parameters.values()
     names = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
     count = 1 + len(parameters) - len(names)
@@ -398,18 +396,18 @@ def rpc(
     limit_by: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Any:
-    """Mark a method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
+    """Mark a method that other instances and clients call: ``proxy.method.fork(...)``, ``await proxy.method(...)``.
 
-    ``id`` (1 .. METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
-    changes while calls are under way, and for two names whose IDs collide. ``raises`` lists the exceptions that go to
-    a caller that waits, as they are; the state stays as the handler left it. ``on_error`` says what any other one does,
-    in place of what the class says: "undo" (the call fails, and the state is as before it), "keep" (the call fails, the
-    state stays), or "stop" (the app stops).
+    ``id`` (1 .. METHOD_ID_MAX) replaces the method ID that follows from the name: for a name that changes while calls
+    are in flight, and for two names whose IDs collide. ``raises`` lists the exceptions that a waiting caller gets as
+    they are; the state stays as the handler left it. ``on_error`` says what any other exception does, in place of the
+    class's keyword: "undo" (the call fails, and its changes are undone), "keep" (the call fails, its changes stay), or
+    "stop" (the app stops).
 
-    Of an ``async def``: what still runs after ``timeout`` is cancelled (:class:`Cancelled`). At most ``limit``
-    run at once, or with ``limit_by`` that many for each value of that parameter; other calls wait for their turn.
+    For an ``async def``: a run that exceeds ``timeout`` is cancelled (:class:`Cancelled`). At most ``limit`` run at
+    once, or with ``limit_by`` that many for each value of that parameter; other calls wait for their turn.
 
-    ``labels``: parameters by which `immortal executions` finds a call, such as ``("order",)``. With them, or with
+    ``labels``: parameters by which `immortal executions` finds a call, for example ``("order",)``. With them, or with
     ``()``, the calls of a ``def`` are listed too. Raises DefinitionError.
     """
     running = Running(timeout, limit, limit_by)
@@ -432,12 +430,11 @@ def query(
     id: int | None = None,  # noqa: A002
     raises: Raises = (),
 ) -> Any:
-    """Mark a method that only reads. It is called like one of :func:`rpc`, with the same options.
+    """Mark a method that only reads. Instances and clients call it like one of :func:`rpc`.
 
-    It is a plain ``def``, which answers at once. It sets and changes no attributes (but :data:`~immortal.Transient`
-    ones), makes no calls, signals and random draws: it then fails with QueryError, and the state is as before it.
-    The settings can allow a caller all queries of an instance at once: ``reports = ["@query"]``. Raises
-    DefinitionError.
+    It is a plain ``def``, which answers at once. If it sets or changes attributes (except :data:`~immortal.Transient`
+    ones), or makes a call, a signal or a random draw, it fails with QueryError, and the state is as before it. The
+    settings can allow a caller all queries of an instance at once: ``reports = ["@query"]``. Raises DefinitionError.
     """
     decorator = _Decorator("query", id, raises)
     return decorator if function is None else decorator(function)
@@ -474,7 +471,7 @@ def impulse(
     limit_by: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Any:
-    """Mark a method for input from the outside world, sent with an :class:`Impulses` handle. Options: :func:`rpc`."""
+    """Mark a method for input from outside, sent by :class:`Impulses`. Options: :func:`rpc`'s, without ``raises``."""
     decorator = _Decorator("impulse", id, on_error=on_error, running=Running(timeout, limit, limit_by), labels=labels)
     return decorator if function is None else decorator(function)
 
@@ -482,8 +479,8 @@ def impulse(
 def every(period: str | timedelta, /) -> _Decorator:
     """Mark a method without parameters that runs once in each period from the first start on: ``@every("10m")``.
 
-    ``period`` is a number and ms, s, m, h, d or w, or a timedelta. Times that pass while the app is down are made up
-    for by one run. Raises DefinitionError.
+    ``period`` is a number and ms, s, m, h, d or w, or a timedelta. After a time in which the app was down, one run
+    replaces all that were missed. Raises DefinitionError.
     """
     return _Decorator("every", None, (), Period(period))
 
@@ -492,14 +489,14 @@ def cron(expression: str, /, *, tz: str = "UTC") -> _Decorator:
     """Mark a method without parameters that runs at these times from the first start on: ``@cron("0 3 * * mon")``.
 
     ``expression`` has minute, hour, day of the month, month and day of the week, as in crontab (a sixth field in front
-    is seconds); ``tz`` is the name of a time zone, such as "Europe/Berlin". Times that pass while the app is down are
-    made up for by one run. Raises DefinitionError.
+    is seconds); ``tz`` is the name of a time zone, such as "Europe/Berlin". After a time in which the app was down, one
+    run replaces all that were missed. Raises DefinitionError.
     """
     return _Decorator("cron", None, (), Cron(expression, tz))
 
 
 class _Decorator:
-    """Decorator made by ``@rpc(id=...)`` and the like."""
+    """Decorator with options, returned by ``@rpc(id=...)`` and the like."""
 
     def __init__(
         self,
@@ -570,8 +567,8 @@ def _hook(function: Callable[..., Any], decorator: str, parameters_count: int, u
 def on_primary(function: Callable[[S, Any], None], /) -> Callable[[S, Any], None]:
     """Mark a method that runs in its own thread once the app is primary: after the first start and each recovery.
 
-    It is not replayed, so it may do what it likes; it reaches the app only through its :class:`Impulses` handle. It may
-    read attributes (the handlers go on beside it: what it reads may be changing), and must not set any.
+    It is not replayed, so it can do anything. It changes the app only through its :class:`Impulses` handle. It can read
+    attributes (handlers run meanwhile and can change them), and must not set any.
     """
     _hook(function, "on_primary", 2, "def feed(self, impulses: Impulses) -> None")
     return function
@@ -580,7 +577,7 @@ def on_primary(function: Callable[[S, Any], None], /) -> Callable[[S, Any], None
 def initial(function: Callable[[S], None], /) -> Callable[[S], None]:
     """Mark a method that runs once in the life of the instance: as its first logged input, after ``__init__``.
 
-    Unlike ``__init__`` it may send calls. At most one in a class.
+    Unlike ``__init__`` it can send calls. A class has at most one.
     """
     _hook(function, "initial", 1, "def begin(self) -> None")
     return function

@@ -1,4 +1,4 @@
-"""Definition of a class: its declarations, collected and checked once, when the class is made."""
+"""Definition of a class: its declarations, collected and checked once, when the class is created."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Peer(property):
         property.__init__(self, attrgetter(f"_immortal_context.peers.{self.key}"))
 
     def resolve(self) -> Definition:
-        """Return the definition of the peer's class. Raises DefinitionError, and what importing its module raises."""
+        """Return the definition of the peer's class. Raises DefinitionError, and errors of its module's import."""
         target: Any = self.target
         if isinstance(target, str):
             module_name, _, class_name = target.partition(":")
@@ -82,15 +82,15 @@ class Definition(Struct):
     serializer: Serializer
     formerly: tuple[str, ...]
     checkpoint_mode: CheckpointMode
-    given_version: int | None  # by the class itself
+    given_version: int | None  # set by the class itself
     concurrent_effects: int
     on_error: OnError = "undo"
-    handler_time_limit: timedelta | None = None  # a handler that takes longer ends the process
-    share_tracebacks: bool = False  # with who waits for a call that fails
+    handler_time_limit: timedelta | None = None  # a handler that exceeds it ends the process
+    share_tracebacks: bool = False  # with callers that wait for a call that fails
     concurrent_handlers: int | None = None  # how many 'async def' handlers run at once
-    upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
-    retries_refused: bool = False  # at its upgrade; set by @upgrades
-    nodes: tuple[Any, ...] = ()  # classes below immortal.Node that it may create
+    upgrades: Definition | None = None  # the class whose state its upgrade() converts; set by @upgrades
+    retries_refused: bool = False  # gives refused calls again at its upgrade; set by @upgrades
+    nodes: tuple[Any, ...] = ()  # classes below immortal.Node that it can create
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
     by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
@@ -98,7 +98,7 @@ class Definition(Struct):
     peers_by_key: dict[str, Peer] = field(default_factory=dict)
     on_primary: list[str] = field(default_factory=list)  # names of methods
     initial: str | None = None
-    roles: dict[str, tuple[str, ...]] = field(default_factory=dict)  # groups that may call a handler, by its name
+    roles: dict[str, tuple[str, ...]] = field(default_factory=dict)  # groups that can call a handler, by its name
     _codecs: dict[str, ArgumentCodec] = field(default_factory=dict)
     _state: StateSchema | None = None
 
@@ -107,17 +107,17 @@ class Definition(Struct):
         return self.cls.__qualname__
 
     def new_instance(self) -> Any:
-        """Make an object of the class, without its ``__init__`` and ``__new__``."""
+        """Return a new object of the class, without a call of its ``__init__`` and ``__new__``."""
         return object.__new__(self.cls)
 
     @property
     def label(self) -> str:
-        """``module:Class``: the app's name for its coordinator."""
+        """Name of the app for its coordinator: ``module:Class``."""
         return f"{self.cls.__module__}:{self.cls.__qualname__}"
 
     @property
     def version(self) -> int:
-        """Version of the state, from 1; by default one more than the version of the class that this one upgrades."""
+        """Version of the state, from 1; by default 1 more than that of the class that this one upgrades."""
         if self.given_version is not None:
             return self.given_version
         return VERSION_DEFAULT if self.upgrades is None else self.upgrades.version + 1
@@ -133,7 +133,7 @@ class Definition(Struct):
         return any(handler.is_async or handler.labels is not None for handler in self.handlers.values())
 
     def policy(self, handler: Any) -> OnError:
-        """Return what happens to the state when ``handler`` raises an undeclared exception. A query keeps nothing.
+        """Return the effect of an undeclared exception of ``handler`` on the state. A query never keeps changes.
 
         ``handler``: a Handler, or the local function of a step.
         """
@@ -142,33 +142,33 @@ class Definition(Struct):
 
     @property
     def can_undo(self) -> bool:
-        """True if the failure of some handler puts the state back."""
+        """True if the failure of some handler undoes changes."""
         return any(self.policy(handler) == "undo" for handler in self.handlers.values())
 
     @property
     def chain(self) -> list[Definition]:
-        """Return this class, the class that it upgrades, the class that that one upgrades, and so on."""
+        """This class, the class that it upgrades, the class that that one upgrades, and so on."""
         chain = [self]
         while (older := chain[-1].upgrades) is not None:
             chain.append(older)
         return chain
 
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
-        """Raises DefinitionError when an annotation can't be resolved or encoded."""
+        """Return the codec of a handler's arguments. Raises DefinitionError for an unusable annotation."""
         if (codec := self._codecs.get(handler.key)) is None:
             with resolving(f"{handler.function.__qualname__}: an annotation"):
                 codec = self._codecs[handler.key] = ArgumentCodec(handler.function, handler.signature)
         return codec
 
     def state(self) -> StateSchema:
-        """Raises DefinitionError when an annotation can't be resolved or encoded."""
+        """Return the schema of the state. Raises DefinitionError if an annotation can't be resolved or encoded."""
         if self._state is None:
             with resolving(f"{self.name}: the annotation of an attribute"):
                 self._state = StateSchema(self.cls, self.serializer, {*self.handlers, *self.peers}, self.formerly)
         return self._state
 
     def resolve(self, *, names_may_be_missing: bool) -> None:
-        """Check all annotations: now, or (the names in them may come later in the module) before the app starts."""
+        """Check all annotations. ``names_may_be_missing``: a name in them can be defined later in the module."""
         subjects: list[Callable[[], object]] = [self.state]
         subjects += [lambda handler=handler: self.codec(handler) for handler in self.handlers.values()]  # type: ignore[misc]
         subjects += [node._immortal_node.resolve for node in self.nodes]
@@ -182,7 +182,7 @@ class Definition(Struct):
 
 @contextmanager
 def resolving(what: str) -> Iterator[None]:
-    """Raises DefinitionError for a name that there is not."""
+    """Convert a NameError in the block into a DefinitionError."""
     try:
         yield
     except NameError as error:
@@ -190,7 +190,7 @@ def resolving(what: str) -> Iterator[None]:
 
 
 def definition_of(cls: object) -> Definition:
-    """Raises DefinitionError for what is no Immortal class."""
+    """Return the definition of an Immortal class. Raises DefinitionError for anything else."""
     definition = vars(cls).get("_immortal_definition") if isinstance(cls, type) else None
     if definition is None:
         raise DefinitionError(f"{cls!r} is not a class below immortal.Immortal")
@@ -213,7 +213,7 @@ def define(
     nodes: Iterable[Any] = (),
     roles: Mapping[str, Iterable[str]] | None = None,
 ) -> Definition:
-    """Collect and check the class. Raises DefinitionError."""
+    """Collect and check the declarations of a class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
         raise DefinitionError(f"{cls.__qualname__}: serializer={serializer!r}: 'msgspec' or 'pickle' were expected")
     if checkpoint_mode not in ("inline", "fork"):
@@ -263,7 +263,7 @@ def define(
 
 
 def _checked_nodes(cls: type, nodes: Any) -> tuple[Any, ...]:
-    """Raises DefinitionError."""
+    """Return the classes of nodes. Raises DefinitionError."""
     given = nodes if isinstance(nodes, tuple | list) else (nodes,)
     known: set[str] = set()
     for node in given:
@@ -325,19 +325,19 @@ def _check_method_ids(definition: Definition) -> None:
             )
 
 
-# Which callers may call a handler: the roles of a class, which the settings of its instance give to names.
+# Roles: which callers can call a handler. The settings of an instance give the roles of its class to names.
 #
-# ``class Jobs(Immortal, roles={"worker": ["ready"], ANYBODY: ["ping"]})``: ``ready`` is for the names that ``[allow]``
-# in the settings gives "@worker", ``ping`` for all that may call, and every other handler of the class for the
-# instance's owner alone: so one that is forgotten is closed. What a class below adds is for everybody, unless that
-# class says roles, too; what it overrides stays as it was. Coordinators judge by this, and only where callers have
-# keys.
+# ``class Jobs(Immortal, roles={"worker": ["ready"], ANYBODY: ["ping"]})``: ``ready`` is for the names to which
+# ``[allow]`` in the settings gives "@worker", ``ping`` for all permitted callers, and every other handler of the class
+# only for the instance's owner: so a forgotten handler is closed. Handlers that a subclass adds are for everybody,
+# unless it has ``roles`` too; an overridden handler keeps its roles. Coordinators enforce this, and only if callers
+# have keys.
 
 
 ANYBODY = ANYBODYS.removeprefix(GROUP_MARK)
-"""In place of a role: all that may call at all."""
+"""Pseudo role: all permitted callers."""
 ANY_INSTANCE = INSTANCES.removeprefix(GROUP_MARK)
-"""In place of a role: each instance that may call at all, and clients with that role."""
+"""Pseudo role: each permitted instance, and clients with that role."""
 
 
 def roles_of(
@@ -346,7 +346,7 @@ def roles_of(
     given: Mapping[str, Iterable[str]] | None,
     inherited: Mapping[str, tuple[str, ...]],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the groups that may call each handler that is not for everybody. Raises DefinitionError."""
+    """Return the groups that can call each handler, except handlers for everybody. Raises DefinitionError."""
     found = dict(inherited)
     if given is None:
         return found

@@ -1,14 +1,14 @@
-"""``immortal.logger`` writes log lines of handlers, with handler and record; a replay does not write them again.
+"""Log lines of handlers (``immortal.logger``), with handler and record; a replay does not write them again.
 
     immortal.logger.info("took order", order=3)
     12:00:01.250 info    shop> took order  order=3 handler=Shop.take record=12:0
 
-The interface is structlog's: levels as methods, values by name, ``bind``. A line is written as its handler runs for
-the first time; a message that is handled again (a recovery, a rewind behind a failure, a rebuilt async handler) writes
-none. So no line comes twice, and what was about to be written at a crash may be missing.
+The interface is structlog's: levels as methods, values by name, ``bind``. A line is written when its handler runs for
+the first time. A message that is handled again (a recovery, a rewind after a failure, a rebuilt async handler) writes
+none. So no line is written twice, and a line from just before a crash can be missing.
 
-Logging must never change what a handler does: a replay, which writes no lines, would do something else. So no value and
-no closed pipe makes a method here raise.
+Logging must never change what a handler does: a replay, which writes no lines, would do something else. So a method
+here never raises, whatever the values are, and also if the pipe is closed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"  # "human" or "json", as --log-format of `immortal run`
 LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
-REPLAYED_VARIABLE = "IMMORTAL_LOG_REPLAYED"  # "1": what a replay does is written as well
+REPLAYED_VARIABLE = "IMMORTAL_LOG_REPLAYED"  # "1": a replay writes lines as well
 LEVELS = ("debug", "info", "warning", "error")
 
-_FRAMES_MAX = 100  # between the handler and whoever writes the line
+_FRAMES_MAX = 100  # between the handler and the code that writes the line
 
 
 class HandlerLog:
-    """Logger of handlers: ``immortal.logger`` is one."""
+    """Logger of handlers: the class of ``immortal.logger``."""
 
     __slots__ = ("_bound",)
 
@@ -113,21 +113,21 @@ def _record(context: Context) -> str:
 
 
 def _owner() -> tuple[Context | None, Any]:
-    """Return the Context of the code that runs, and the Task if that is an async handler; None for what is missing."""
+    """Return the Context of the code that runs, and the Task if that is an async handler; None for each missing one."""
     runs = running.get()
     task = None if runs is None or isinstance(runs, str | Context) else runs
     return (runs if isinstance(runs, Context) else None if task is None else task.tasks.context), task
 
 
 def runs_again() -> bool:
-    """Tell whether the handler code that runs here has run before: in a replay, or to rebuild a waiting handler."""
+    """Return True if the handler code that runs here has run before: in a replay, or to rebuild a waiting handler."""
     context, task = _owner()
     here = context is not None and threading.get_ident() == context.thread_id
     return context is not None and here and not is_first_time(context, task)
 
 
 def is_first_time(context: Context, task: Any) -> bool:
-    """Tell whether the handler runs for the first time, as far as this process knows; only then does it write lines."""
+    """Return True if the handler runs for the first time, as far as this process knows."""
     if context.tasks is None:  # a plain object
         return True
     if task is not None and task.is_silent:
@@ -153,16 +153,16 @@ def _handler_above(definition: Definition, frame: FrameType | None) -> str | Non
     return None
 
 
-# Failures of user code: a line for each, with its traceback, as it happens for the first time.
+# Failures of user code: a line for each at its first occurrence, with its traceback.
 
 
-FAILURES_AT_ONCE_MAX = 20  # lines of one kind; then one each second, with the number of those left out
+FAILURES_AT_ONCE_MAX = 20  # lines of one kind; then one each second, with the number of omitted ones
 
 
 class FailureReporter:
-    """Writes a line for each failure of user code: who called, which record, what to do. Any thread may use it.
+    """Writes a line for each failure of user code: the caller, the record, what to do. Any thread can use it.
 
-    ``label`` stands for the instance's name where that is unknown.
+    ``label`` replaces the instance's name if that is unknown.
     """
 
     def __init__(self, label: str, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -172,7 +172,7 @@ class FailureReporter:
         self._limit = RateLimit(burst=FAILURES_AT_ONCE_MAX, interval_ns=1_000_000_000)
 
     def failed(self, verdict: Verdict, arguments: str = "", instance: str = "") -> None:
-        """Report that a message, or a step of an ``async def`` handler, has failed, and that the app goes on."""
+        """Report that a message, or a step of an ``async def`` handler, has failed, and that the app continues."""
         name, record = instance or self._label, f"{verdict.sequence_id}:{verdict.message_index}"
         if verdict.kind is VerdictKind.REFUSED:
             level, text = "warning", f"a call is refused: {verdict.text}"
@@ -185,7 +185,7 @@ class FailureReporter:
             remedy = f"mend it, and let it be called again: immortal log show {name} --from {verdict.sequence_id}"
         caller = "the handler that awaits it" if verdict.step else caller_in_words(verdict.caller)
         trace = verdict.trace
-        if verdict.type_name == "EffectFailed":  # of which the effect's own line has the rest
+        if verdict.type_name == "EffectFailed":  # the effect's own line has the rest
             trace = trace.partition("\n    in the effect:")[0]
         self._write(level, name, text, verdict.method, arguments, caller, record, remedy, trace)
 
@@ -206,7 +206,7 @@ class FailureReporter:
             level, trace = "error", user_traceback(error)
             remedy = f"its handler has EffectFailed: mend what {effect.function.name} needs, and call that again"
         record, caller = "{}:{}".format(*task.began_at), caller_in_words(task.caller)
-        # another thread than the handlers' counts no handles
+        # only the handlers' thread counts handles
         arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.described_arguments
         self._write(level, instance, text, task.name, arguments, caller, record, remedy, trace)
 
@@ -234,7 +234,7 @@ class FailureReporter:
 
 
 def caller_in_words(caller: str | None) -> str:
-    """Describe the caller of a verdict or of a handler."""
+    """Return the caller of a verdict or of a handler as text."""
     if caller is None:
         return "nobody waits"
     return f"client {caller[1:]}" if caller.startswith("~") else caller or "itself"
@@ -249,14 +249,14 @@ def _is_shown(level: str) -> bool:
 
 
 def write_line(level: str, instance: str, text: str, fields: Mapping[str, Any], trace: str = "") -> None:
-    """Write one line to stderr, in the human format followed by ``trace``. Raises nothing, whatever the values are."""
+    """Write one line to stderr, in the human format followed by ``trace``. Never raises, whatever the values are."""
     try:
         if trace and os.environ.get(FORMAT_VARIABLE) == "json":
             fields, trace = {**fields, "traceback": trace}, ""
         behind = "".join(f"\n{one}" for one in printable_lines(trace)) if trace else ""
         sys.stderr.write(f"{_line(level, instance, text, fields)}{behind}\n")
         sys.stderr.flush()
-    except Exception:  # nobody reads it any more, or no line can be made of it
+    except Exception:  # the reader is gone, or the values can't be shown
         return
 
 

@@ -1,6 +1,6 @@
 """Proxies of multicasts: ``immortal.multicast([self.a, self.b]).count.fork("text")`` calls several in one order.
 
-`docs/how-to/ordering.md` says what is promised.
+`docs/how-to/ordering.md` describes the guarantees.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Handle: Any = HandleType
 
 
 class NodeHandles:
-    """Nodes of one instance among the targets of a multicast. To call it finds their class."""
+    """Nodes of one instance among the targets of a multicast. A call of it returns the definition of their class."""
 
     def __init__(self, handle: Any) -> None:
         self.handles = [handle]
 
     def add(self, handle: Any) -> None:
-        """Raises UsageError."""
+        """Add the handle of another node. Raises UsageError."""
         if handle in self.handles:
             raise UsageError(f"immortal.multicast(...): {handle!r} is in it twice")
         if handle._immortal_of[2] is not self.handles[0]._immortal_of[2]:
@@ -54,7 +54,7 @@ class NodeHandles:
         return find_handler(self(), name)
 
     def only(self, name: str) -> Any:
-        """Raises UsageError."""
+        """Return the only handle. Raises UsageError if there are more."""
         if len(self.handles) > 1:
             raise UsageError(
                 f"await immortal.multicast(...).{name}: {self.handles[0]!r} and {self.handles[1]!r} are of one "
@@ -64,11 +64,11 @@ class NodeHandles:
 
 
 Destination = tuple[str, Callable[[], Definition]]
-"""Name of an instance, and a function that finds its class."""
+"""Destination of a multicast: the name of an instance, and a function that returns its class."""
 
 
 def shared_method_id(method_ids: Iterable[int]) -> int:
-    """Return the method ID of a multicast's calls: theirs, or the negative one of nodes if there are nodes as well."""
+    """Return the method ID of a multicast's calls: that of all, or its negative if there are nodes as well."""
     given = set(method_ids)
     others = given - {NODE_METHOD_ID}
     if len(given) == 1:
@@ -77,7 +77,7 @@ def shared_method_id(method_ids: Iterable[int]) -> int:
 
 
 def destinations_of(context: Context, targets: Iterable[Any]) -> list[Destination]:
-    """Return the destinations that peers of a handler's self, and self, stand for. Raises UsageError."""
+    """Return the destinations of targets (peers, handles, and the instance itself). Raises UsageError."""
     definition = context.definition
     found: dict[str, Destination] = {}
     for target in targets:
@@ -119,7 +119,8 @@ def shared_handler(destinations: list[Destination], name: str) -> Handler[Any, A
 def make_multicast_fork(
     context: Context, destinations: list[Destination], handler: Handler[Any, Any], scope: Scope | None = None
 ) -> Callable[..., None]:
-    """Raises what :meth:`immortal.appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
+    """Make the ``fork`` of a multicast. Raises TypeError, and what
+    :meth:`immortal.appsdk.ordering.multicasts.Multicasts.send` raises."""
     name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
     write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters, context=context)
     parameters_count = plain_count(signature)
@@ -168,9 +169,9 @@ class MulticastMethod(PeerMethod):
 
 
 class Multicast:
-    """Proxy of several instances for ``def`` handlers: it has an attribute for each handler that all have.
+    """Proxy of several instances for ``def`` handlers, with an attribute for each handler that all have.
 
-    ``scope``: where they are the members of a group.
+    ``scope``: set if they are the members of a group.
     """
 
     def __init__(self, context: Context, destinations: list[Destination], scope: Scope | None = None) -> None:
@@ -190,19 +191,19 @@ class Multicast:
 
 
 class MulticastCache:
-    """Cache of an instance's multicasts, by destinations."""
+    """Cache of an instance's multicast proxies, by destinations."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._known: dict[tuple[int, ...], tuple[Multicast, tuple[Any, ...]]] = {}
 
     def of(self, targets: Iterable[Any]) -> Multicast:
-        """Raises UsageError."""
+        """Return the proxy for ``targets``. Raises UsageError."""
         given = tuple(targets)
-        if any(isinstance(one, Handle) for one in given):  # there may be any number of them
+        if any(isinstance(one, Handle) for one in given):  # their number has no limit
             return Multicast(self._context, destinations_of(self._context, given))
         key = tuple(map(id, given))
         if (found := self._known.get(key)) is None:
             made = Multicast(self._context, destinations_of(self._context, given))
-            found = self._known[key] = made, given  # which keeps the identities
+            found = self._known[key] = made, given  # the reference keeps the identities valid
         return found[0]

@@ -1,7 +1,8 @@
-"""Typed proxies of peers, own handlers and impulses, and the context that an instance gets them from.
+"""Typed proxies of peers, own handlers and impulses, and the context that provides them to an instance.
 
-To a type checker ``peer(Counter, "counter")`` is the class Counter: ``self.counter.count.fork("text")`` is checked like
-a call, and ``await self.counter.count("text")`` is what ``count`` returns. At run time it is a :class:`PeerProxy`.
+For a type checker ``peer(Counter, "counter")`` is the class Counter: ``self.counter.count.fork("text")`` is checked
+like a call, and ``await self.counter.count("text")`` has the type that ``count`` returns. At run time it is a
+:class:`PeerProxy`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ T = TypeVar("T")
 
 
 def method_names(definition: Definition) -> dict[tuple[str, int], str]:
-    """Name the methods that a class has (destination "") and can call: (destination, method ID) to name.
+    """Return the names of the methods that a class has (destination "") and can call, by (destination, method ID).
 
-    Those that only read are there once more, under the group QUERIES in place of a destination.
-    Without those of a peer whose class can't be found (yet): its first call will say so.
+    Queries are in it a second time, under the group QUERIES in place of a destination. A peer whose class can't be
+    found (yet) is left out: its first call will report that.
     """
     initial = f"{definition.name}.{definition.initial or 'initial'}"
     found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition), *_query_names(definition)]
@@ -56,9 +57,9 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
 
 
 def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
-    """Name methods as :func:`method_names`, also those of the classes that this one upgrades; the newest name counts.
+    """Return the names of :func:`method_names`, also of the classes that this one upgrades; the newest name wins.
 
-    A query is one that is none but a query in all of them: which class runs is not known to who may call it.
+    A method counts as a query only if all of these classes have it as a query: callers do not know which class runs.
     """
     names = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
     for handler in chain.from_iterable(one.handlers.values() for one in definition.chain):
@@ -68,7 +69,7 @@ def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
 
 
 def _role_names(definition: Definition) -> dict[tuple[str, int], str]:
-    """Return the methods that are not for everybody, once for each role that may call them, by the newest class."""
+    """Return the methods that are not for everybody, once for each role that can call them, by the newest class."""
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
     for one in reversed(definition.chain):
         for handler in one.handlers.values():
@@ -98,7 +99,7 @@ def peer(target: str, name: str) -> Any: ...
 @overload
 def peer(target: Callable[[], type[T]], name: str) -> type[T]: ...
 def peer(target: object, name: str) -> Any:
-    """Make a proxy for the instance called ``name``: in the class body, ``counter = peer(Counter, "counter")``.
+    """Declare the instance ``name`` as a peer: in the class body, ``counter = peer(Counter, "counter")``.
 
     ``target`` is its class; for two classes that refer to each other ``lambda: Counter`` or ``"module:Counter"``.
     Raises DefinitionError.
@@ -137,10 +138,10 @@ def make_fork(
 def _exact_fork(
     context: Context, definition: Definition, handler: Handler[Any, Any], fork: Callable[..., None]
 ) -> Callable[..., None]:
-    """Return ``fork`` itself, unless a parameter of ``handler`` may hold what has no type to be read by."""
+    """Return ``fork`` itself, or a wrapper if a parameter of ``handler`` can contain untyped values."""
     try:
         codec = definition.codec(handler)
-    except (DefinitionError, NameError):  # said elsewhere
+    except (DefinitionError, NameError):  # reported elsewhere
         return fork
     if not codec.may_hold_untyped:
         return fork
@@ -156,13 +157,13 @@ def _exact_fork(
 
 
 def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
-    """Return what ``self.<handler>`` leads to, for each definition of each handler.
+    """Return the values of ``self.<handler>``, for each definition of each handler.
 
-    All are made at once: a class with ``__getattr__`` makes every look-up slower, the successful ones too.
+    All are made at once: in a class with ``__getattr__`` every look-up is slower, the successful ones too.
     """
     namespace = SimpleNamespace()
     for key, handler in definition.by_key.items():
-        # A call through the log reaches whatever has the name by then, also from an overridden handler.
+        # A call through the log reaches the method that has the name then, also from an overridden handler.
         fork = make_fork(context, "", definition.handlers[handler.name], definition)
         call = _refuse_call(handler) if handler.is_async else MethodType(handler.function, instance)
         if is_plain(context):
@@ -172,7 +173,7 @@ def handler_namespace(instance: object, definition: Definition, context: Context
 
 
 def _run_plainly(call: Callable[..., Any], context: Context) -> Callable[..., Any]:
-    """Wrap a handler of a plain object: it runs as that object's, unless another handler calls it."""
+    """Wrap a handler of a plain object: it runs in that object's context, unless another handler calls it."""
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         if not is_plain(running.get()):
@@ -198,7 +199,7 @@ def _refuse_call(handler: Handler[Any, Any]) -> Callable[..., Any]:
 
 
 def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
-    """Return what ``self.<peer>`` leads to."""
+    """Return the values of ``self.<peer>``."""
     return SimpleNamespace(**{key: UnresolvedPeer(found, context) for key, found in definition.peers_by_key.items()})
 
 
@@ -219,7 +220,7 @@ class PeerMethod:
 
 
 class PeerProxy:
-    """Proxy of another instance for handlers: it has an attribute for each handler of that instance."""
+    """Proxy of another instance for handlers, with an attribute for each handler of that instance."""
 
     def __init__(self, source: Peer, context: Context) -> None:
         self._immortal_peer = source
@@ -230,7 +231,7 @@ class PeerProxy:
 
 
 class UnresolvedPeer(PeerProxy):
-    """PeerProxy before its first use, when its class may not be there yet; it turns into a plain one then."""
+    """PeerProxy before its first use, when its class can still be missing; then it becomes a plain PeerProxy."""
 
     def __getattr__(self, name: str) -> PeerMethod:
         if name.startswith("__"):
@@ -250,7 +251,7 @@ class UnresolvedPeer(PeerProxy):
 
 
 class ImpulseProxy:
-    """Proxy of one destination's handlers, to be called with impulses."""
+    """Proxy of one destination that sends impulses to its handlers."""
 
     def __init__(self, definition: Definition, destination: str, queue: ImpulseQueue) -> None:
         self._made_from = (definition, destination, queue)
@@ -285,14 +286,14 @@ def _make_impulse(
 
 
 class Impulses:
-    """Way into the app for the outside world: what ``@on_primary`` hooks get. Any thread may use it.
+    """Handle that ``@on_primary`` hooks get to send input from the outside world. Any thread can use it.
 
-    ``impulses.line(text)`` sends to a handler of one's own, ``impulses.counter.count(text)`` to one of a peer's; typed:
+    ``impulses.line(text)`` sends to a handler of the own instance, ``impulses.counter.count(text)`` to a peer's; typed:
     ``impulses.to(self).line(text)``, ``impulses.to(self.counter).count(text)``. Sending blocks only while too many
-    impulses are not durable yet. An impulse that is accepted is handled exactly once; what was sent and not accepted
-    when the app or the coordinator crashed may or may not have been, so a hook goes on from the state, which knows.
+    impulses are not durable yet. An accepted impulse is handled exactly once. If the app or the coordinator crashes, an
+    impulse that was sent and not accepted can be handled or lost, so a hook continues from the state, which knows.
 
-    All raise Disconnected once the coordinator is gone, TypeError for arguments that the handler does not take.
+    All methods raise Disconnected once the connection has ended, TypeError for arguments that do not fit the handler.
     """
 
     def __init__(self, instance: object, definition: Definition, queue: ImpulseQueue) -> None:
@@ -306,13 +307,13 @@ class Impulses:
     @overload
     def to(self, target: T) -> type[T]: ...
     def to(self, target: Any) -> Any:
-        """Return the handlers of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
+        """Return the proxy of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
         if target is self._instance:
             return self._own
         if not isinstance(target, PeerProxy):
             raise TypeError(f"impulses.to({target!r}): self or one of its peers was expected")
         source = target._immortal_peer
-        name = f"\x00{source.key}"  # kept, as no attribute can be called
+        name = f"\x00{source.key}"  # a name that no attribute has
         if (proxy := vars(self).get(name)) is None:
             proxy = vars(self)[name] = ImpulseProxy(source.resolve(), source.name, self._queue)
         return proxy
@@ -322,7 +323,7 @@ class Impulses:
         self._queue.flush(timeout)
 
     def checkpoint(self) -> None:
-        """Ask for a checkpoint soon: where much was done and the next recovery is to be short. Does not wait for it."""
+        """Ask for a checkpoint soon, without waiting for it: after much work, to make the next recovery short."""
         self._queue.ask_for_checkpoint()
 
     def __getattr__(self, name: str) -> Any:
@@ -336,14 +337,14 @@ class Impulses:
         return found
 
 
-# Which context an instance lives in: that of a run, which gives it time, randomness and calls, or a plain one.
+# The context of an instance: of a run, with time, randomness and calls, or a plain one.
 
 
 _context_factory: ContextVar[Callable[[], Context] | None] = ContextVar("context factory", default=None)
 
 
 def attach(instance: Any, context: Context) -> None:
-    """Make ``context`` the life that ``instance`` lives in."""
+    """Make ``context`` the context of ``instance``."""
     definition = context.definition = definition_of(type(instance))
     context.handlers = handler_namespace(instance, definition, context)
     context.peers = peer_namespace(definition, context)
@@ -351,14 +352,14 @@ def attach(instance: Any, context: Context) -> None:
 
 
 def new_context() -> Context:
-    """Make the context of a new instance: as :func:`instances_use_context` says, or that of a plain object."""
+    """Return the context of a new instance: one of :func:`instances_use_context`, or that of a plain object."""
     make_context = _context_factory.get()
     return Context(os.urandom(SEED_SIZE_BYTES)) if make_context is None else make_context()
 
 
 @contextmanager
 def instances_use_context(make_context: Callable[[], Context]) -> Iterator[None]:
-    """Give new instances of this thread a context of ``make_context``, not a plain one, inside this context manager."""
+    """Inside this context manager, give new instances of this thread a context of ``make_context``."""
     token = _context_factory.set(make_context)
     try:
         yield

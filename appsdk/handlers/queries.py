@@ -1,16 +1,16 @@
-"""Runs queries and checks that they only read.
+"""Runs of queries, with checks that they only read.
 
-What would reach beyond the handler is refused where it is tried: calls, signals, random draws. (Timers, effects and
-answers to wait for are no ``def`` handler's anyway; impulses no handler's.) A changed state is found behind the query:
+Calls, signals and random draws are refused where a query tries them. (Timers, effects and awaited answers are
+impossible in any ``def`` handler, impulses in any handler.) A changed state is detected after the query:
 
 - An attribute that is another object than before: always, in service and in each replay.
-- What has changed inside an attribute (``self.items.append(...)``): by its bytes, before and after. In tests and
-  ``immortal verify`` around each query. In service that would cost more than the query where the state is large, so
-  there it has a budget, and only queries that are handled for the first time are compared: a replay has to let pass
-  what once passed. A query that is not logged has a larger budget: no replay does again what it has changed.
+- A change inside an attribute (``self.items.append(...)``): by its bytes, before and after. In tests and in ``immortal
+verify`` around each query. In service that would cost more than the query if the state is large, so it has a budget
+there, and only queries that run for the first time are compared: a replay must accept what was accepted once. A query
+that is not logged has a larger budget: no replay repeats its changes.
 
-Such a query fails, and the state is put back: as for any message whose failure is undone or, where the query is not
-logged, by what the log says.
+Such a query fails, and the state is restored: as for any message that is undone or, for a query that is not logged,
+from the log.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.state.schema import StateSchema
 
 COMPARED_BYTES_PER_QUERY = 8 << 10
-"""Mean bytes of state encoded for a query, before and after: all are compared at 4 KiB, each 256th at 1 MiB."""
+"""Mean bytes of state encoded for one query, before and after: at 4 KiB all are compared, at 1 MiB each 256th."""
 UNLOGGED_COMPARED_BYTES_PER_QUERY = 64 << 10
-"""... of those that are not logged: all where it has 32 KiB, each 32nd at 1 MiB."""
+"""The same for queries that are not logged: at 32 KiB all are compared, at 1 MiB each 32nd."""
 COMPARED_SIZE_BYTES_MAX = 1 << 20
-"""... and none of a state that was larger than this at its last copy: to encode it once would be felt."""
+"""Largest state, at its last copy, that is compared: to encode a larger one even once would be noticeable."""
 
 _UNSET = object()
 
 
 class _Budget(Struct):
-    """Budget of bytes that may be compared.
+    """Budget of bytes for comparisons.
 
-    ``compared``: method IDs; the first query of each is compared in any case.
+    ``compared``: method IDs; the first query of each is always compared.
     """
 
     bytes_per_query: int
@@ -47,7 +47,7 @@ class _Budget(Struct):
     compared: set[int] = field(default_factory=set)
 
     def allows(self, method_id: int) -> bool:
-        """Tell whether one more query may be compared."""
+        """Return True if one more query can be compared."""
         self.owed_bytes = max(0, self.owed_bytes - self.bytes_per_query)
         return not self.owed_bytes or method_id not in self.compared
 
@@ -57,11 +57,11 @@ class _Budget(Struct):
 
 
 class Queries:
-    """Runs the queries of one instance. ``is_live``: the log was replayed; what comes now is new.
+    """Runner of one instance's queries. ``is_live``: the log has been replayed; new queries follow.
 
-    ``passed``: (record, message) up to which it was, all the same, as the app goes over it again behind a failure.
-    ``bound``: runs one that is not logged, for no longer than it may. ``compares_all``: around each query, also where a
-    replay handles it once more. ``state_size_bytes``: what the state had when it was last encoded.
+    ``passed``: the last (record, message) that was handled before, while a rewind replays. ``bound``: runs a query that
+    is not logged, with a time limit. ``compares_all``: compare around each query, in replays too. ``state_size_bytes``:
+    size of the state when it was last encoded.
     """
 
     def __init__(self, context: Context) -> None:
@@ -76,7 +76,7 @@ class Queries:
         self._unlogged = _Budget(UNLOGGED_COMPARED_BYTES_PER_QUERY)
 
     def use(self, schema: StateSchema) -> None:
-        """Use this state's schema from here on."""
+        """Use this schema of the state from here on."""
         self._schema = schema
 
     def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:
@@ -84,7 +84,7 @@ class Queries:
         return self._run(handler, instance, partial(handler.call, instance, *arguments), self._due(handler))
 
     def run_unlogged(self, handler: Handler[Any, Any], instance: Any, arguments: tuple[Any, ...]) -> Any:
-        """Run a query between two messages, as :meth:`run`; nothing of it is in the log."""
+        """Run a query between two messages, like :meth:`run`, without a log entry."""
         is_small = self.state_size_bytes <= COMPARED_SIZE_BYTES_MAX
         is_due = self.compares_all or (is_small and self._unlogged.allows(handler.method_id))
         function = partial(handler.call, instance, *arguments)
@@ -115,7 +115,7 @@ class Queries:
 
     def _set_anew(self, before: dict[str, Any], attributes: dict[str, Any]) -> list[str]:
         schema = self._schema
-        if schema is None or schema.serializer == "own":  # there the attributes are not what is kept
+        if schema is None or schema.serializer == "own":  # then the attributes are not the saved state
             return []
         return [
             f"self.{name}"
@@ -124,7 +124,7 @@ class Queries:
         ]
 
     def _due(self, handler: Handler[Any, Any]) -> _Budget | None:
-        """Return the budget that a comparison of a logged query counts to; None: it is not compared."""
+        """Return the budget for the comparison of a logged query; None: it is not compared."""
         if self.compares_all:
             return self._logged
         context = self._context
@@ -134,7 +134,7 @@ class Queries:
         return self._logged if self._logged.allows(handler.method_id) else None
 
     def _forms(self, instance: Any) -> dict[str, bytes] | None:
-        """Return the encoded state; None where it can't be encoded: the next checkpoint says why."""
+        """Return the encoded state; None if it can't be encoded: the next checkpoint reports why."""
         if self._schema is None:
             return None
         try:

@@ -1,1 +1,1 @@
-"""Nodes and handles (`docs/how-to/nodes.md`): objects of an instance that others call, and their names for it."""
+"""Nodes and handles (`docs/how-to/nodes.md`): objects of an instance that others call, and references to them."""

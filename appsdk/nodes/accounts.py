@@ -1,6 +1,6 @@
-"""Ledger of handles: enters those that messages carry out and in, and tells their owners and holders.
+"""Ledger of handles: counts those that messages carry out and in, and tells their owners and holders.
 
-The counting itself is :mod:`immortal.appsdk.nodes.reference_counts`'s, without I/O.
+:mod:`immortal.appsdk.nodes.reference_counts` does the counting, without I/O.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Accounts:
-    """Ledger of one instance. ``released``: grants whose last holder has gone and whose owner is not told yet."""
+    """Ledger of one instance. ``released``: grants without holders whose owner is not told yet."""
 
     def __init__(self, context: Context) -> None:
         self.owner = Owner()
         self.holder = Holder()
         self.released: list[Grant] = []
-        self.outsiders: frozenset[str] = frozenset()  # who may look at handles, and holds none: a test
+        self.outsiders: frozenset[str] = frozenset()  # names that can see handles and hold none: a test
         self._context = context
         self._senders: dict[tuple[str, int], Send] = {}
 
@@ -56,7 +56,7 @@ class Accounts:
         self.released.clear()
 
     def act(self) -> None:
-        """Do what the counting asks for."""
+        """Send the messages that the counting asks for."""
         own_name = self._context.instance_name
         for machine in (self.owner, self.holder):
             actions, machine.actions = machine.actions, []
@@ -74,10 +74,10 @@ class Accounts:
             send = self._senders[key] = made
         return send
 
-    # --- may it be used? ----------------------------------------------------------------------------------------------
+    # --- checks before use --------------------------------------------------------------------------------------------
 
     def require_usable(self, owner: str, key: Key, what: str) -> None:
-        """Raises UsageError."""
+        """Check that a handle can be used. Raises UsageError."""
         if owner != self._context.instance_name:
             if not self.holder.holds(owner, key):
                 raise self._refused(f"{what}: {self._why_not(owner, key)}")
@@ -93,14 +93,14 @@ class Accounts:
         return "this instance does not hold it: it was released or has ended, or was never passed to it"
 
     def _refused(self, text: str) -> BaseException:
-        """Make the error of a refusal. An async handler ends, whatever it catches: a rebuild would not refuse again."""
+        """Return a refusal's error. It ends async handlers, whatever they catch: a rebuild would not refuse again."""
         error, task = UsageError(text), self._context.tasks.running
         return error if task is None else task.abandon(error)
 
     # --- handles in messages ------------------------------------------------------------------------------------------
 
     def passing(self, destination: str, data: bytes) -> None:
-        """Enter the handles in data that goes to ``destination`` now as passed on. Raises UsageError."""
+        """Count the handles in data that is sent to ``destination`` now. Raises UsageError."""
         self._context.carries = False
         own_name = self._context.instance_name
         to = destination or own_name
@@ -120,15 +120,15 @@ class Accounts:
         self.act()
 
     def passed(self, key: Key, to: str) -> bool:
-        """Count a copy that goes to ``to``, as its holder says. False: there is no such key."""
+        """Count a copy that goes to ``to``, reported by its holder. Return False if there is no such key."""
         known = self.owner.passed(key, to)
         self._joins_end(key, to)
         return known
 
-    # --- an end that is on its way through the queues -----------------------------------------------------------------
+    # --- an end that is in flight through the queues ------------------------------------------------------------------
 
     def _ending(self, owner: str, key: Key) -> tuple[list[bytes], Ended] | None:
-        """Return the run, in the queue here, with the end of a handle; None: there is none."""
+        """Return the run in this queue that ends a handle, and the end in it; None: there is none."""
         for calls in self._context.multicasts.calls_of(owner):
             for ended in _ended_in(calls):
                 if ended.key == key:
@@ -136,12 +136,12 @@ class Accounts:
         return None
 
     def _say_ending(self, owner: str, key: Key, to: str) -> None:
-        """Say, in front of a copy, that the handle ends: its receiver is none of those who hear of the end in order."""
+        """Tell the receiver of a copy, before the copy, that the handle ends: it will not hear of the end in order."""
         if (found := self._ending(owner, key)) is not None:
             self.sender(to, HANDLES_METHOD_ID)((self._context.instance_name, Ending(owner, key, found[1].how)))
 
     def _joins_end(self, key: Key, to: str) -> bool:
-        """Tell whether ``to``, which gets a copy, hears in order of the end of an own handle that is ending."""
+        """Return True if ``to``, which gets a copy, hears in order of the end of an own handle that is ending."""
         grant = self.owner.grants.get(key)
         if grant is None or grant.stage != Stage.ENDING or to in grant.told or to in grant.banned:
             return True
@@ -153,7 +153,7 @@ class Accounts:
         return True
 
     def end_proposed(self, owner: str, calls: list[bytes]) -> None:
-        """Put word of the end of handles, now in the queue, in front of copies of them that are still to be sent."""
+        """Put messages about the end of handles, now in the queue, before copies of them that are still to be sent."""
         for ended in _ended_in(calls):
             parts: list[bytes] = []
             _write_word(parts, (self._context.instance_name, Ending(owner, ended.key, ended.how)))
@@ -162,9 +162,7 @@ class Accounts:
 
     @staticmethod
     def is_passed(arguments: bytes) -> bool:
-        """Tell whether the arguments are a Passed, which counts at arrival: the receiver of a copy must hear of an end
-        in order.
-        """
+        """Return True if the arguments are a Passed, which counts at arrival, so that its receiver hears of an end."""
         try:
             return isinstance(decode_word(arguments).message, Passed)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -179,7 +177,7 @@ class Accounts:
             raise self._refused(f"{what}: it was revoked for {to!r}")
 
     def taking(self, decode: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
-        """Wrap ``decode`` of a handler that may be given handles: once they are read they are held."""
+        """Wrap ``decode`` of a handler that can receive handles: decoded handles are held from then on."""
 
         def taken(data: Any) -> tuple[Any, ...]:
             arguments = decode(data)
@@ -190,7 +188,7 @@ class Accounts:
         return taken
 
     def arrived(self, data: bytes) -> None:
-        """Enter the handles of a message that is accepted."""
+        """Count the handles of a message that is accepted."""
         for owner, key in handles_in(data):
             if owner != self._context.instance_name and not self.holder.arrived(owner, key):
                 stale = Stale(owner, key, self.holder.held[owner, key].ended)
@@ -198,7 +196,7 @@ class Accounts:
         self.act()
 
     def not_taken(self, data: bytes) -> None:
-        """Enter the handles of a message that is not accepted."""
+        """Give back the handles of a message that is not accepted."""
         for owner, key in handles_in(data):
             if owner != self._context.instance_name:
                 self.holder.not_taken(owner, key)
@@ -206,7 +204,7 @@ class Accounts:
 
 
 def _ended_in(calls: list[bytes]) -> Iterator[Ended]:
-    """Yield the handles' ends in a run, which is of the SDK's own making if it is of this method."""
+    """Yield the ends of handles in a run. Only the SDK can make a run of this method."""
     for call in calls:
         if method_of(call) != HANDLES_METHOD_ID:
             return

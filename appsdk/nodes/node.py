@@ -1,7 +1,4 @@
-"""Classes of nodes (handlers, state), the live nodes of an instance, and calls through handles.
-
-Input for nodes: their calls, and messages between owners and holders of handles.
-"""
+"""Nodes: their classes (handlers, state), the live nodes of an instance, calls through handles, and input for nodes."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 
 
 class NodeDefinition:
-    """Definition of a class of nodes: handlers by name and by method ID, and how its state is kept."""
+    """Definition of a class of nodes: handlers by name and by method ID, and how its state is saved."""
 
     def __init__(self, cls: type, formerly: Iterable[str]) -> None:
         if isinstance(formerly, str):
@@ -88,13 +85,13 @@ class NodeDefinition:
             raise DefinitionError(f"{where} replaces a handler of a base class and is none itself: write @rpc above it")
 
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
-        """Raises DefinitionError, NameError."""
+        """Return the codec of a handler's arguments. Raises DefinitionError, NameError."""
         if (codec := self._codecs.get(handler.key)) is None:
             codec = self._codecs[handler.key] = ArgumentCodec(handler.function, handler.signature)
         return codec
 
     def state(self) -> StateSchema:
-        """Raises DefinitionError."""
+        """Return the schema of the state. Raises DefinitionError."""
         if self._state is None:
             with resolving(f"{self.name}: the annotation of an attribute"):
                 self._state = StateSchema(self.cls, "msgspec", self.handlers, self.formerly)
@@ -112,13 +109,13 @@ class NodeDefinition:
         return self.state().encode(node)
 
     def restore(self, node: Node, name: str, state: bytes) -> None:
-        """Set the attributes of ``node`` from ``state``, which a class called ``name`` wrote. Raises StateError."""
+        """Set the attributes of ``node`` from ``state``, which a class ``name`` wrote. Raises StateError."""
         schema = self.state()
         schema.restore(node, copied_envelope(name, schema.serializer), memoryview(state))
 
 
 def node_definition(cls: object) -> NodeDefinition:
-    """Raises DefinitionError for what is no class of nodes."""
+    """Return the definition of a class of nodes. Raises DefinitionError for anything else."""
     found = vars(cls).get("_immortal_node") if isinstance(cls, type) else None
     if found is None:
         raise DefinitionError(f"{cls!r} is not a class below immortal.Node")
@@ -126,9 +123,9 @@ def node_definition(cls: object) -> NodeDefinition:
 
 
 class NodeContext:
-    """Context in which the handlers of one node find the node.
+    """Context of one node, which provides its handlers.
 
-    ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object that no instance made. ``number``: the node's own in
+    ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object that no instance created. ``number``: of the node in
     that life.
     """
 
@@ -158,11 +155,11 @@ class NodeContext:
 
 
 class Node:
-    """Part of an instance that others call by a handle, with handlers (``@rpc``) and state of its own.
+    """Base class of nodes: parts of an instance that others call by a handle, with their own handlers and state.
 
-    Its state is its annotated attributes, kept with its owner's. ``immortal.create_node(Order, ...)`` makes it in a
-    handler of an instance whose class names it: ``class Exchange(Immortal, nodes=(Order,))``. ``formerly=("Old",)``
-    names what the class was called when older checkpoints were taken.
+    Its handlers are ``@rpc`` methods; its state is its annotated attributes, saved with its owner's. A handler creates
+    it with ``immortal.create_node(Order, ...)``, in an instance whose class lists it: ``class Exchange(Immortal,
+    nodes=(Order,))``. ``formerly=("Old",)`` lists older names of the class that older checkpoints contain.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_immortal_context")
@@ -183,7 +180,7 @@ class Node:
 
     @property
     def owner(self) -> Any:
-        """Instance that the node is a part of. Raises UsageError."""
+        """Instance that owns the node. Raises UsageError."""
         life = self._immortal_context.life
         if life is None:
             raise UsageError(
@@ -192,7 +189,7 @@ class Node:
         return life.instance
 
 
-# The nodes that an instance has, by number: made, kept in checkpoints, and moved to newer classes.
+# The nodes of an instance, by number: created, saved in checkpoints, and moved to newer classes.
 
 
 class SavedNode(msgspec.Struct, array_like=True):
@@ -202,7 +199,7 @@ class SavedNode(msgspec.Struct, array_like=True):
 
 
 class NodeTable:
-    """Table of live nodes. ``life``: an immortal.appsdk.nodes.nodes.Nodes, which nodes name as their own."""
+    """Table of live nodes. ``life``: an immortal.appsdk.nodes.nodes.Nodes, to which the nodes belong."""
 
     def __init__(self, life: Any) -> None:
         self.definition: Definition | None = None
@@ -216,13 +213,13 @@ class NodeTable:
         return self._nodes.get(number)
 
     def use(self, definition: Definition) -> None:
-        """Use this class's code from here on. Raises StateError if it does not fit the nodes that there are."""
+        """Use this class's code from here on. Raises StateError if it does not fit the existing nodes."""
         before, self.definition = self.definition, definition
         if before is not None and before is not definition:
             self.restore(self.save())
 
     def save(self) -> list[SavedNode]:
-        """Raises StateError."""
+        """Return the nodes for a checkpoint. Raises StateError."""
         saved = []
         for number, node in self._nodes.items():
             definition = node_definition(type(node))
@@ -249,7 +246,7 @@ class NodeTable:
         )
 
     def make(self, cls: type, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Raises what its ``__init__`` raises; then it is there, and has no handle."""
+        """Create a node. Raises what its ``__init__`` raises; then it exists without a handle."""
         node: Any = self._new(cls, number)
         self._nodes[number] = node
         node.__init__(*arguments, **keywords)
@@ -268,7 +265,7 @@ class NodeTable:
 
 
 class HandleMethod:
-    """Handler of a node. ``life``: an immortal.appsdk.nodes.nodes.Nodes."""
+    """Handler of a node, called through a handle. ``life``: an immortal.appsdk.nodes.nodes.Nodes."""
 
     __slots__ = ("_handle", "_handler", "_life")
 
@@ -306,7 +303,7 @@ class HandleMethod:
 
 
 class Inbox:
-    """Inbox of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
+    """Input for the nodes of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
 
     def __init__(self, life: Any) -> None:
         self._life = life
@@ -316,21 +313,21 @@ class Inbox:
         self._hooks: list[tuple[str, Any]] = []
 
     def forget_hooks(self) -> None:
-        """Forget hooks that belong to a state which no longer exists."""
+        """Forget hooks of a state that no longer exists."""
         self._hooks.clear()
 
     def failed(self, message: bytes, verdict: Verdict) -> None:
-        """Give back what a message with a verdict brought, if the verdict means that the message is skipped."""
+        """Give back the handles of a message with a verdict, if that means that the message is skipped."""
         if not verdict.skips:
             return
         if method_of(message) == HANDLES_METHOD_ID:
-            if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed
+            if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed: the message counts
                 self._failed_hook(message)
         elif MARK in message:
             self._accounts.not_taken(_arguments_of(message))
 
     def called(self, call: NodeCall | AwaitedNodeCall) -> None:
-        """Raises HandlerError."""
+        """Handle a call of nodes. Raises HandlerError."""
         caller, number = (call.caller, call.number) if isinstance(call, AwaitedNodeCall) else (None, 0)
         self._require_speaker(call.sender)
         if caller is not None and caller.startswith(CLIENTS):
@@ -403,7 +400,7 @@ class Inbox:
         self._context.tasks.answers.answer(handler, caller, number, True, encode_refused(text))
 
     def told(self, word: Word) -> None:
-        """Raises HandlerError."""
+        """Handle a message between owners and holders of handles. Raises HandlerError."""
         self._require_speaker(word.sender)
         if not self._take(word):
             raise self._wrong(f"{word.sender!r} tells of a handle that there is not", Cause.SENDER)
@@ -413,7 +410,7 @@ class Inbox:
             self._run_hook(name, handle)
 
     def _failed_hook(self, message: bytes) -> None:
-        """Take what a message says although its hook has failed, and the state is as before it."""
+        """Take in a message about handles although its hook has failed and its changes are undone."""
         self._take(decode_word(_arguments_of(message)))
         self._hooks.clear()
         self._act()
@@ -452,7 +449,7 @@ class Inbox:
         return True
 
     def _act(self) -> None:
-        """Send what the counting asks for, and add the hooks that are to be called."""
+        """Send the messages that the counting asks for, and add the hooks to call."""
         accounts = self._accounts
         accounts.act()
         released, accounts.released = accounts.released, []
@@ -476,7 +473,7 @@ class Inbox:
         self._context.tasks.drain()
 
     def _require_speaker(self, sender: str) -> None:
-        """Check that a message speaks for its sender. Messages to oneself were checked as they came from others."""
+        """Check that a message names its real sender. Messages to oneself were checked when they came from others."""
         if self._context.source not in ("", sender):
             raise self._wrong(f"{self._context.source!r} speaks for {sender!r}", Cause.SENDER)
 

@@ -1,7 +1,7 @@
-"""Nodes of one instance and the handles that it holds: what handlers ask for, and what the log brings.
+"""Nodes of one instance and the handles that it holds: requests of handlers, and input from the log.
 
 Everything here happens while an input of the log is handled, so it follows from the log. Its state is part of each
-checkpoint. Until the first node that it makes or handle that it gets there is nothing, and nothing is looked at.
+checkpoint. Before the first node or handle it costs nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _decode_saved = decoding.Decoder(Saved).decode
 
 
 def decode_saved(data: bytes) -> Saved:
-    """Raises StateError."""
+    """Decode the part of a checkpoint on nodes and handles. Raises StateError."""
     try:
         return _decode_saved(data)
     except decoding.DecodeError as error:
@@ -53,7 +53,7 @@ _write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 class Nodes:
     """Nodes of one instance. ``make_call`` makes an awaitable call of a node (:mod:`immortal.appsdk.waiting`).
 
-    ``accounts``: who holds which handles; ``inbox``: what the log brings; ``living``: the nodes themselves.
+    ``accounts``: who holds which handles; ``inbox``: takes input from the log; ``living``: the nodes themselves.
     """
 
     def __init__(self, context: Context) -> None:
@@ -63,12 +63,12 @@ class Nodes:
         self.accounts = Accounts(context)
         self.living = NodeTable(self)
         self.inbox = Inbox(self)
-        self._last_number = 0  # of nodes and keys
+        self._last_number = 0  # of nodes and keys together
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def use(self, definition: Definition, instance: Any) -> None:
-        """Use this class's code from here on. Raises StateError if it does not fit the nodes that there are."""
+        """Use this class's code from here on. Raises StateError if it does not fit the existing nodes."""
         self.instance = instance
         self.living.use(definition)
 
@@ -81,14 +81,14 @@ class Nodes:
         return encoder.encode(Saved(self._last_number, nodes, accounts.owner.save(), accounts.holder.save()))
 
     def restore(self, data: bytes | None) -> None:
-        """Raises StateError."""
+        """Restore nodes and accounts from a checkpoint. Raises StateError."""
         saved = Saved(0, [], [], []) if data is None else decode_saved(data)
         self._last_number = saved.last_number
         self.accounts.restore(saved.grants, saved.held)
         self.living.restore(saved.nodes)
         self.inbox.forget_hooks()
 
-    # --- what handlers of the owner ask for ---------------------------------------------------------------------------
+    # --- requests of the owner's handlers -----------------------------------------------------------------------------
 
     def _require_handler(self, what: str) -> str:
         """Return the instance's name if a handler runs. Raises UsageError."""
@@ -108,7 +108,7 @@ class Nodes:
         return context.instance_name
 
     def create(self, cls: type, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Make a node; returns its handle. Raises UsageError, DefinitionError, and what its ``__init__`` raises."""
+        """Create a node; return its handle. Raises UsageError, DefinitionError, and what its ``__init__`` raises."""
         self._require_handler("immortal.create_node")
         node_definition(cls)
         definition = self.living.definition
@@ -123,7 +123,7 @@ class Nodes:
         return self._grant(number)
 
     def _grant(self, number: int) -> Any:
-        """Make a handle of the node with a key of its own: 128 bits that only the instance's secret seed leads to."""
+        """Return a new handle of the node with its own key: 128 bits that only the instance's secret seed leads to."""
         context = self.context
         self._last_number += 1
         digest = hashlib.blake2b(key=context.seed, digest_size=KEY_SIZE_BYTES, person=b"node key")
@@ -140,14 +140,14 @@ class Nodes:
         return make(self.context.instance_name, key, None if node is None else type(node), self)
 
     def handle_of(self, number: int) -> Any:
-        """Raises UsageError."""
+        """Return the live handle of the node ``number``. Raises UsageError."""
         for grant in self.accounts.owner.grants.values():
             if grant.node == number and grant.stage == Stage.LIVE:
                 return self.handle(grant.key, number)
         raise UsageError("this node is destroyed, or about to be: it has no handle any more")
 
     def node_of(self, handle: Any) -> Node:
-        """Raises UsageError."""
+        """Return the node of an own handle. Raises UsageError."""
         grant = self._own(handle, "immortal.node_of")
         node = None if grant is None or grant.stage == Stage.ENDED else self.living.get(grant.node)
         if node is None:
@@ -155,14 +155,14 @@ class Nodes:
         return node
 
     def _own(self, handle: Any, what: str) -> Grant | None:
-        """Return the grant of a handle of our own; None: it is not known any more. Raises UsageError."""
+        """Return the grant of an own handle; None: it is no longer known. Raises UsageError."""
         owner, key = _parts(handle, what)
         if owner != self.context.instance_name:
             raise UsageError(f"{what}({handle!r}): only its owner, {owner!r}, can do that")
         return self.accounts.owner.grants.get(key)
 
     def destroy(self, handle: Any) -> None:
-        """Raises UsageError."""
+        """End the node of an own handle. Raises UsageError."""
         self._require_handler("immortal.destroy")
         grant = self._own(handle, "immortal.destroy")
         if grant is None or grant.stage == Stage.ENDED:
@@ -171,7 +171,7 @@ class Nodes:
             self._end(grant.key, DESTROYED)
 
     def revoke(self, handle: Any, holder: Any) -> Any:
-        """Raises UsageError."""
+        """Revoke an own handle for ``holder`` (None: for all); return a valid handle. Raises UsageError."""
         own_name = self._require_handler("immortal.revoke")
         grant = self._own(handle, "immortal.revoke")
         if grant is None or grant.stage != Stage.LIVE:
@@ -195,27 +195,27 @@ class Nodes:
         word = encode_call(_write_word, (own_name, Ended(key, how)))
         self.context.multicasts.send(WHAT, HANDLES_METHOD_ID, [own_name, *told], [word])
 
-    # --- what handlers of holders ask for -----------------------------------------------------------------------------
+    # --- requests of holders' handlers --------------------------------------------------------------------------------
 
     def release_handle(self, handle: Any) -> None:
-        """Raises UsageError."""
+        """Release the handle of another instance's node. Raises UsageError."""
         own_name = self._require_handler("immortal.release_handle")
         owner, key = _parts(handle, "immortal.release_handle")
         if owner == own_name:
             raise UsageError(
                 f"immortal.release_handle({handle!r}): it is one's own: immortal.destroy(...) ends its node"
             )
-        if self.accounts.holder.holds(owner, key):  # else it has ended meanwhile, or was released before
+        if self.accounts.holder.holds(owner, key):  # else it has ended, or was released before
             self.accounts.holder.release(owner, key)
             self.accounts.act()
 
     def holders_of(self, handle: Any) -> list[str]:
-        """Raises UsageError."""
+        """Return the names of the holders of an own handle. Raises UsageError."""
         grant = self._own(handle, "immortal.holders_of")
         return [] if grant is None else sorted(grant.holders)
 
     def require_usable(self, handle: Any) -> None:
-        """Raises UsageError."""
+        """Check that a handle can be used. Raises UsageError."""
         self.accounts.require_usable(*_parts(handle, WHAT), f"{handle!r} can't be used")
 
     def method(self, handle: Any, name: str) -> HandleMethod:
@@ -223,7 +223,7 @@ class Nodes:
 
     @staticmethod
     def handler_of(handle: Any, name: str) -> Handler[Any, Any]:
-        """Raises AttributeError, UsageError."""
+        """Return the handler ``name`` of a handle's node. Raises AttributeError, UsageError."""
         cls = handle._immortal_of[2]
         if cls is None:
             raise UsageError(
@@ -237,7 +237,7 @@ class Nodes:
         return handler
 
     def send(self, handle: Any, handler: Handler[Any, Any], arguments: tuple[Any, ...]) -> None:
-        """Raises UsageError, TypeError."""
+        """Send a call to a handle's node. Raises UsageError, TypeError."""
         self.require_usable(handle)
         destination = self.destination(handle)
         sender = self.accounts.sender(destination, NODE_METHOD_ID, handler.function.__qualname__)
@@ -251,7 +251,7 @@ class Nodes:
         return self._require_handler(handler.function.__qualname__), keys, handler.method_id, arguments
 
     def encoding(self) -> None:
-        """Note that a handle is encoded, perhaps into a message. Raises UsageError in another thread."""
+        """Note that a handle is encoded, possibly into a message. Raises UsageError in another thread."""
         context = self.context
         if threading.get_ident() != context.thread_id:
             raise UsageError("a handle can't be part of an impulse: pass it on in a handler")
@@ -259,7 +259,7 @@ class Nodes:
 
 
 def _parts(handle: Any, what: str) -> tuple[str, Key]:
-    """Raises UsageError."""
+    """Return the owner and the key of a handle. Raises UsageError."""
     found = getattr(handle, "_immortal_of", None)
     if found is None:
         raise UsageError(f"{what}({handle!r}): a handle was expected, as immortal.create_node(...) gives it")

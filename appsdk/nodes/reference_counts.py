@@ -1,7 +1,7 @@
 """Distributed reference counting of handles: messages and two pure state machines. `docs/reference/nodes.md`.
 
-:class:`Owner` counts, per holder, the copies of a handle that went to it; :class:`Holder` knows the copies that came.
-Messages go in, actions come out; no I/O, no time, no randomness. Their state is part of the app's checkpoint.
+:class:`Owner` counts, for each holder, the copies of a handle that went to it; :class:`Holder` counts the copies that
+arrived. Messages go in, actions come out; no I/O, no time, no randomness. Their state is part of the app's checkpoint.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import msgspec
 from immortal.protocol import decoding
 
 DESTROYED, REVOKED = "destroyed", "revoked"
-COUNT_MAX = 1 << 62  # more than any instance counts to: who says so is broken
+COUNT_MAX = 1 << 62  # larger than any real count: a sender of more is broken
 
 
 class Stage(IntEnum):
     LIVE = 0
-    ENDING = 1  # its end is on its way through the queues
-    ENDED = 2  # copies may still be under way
+    ENDING = 1  # its end is in flight through the queues
+    ENDED = 2  # copies can still be in flight
 
 
 class Grant(msgspec.Struct, array_like=True):
     """Grant of one key, at its owner.
 
-    ``holders``: copies that went to each, minus those that came back; below 0 while the message that one was passed on
-    is in flight. ``told``: holders that know of the end.
+    ``holders``: for each, copies sent to it minus copies released; negative while the message that a copy was passed on
+    is still in flight. ``told``: holders that know of the end.
     """
 
     key: Key
@@ -40,7 +40,7 @@ class Grant(msgspec.Struct, array_like=True):
 
 
 class Held(msgspec.Struct, array_like=True):
-    """Handle at a holder. ``ended`` not empty: it leads nowhere, whatever copies still come."""
+    """Handle at a holder. ``ended`` not empty: it has no node any more, whatever copies still arrive."""
 
     owner: str
     key: Key
@@ -54,7 +54,7 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class NoHoldersLeft(msgspec.Struct, frozen=True):
-    """Action: nobody holds ``key`` any more, and no copy is in flight."""
+    """Action: note that nobody holds ``key`` any more, and no copy is in flight."""
 
     key: Key
 
@@ -63,7 +63,7 @@ Action: TypeAlias = Tell | NoHoldersLeft
 
 
 class Owner:
-    """Keys of one instance. ``actions``: what is to be done, in order; whoever takes them clears the list."""
+    """Keys of one instance. ``actions``: to be done in order; the caller takes them and clears the list."""
 
     def __init__(self, grants: list[Grant] | None = None) -> None:
         self.grants = {one.key: one for one in grants or []}
@@ -76,7 +76,7 @@ class Owner:
         self.grants[key] = Grant(key, node)
 
     def passed(self, key: Key, to: str) -> bool:
-        """Count a copy that goes to ``to``, as the owner or a holder says. False: there is no such key."""
+        """Count a copy that goes to ``to``, reported by the owner or a holder. Return False if there is no such key."""
         grant = self.grants.get(key)
         if grant is None:
             return False
@@ -87,7 +87,7 @@ class Owner:
         return True
 
     def released(self, key: Key, holder: str, count: int) -> bool:
-        """Count copies that ``holder`` released. False: there is no such key, or the count can't be."""
+        """Count copies that ``holder`` released. Return False if there is no such key, or the count is impossible."""
         grant = self.grants.get(key)
         if grant is None or not 1 <= count <= COUNT_MAX:
             return False
@@ -104,9 +104,7 @@ class Owner:
             grant.holders.pop(holder, None)
 
     def begin_end(self, key: Key) -> list[str]:
-        """Begin the end of a key; return the holders to send :class:`Ended` in order, besides the owner, which then
-        calls :meth:`end`.
-        """
+        """Begin the end of a key, before :meth:`end`. Return the holders that must get :class:`Ended`, in order."""
         grant = self.grants[key]
         grant.stage = Stage.ENDING
         told = [one for one in grant.holders if one not in grant.banned]
@@ -114,7 +112,7 @@ class Owner:
         return told
 
     def end(self, key: Key, how: str) -> None:
-        """End a grant. Tell the holders that were not told, as the news of their copy was under way."""
+        """End a grant. Tell the holders that were not told because their copy was not known yet."""
         grant = self.grants[key]
         grant.stage, grant.how = Stage.ENDED, how
         for holder in grant.holders:
@@ -144,12 +142,12 @@ class Owner:
 
     @staticmethod
     def _is_free(grant: Grant) -> bool:
-        """Tell whether all counts are zero. Their sum would not do: see the proof."""
+        """Return True if all counts are zero. A sum of zero is not enough: see the proof."""
         return not grant.holders
 
 
 class Holder:
-    """Handles of others that one instance holds. ``actions``: as :class:`Owner` has them."""
+    """Handles of other instances that one instance holds. ``actions``: as in :class:`Owner`."""
 
     def __init__(self, held: list[Held] | None = None) -> None:
         self.held = {(one.owner, one.key): one for one in held or []}
@@ -163,11 +161,11 @@ class Holder:
         return one is not None and not one.ended
 
     def knows(self, owner: str, key: Key) -> bool:
-        """Tell whether the holder has the handle and hears of its end in order, or was told."""
+        """Return True if the holder has the handle and hears of its end in order, or was told."""
         return (owner, key) in self.held
 
     def arrived(self, owner: str, key: Key) -> bool:
-        """Count a copy of a message that is taken. False: the handle has ended, so the copy goes back at once."""
+        """Count a copy in an accepted message. Return False if the handle has ended: the copy is given back at once."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         if one.ended:
             self.not_taken(owner, key)
@@ -176,11 +174,11 @@ class Holder:
         return True
 
     def not_taken(self, owner: str, key: Key) -> None:
-        """Give back a copy of a message that nobody takes."""
+        """Give back a copy in a message that is not accepted."""
         self.actions.append(Tell(owner, Released(key, 1)))
 
     def pass_on(self, owner: str, key: Key, to: str) -> None:
-        """Note that a copy of a handle held here leaves for ``to``, which is not the owner."""
+        """Report that a copy of a handle held here is sent to ``to``, which is not the owner."""
         self.actions.append(Tell(owner, Passed(key, to)))
 
     def release(self, owner: str, key: Key) -> None:
@@ -189,9 +187,7 @@ class Holder:
         self.actions.append(Tell(owner, Released(key, one.count)))
 
     def ended(self, owner: str, key: Key, how: str) -> bool:
-        """Enter the end of a handle; return whether it was held. The hook is called in any case: a copy may be in
-        flight.
-        """
+        """Note the end of a handle; return True if it was held. A copy can be in flight, so the hook always runs."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         was_held = one.count > 0
         if was_held:
@@ -203,7 +199,7 @@ class Holder:
         self.held.pop((owner, key), None)
 
 
-# Messages between owners and holders of handles: calls of methods that no user can declare.
+# Messages between owners and holders of handles: calls of methods that users can't declare.
 #
 # `docs/reference/nodes.md` explains each message. A *key* is 16 random bytes: a handle is its owner's name and a key.
 
@@ -212,28 +208,28 @@ Key: TypeAlias = bytes
 
 
 class Passed(msgspec.Struct, array_like=True, frozen=True, tag=1, gc=False):
-    """Holder to owner: a message with the handle goes to the instance ``to``."""
+    """Message of a holder to the owner: a message with the handle goes to the instance ``to``."""
 
     key: Key
     to: str
 
 
 class Released(msgspec.Struct, array_like=True, frozen=True, tag=2, gc=False):
-    """Holder to owner: ``count`` of the copies that came here are held no more."""
+    """Message of a holder to the owner: ``count`` copies that arrived here are no longer held."""
 
     key: Key
     count: int
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, tag=3, gc=False):
-    """Owner to holder: the handle leads nowhere from here on, as it was ``how``: "destroyed" or "revoked"."""
+    """Message of the owner to a holder: the handle was ``how`` ("destroyed" or "revoked"), and is useless now."""
 
     key: Key
     how: str
 
 
 class Forgotten(msgspec.Struct, array_like=True, frozen=True, tag=4, gc=False):
-    """Owner to holder: no copy is anywhere any more, so nobody need remember that it has ended."""
+    """Message of the owner to a holder: no copy exists any more, so nobody must remember the end."""
 
     key: Key
 
@@ -247,7 +243,7 @@ class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
 
 
 class Ending(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
-    """Message before a copy, to its receiver: the end of the handle is in flight, so the copy may lead nowhere."""
+    """Message to the receiver of a copy, sent before it: the end of the handle is in flight."""
 
     owner: str
     key: Key
@@ -258,7 +254,7 @@ Message: TypeAlias = Passed | Released | Ended | Forgotten | Stale | Ending
 
 
 class NodeCall(msgspec.Struct, array_like=True, frozen=True):
-    """Call of the nodes of these keys by ``sender``."""
+    """Call of the nodes with these keys by ``sender``."""
 
     sender: str
     keys: list[bytes]
@@ -267,7 +263,7 @@ class NodeCall(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AwaitedNodeCall(msgspec.Struct, array_like=True, frozen=True):
-    """Call of a node, as :class:`NodeCall`; ``caller`` waits for the answer to its call ``number``."""
+    """Call of a node, like :class:`NodeCall`; ``caller`` waits for the answer to its call ``number``."""
 
     caller: str
     number: int

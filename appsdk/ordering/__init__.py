@@ -1,1 +1,1 @@
-"""Ordered multicast: the algorithm alone (`docs/explanation/ordering.md`), and its connection to an app."""
+"""Ordered multicast: the pure algorithm (`docs/explanation/ordering.md`), and its connection to an app."""

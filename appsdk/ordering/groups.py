@@ -1,19 +1,17 @@
-"""Groups of ordered multicast: their members, the state kept of them, and the expulsion of a dead member.
+"""Groups of ordered multicast: their members, the expulsion of a dead member, and the state saved in checkpoints.
 
-Named groups of ordered multicast, the pure part: their members, and the messages to send again after a change.
+A *view* is a number and the members from there on. A change of membership is an ordered multicast to all members of the
+view that it was made from, and to the joining instance; a message to the group is one to the members of the view that
+its sender knows. Both name that view. All members of a view receive all its changes and messages in one order, so they
+agree, at each place, whether it is still the current one. If it is not, the change or message is *stale*: all ignore it
+alike, and its sender is told and sends it again.
 
-A *view* is a number and the members from there on. A change of membership is an ordered multicast to all members of
-the view that it was made from, and to who joins; a message to the group is one to the members of the view that its
-sender knows. Both say which view that was. All members of a view see all changes and messages of it in one order, so
-they agree, at each place, whether it is still the present one. If it is not, the change or message is *stale*: all
-ignore it alike, and who sent it is told and sends it again. No I/O, no time, no randomness.
+A *fence* is a group, a member and the number of a view: a sender that knows of it no longer commits runs of that group
+to that member, of views up to that one. The expelling instance sets the fence at all other members. Once they have sent
+Fenced, each run that was committed with the member is before all that is sent from there on. Fences are part of
+:class:`immortal.appsdk.ordering.machine.Ordering`.
 
-State of ordered multicast, kept in checkpoints, and the expulsion of a dead member from a group.
-
-A *fence* is a group, a member and the number of a view: no run of that group to that member, of views up to that one,
-is committed any more by a sender that knows of it. Who expels sets the fence at all other members. Once they have said
-Fenced, each run that was committed with the member is in front of all that is sent from there on. Part of
-:class:`immortal.appsdk.ordering.machine.Ordering`: no I/O, no time, no randomness.
+No I/O, no time, no randomness.
 """
 
 from __future__ import annotations
@@ -37,22 +35,21 @@ class View(msgspec.Struct, array_like=True, frozen=True):
         return View(self.number + 1, (*others, *changed) if kind == "join" else others)
 
     def teller_of(self, sender: str) -> str:
-        """Return the member that tells ``sender`` what became of its message.
+        """Return the member that tells ``sender`` the fate of its message.
 
-        Another one if possible: when the sender is expelled, the others may not know what it said.
+        It is another member if possible: if the sender is expelled, the others possibly do not know its reports.
         """
         return next((one for one in self.members if one != sender), sender)
 
 
 class Membership(msgspec.Struct, array_like=True):
-    """Membership of a group as ``own`` knows it. ``view``: the current one, or for a non-member the newest it was told
-    of.
+    """Membership of a group as ``own`` knows it. ``view``: the current one; for a non-member, the newest known one.
 
-    ``joining``: what the view is if the change that ``own`` joins with was not stale. ``own`` can't tell, as it has not
-    seen what came before. The others can; and whatever comes for that view says so.
+    ``joining``: the next view if the change by which ``own`` joins was not stale. ``own`` can't tell, since it has not
+    received the earlier changes. The others can; any message for that view confirms it.
 
-    ``cut``: the numbers of the first and the last view of which ``own`` can't tell what is executed, as it was expelled
-    meanwhile; the others can.
+    ``cut``: numbers of the first and the last view for which ``own`` does not know what was executed, since it was
+    expelled meanwhile; the others know.
     """
 
     own: str
@@ -65,12 +62,12 @@ class Membership(msgspec.Struct, array_like=True):
         return self.own in self.view.members
 
     def is_current(self, number: int) -> bool:
-        """Tell, in the order, whether a message that was sent to the view ``number`` is to be executed."""
+        """Return True if a message that was sent to the view ``number`` must be executed. Call it in the order."""
         self._joined(number)
         return self.is_member and self.view.number == number
 
     def expelled(self, number: int, view: View) -> None:
-        """Leave the view ``number``, out of the order: this instance was expelled; ``view`` is the present one."""
+        """Leave the view ``number``, out of the order: this instance was expelled; ``view`` is the current one."""
         if self.is_member and self.view.number <= number:
             self.cut = self.view.number, number
             self.view, self.joining = view, None
@@ -79,8 +76,8 @@ class Membership(msgspec.Struct, array_like=True):
         return self.cut[0] <= number <= self.cut[1]
 
     def change(self, base: View, kind: Kind, *changed: str) -> bool:
-        """Apply, in the order, a change made from ``base``. Returns whether it counts; unknown of its own join."""
-        if self.joining == base:  # by its number alone it might be another change's, which counted in place of that
+        """Apply a change made from ``base``, in the order. Return True if it counts; False also for its own join."""
+        if self.joining == base:  # by its number alone it could be another change's, which replaced that one
             self._joined(base.number)
         after = base.after(kind, *changed)
         if self.own in base.members:
@@ -97,7 +94,7 @@ class Membership(msgspec.Struct, array_like=True):
             self.view, self.joining = self.joining, None
 
     def learn(self, view: View) -> None:
-        """Learn the view from a member, out of the order, while not a member. Members learn in the order alone."""
+        """Learn the view from a member, out of the order, while not a member. Members learn views only in the order."""
         if self.is_member:
             return
         if self.own in view.members:
@@ -106,7 +103,7 @@ class Membership(msgspec.Struct, array_like=True):
         elif view.number > self.view.number:
             self.view = view
             if self.joining is not None and self.joining.number <= view.number:
-                self.joining = None  # it was stale: views from there on would have this one
+                self.joining = None  # it was stale: later views would include this instance
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
@@ -118,9 +115,9 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outgoing(msgspec.Struct, array_like=True):
-    """Messages that one sender has sent to a group and that are not confirmed.
+    """Messages of one sender to a group that are not confirmed.
 
-    All of ``unconfirmed`` went to ``view``.
+    All of ``unconfirmed`` were sent to ``view``.
     """
 
     view: View
@@ -130,7 +127,7 @@ class Outgoing(msgspec.Struct, array_like=True):
     def send(self, method: str, arguments: bytes, known: View) -> Message:
         """Send a message to :attr:`view` now.
 
-        A newer ``known`` view waits until nothing is in flight: otherwise an earlier message might be stale and go
+        A newer ``known`` view waits until nothing is in flight: otherwise an earlier message could be stale and be sent
         again after this one.
         """
         if not self.unconfirmed and known.number > self.view.number:
@@ -141,13 +138,13 @@ class Outgoing(msgspec.Struct, array_like=True):
         return message
 
     def told(self, number: int, view_number: int, newest: View | None) -> list[Message]:
-        """Enter the teller's report, in the order of sending: ``number``, as sent to that view, is executed, or
-        (``newest``) stale.
+        """Note the teller's report, in the order of sending: message ``number`` to that view is executed, or stale.
 
-        What is to be sent once more, to :attr:`view`: what came behind a stale one is stale as well.
+        ``newest``: the current view if it is stale, else None. Return the messages to send again to :attr:`view`: those
+        after a stale one are stale as well.
         """
         if view_number != self.view.number:
-            return []  # that is answered already: by what was told of one before it
+            return []  # that is answered already, by the report on an earlier one
         executed = newest is None
         self.unconfirmed = [one for one in self.unconfirmed if one.number > number - (not executed)]
         if newest is None:
@@ -156,8 +153,10 @@ class Outgoing(msgspec.Struct, array_like=True):
         return list(self.unconfirmed)
 
     def renewed(self, member: str, number: int, view: View, source: str, executed: int) -> list[Message]:
-        """Return what to send to ``view`` again: ``member`` was expelled from the view ``number``, says ``source``, a
-        member, which has ``executed`` up to there of what was sent to :attr:`view`. All else was cancelled or stale.
+        """Return the messages to send again to ``view``, after ``member`` was expelled from the view ``number``.
+
+        ``source``, a member, reports this. It has executed those up to ``executed`` that were sent to :attr:`view`; all
+        others were cancelled or stale.
         """
         members = self.view.members
         if self.view.number > number or member not in members or source not in members:
@@ -168,7 +167,7 @@ class Outgoing(msgspec.Struct, array_like=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """Action: ``sender`` (or this instance) cancels runs; tell it the view without ``member``, once there is one."""
+    """Action: tell ``sender`` (or this instance), which cancels runs, the view without ``member`` once it exists."""
 
     group: str
     member: str
@@ -177,7 +176,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Send the change that expels ``leaving`` from that view to its other members."""
+    """Action: send the change that expels ``leaving`` from that view to its other members."""
 
     group: str
     view: int
@@ -185,8 +184,9 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Silent(msgspec.Struct, frozen=True):
-    """Action: tell ``others``, who may be members, that nothing is heard of ``member``, for which its view waits,
-    before all that is held back."""
+    """Action: tell ``others``, possible members, that ``member``, for which its view waits, is silent.
+
+    Send this before all held output."""
 
     group: str
     member: str
@@ -219,7 +219,7 @@ class Fences:
     # --- as a sender --------------------------------------------------------------------------------------------------
 
     def cuts(self, scope: Scope | None, destinations: list[str]) -> bool:
-        """Tell whether a run to these destinations must not be sent, or must be cancelled."""
+        """Return True if a run to these destinations must not be sent, or must be cancelled."""
         return scope is not None and any(
             scope.reaches(one.group, one.view) and one.member in destinations for one in self._ordering.state.fences
         )
@@ -227,7 +227,7 @@ class Fences:
     # --- as a destination ---------------------------------------------------------------------------------------------
 
     def may_propose(self, sender: str, scope: Scope) -> bool:
-        """Tell ``sender`` of the fences that its run meets, before it is filed. Returns False if it is expelled."""
+        """Tell ``sender`` of the fences that its run meets, before it is queued. Return False if it is expelled."""
         may = True
         for fence in self._ordering.state.fences:
             if scope.reaches(fence.group, fence.view):
@@ -236,7 +236,7 @@ class Fences:
         return may
 
     def ignores(self, sender: str, number: int) -> bool:
-        """Tell whether decisions of ``sender`` about its run ``number`` no longer count: the others decide."""
+        """Return True if decisions of ``sender`` about its run ``number`` no longer count: the others decide."""
         ordering = self._ordering
         for fence in ordering.state.fences:
             if fence.member != sender:
@@ -251,7 +251,7 @@ class Fences:
         return [one for one in self._in_queue(fence) if one.sender == fence.member]
 
     def _in_queue(self, fence: FenceState) -> list[QueuedRun]:
-        """Return the runs in the queue that the fence is about and that may still change."""
+        """Return the runs in the queue that the fence concerns and that can still change."""
         return [
             one
             for one in self._ordering.runs()
@@ -264,7 +264,7 @@ class Fences:
             self._ordering.tell(sender, Fence(fence.group, fence.member, fence.view))
             self._ordering.actions.append(Asked(fence.group, fence.member, fence.view, sender))
 
-    # --- both ---------------------------------------------------------------------------------------------------------
+    # --- as both ------------------------------------------------------------------------------------------------------
 
     def received(self, source: str, message: OfFences) -> None:
         if isinstance(message, Fence):
@@ -309,7 +309,7 @@ class Fences:
         fence.open += [one for one in found if one not in fence.open]
 
     def progress(self) -> None:
-        """Stop waiting for runs that are final."""
+        """Remove runs that are final from the waits, and answer askers that wait for no more runs."""
         for fence in self._ordering.state.fences:
             if not fence.askers:
                 continue
@@ -327,7 +327,7 @@ class Fences:
                     self._ordering.tell(asker, said)
 
     def _resolve(self, fence: FenceState, message: Resolve) -> None:
-        """Deliver the expelled member's own runs that any other member has seen committed; cancel all else."""
+        """Deliver the expelled member's own runs that any other member has seen committed; cancel its other runs."""
         if fence.is_resolved or fence.view != message.view:
             return
         fence.is_resolved = True
@@ -338,11 +338,11 @@ class Fences:
             else:
                 self._ordering.drop(filed.sender, filed.number)
 
-    # --- who expels ---------------------------------------------------------------------------------------------------
+    # --- as the expelling member --------------------------------------------------------------------------------------
 
     def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
-        """Expel ``member`` from ``members``, which are those of ``view``. Ready follows, once all others have said
-        Fenced; or nothing, if this instance is expelled itself."""
+        """Expel ``member`` from ``members``, the members of ``view``. Ready follows once all others have sent Fenced;
+        nothing follows if this instance is expelled itself."""
         state, name = self._ordering.state, self._ordering.name
         own = next((one for one in state.expulsions if one.group == group), None)
         if own is not None and own.view < view:
@@ -371,7 +371,7 @@ class Fences:
                 self._ordering.tell(other, message)
 
     def _join(self, fence: FenceState) -> None:
-        """Join an expulsion that another member has begun: ``fence.member`` does not answer any more."""
+        """Add ``fence.member`` to an expulsion of this instance: another member found that it no longer answers."""
         state = self._ordering.state
         for own in [one for one in state.expulsions if one.group == fence.group]:
             if fence.member == self._ordering.name:
@@ -401,13 +401,13 @@ class Fences:
         ordering.actions.append(Ready(own.group, own.view, own.leaving))
 
 
-# The state of the algorithm of ordered multicast, which is part of the app's checkpoint.
+# State of the algorithm, which is part of the app's checkpoint.
 
 
 class Stage(IntEnum):
     BLOCK = 0  # its timestamp can still grow
-    FINAL = 1  # it can't; but some destination's clock may still be behind it
-    COMMITTED = 2  # it may be delivered
+    FINAL = 1  # it can't; but some destination's clock can still be behind it
+    COMMITTED = 2  # it can be delivered
 
 
 class Sent(msgspec.Struct, array_like=True):
@@ -422,7 +422,7 @@ class Sent(msgspec.Struct, array_like=True):
     timestamp: Timestamp = 0
     alone: bool = False  # see Propose
     scope: Scope | None = None
-    again: list[str] = []  # of the unsettled: the timestamp has grown since what they were told
+    again: list[str] = []  # of the unsettled: those whose timestamp has grown since the last Settle
 
     @property
     def silent(self) -> list[str]:
@@ -431,23 +431,23 @@ class Sent(msgspec.Struct, array_like=True):
 
 
 class QueuedRun(msgspec.Struct, array_like=True):
-    """Entry of the queue: a run of ``sender``, or (sender "") one call outside any run, behind what stood there."""
+    """Entry of the queue: a run of ``sender``, or (sender "") one call outside of runs, after all earlier entries."""
 
     sender: str
-    number: int  # of a run; of a call: how many came before it
+    number: int  # of a run; for a call, the number of calls before it
     timestamp: Timestamp
     stage: int
     calls: list[bytes]
     since_ns: int
     scope: Scope | None = None
-    asked: Timestamp = 0  # see Late; 0: its sender was not, or has answered
+    asked: Timestamp = 0  # see Late; 0: its sender was not asked, or has answered
 
 
 class FenceState(msgspec.Struct, array_like=True):
     """State of a fence. ``askers`` wait for Fenced until ``open``, (sender, number) of runs in the queue, are final.
 
-    ``told``: senders that have heard of it from here. ``decided``: runs of the member that the others have decided
-    about; what it says itself of these comes too late.
+    ``told``: senders that this instance has told of it. ``decided``: runs of the member that the others have decided;
+    its own decisions about these come too late.
     """
 
     group: str
@@ -461,7 +461,7 @@ class FenceState(msgspec.Struct, array_like=True):
 
 
 class Expulsion(msgspec.Struct, array_like=True):
-    """Expulsion by this instance. ``waits``: (member, who has not said Fenced). ``committed``: by expelled member."""
+    """Expulsion by this instance. ``waits``: (member, instance without Fenced). ``committed``: by expelled member."""
 
     group: str
     view: int
@@ -477,13 +477,13 @@ class State(msgspec.Struct):
 
     ``released_count``: releases that the instance has not executed yet. ``late``: (number, destination) of answers
     about cancelled runs that are still to come. ``committed``: by sender, its last committed run with a scope.
-    ``heard``: how many messages came, by who sent them; ``silent``: the same as it was at ``looked_ns``, of those that
-    were waited for. ``own_filed``: numbers of calls of the instance to itself that stand in the queue.
+    ``heard``: number of messages by sender; ``silent``: the same at the time ``looked_ns``, for the awaited ones.
+    ``own_filed``: numbers of calls of the instance to itself in the queue.
     """
 
     clock: Timestamp = 0
     sent_count: int = 0
-    standing: int = 0  # the runs up to this number stand at all their destinations
+    standing: int = 0  # all runs up to this number stand at all their destinations
     last_final: Timestamp = 0
     filed_count: int = 0
     released_count: int = 0

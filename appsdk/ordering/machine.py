@@ -1,7 +1,7 @@
-"""Algorithm of ordered multicast: one pure state machine per instance. `docs/explanation/ordering.md` proves it.
+"""Algorithm of ordered multicast, a pure state machine per instance. `docs/explanation/ordering.md` proves it.
 
 An instance is both a sender and a destination, with one clock. Messages go in, actions come out; no I/O, no time, no
-randomness. All of its state is :class:`State`, which is part of the app's checkpoint.
+randomness. Its whole state is :class:`State`, which is part of the app's checkpoint.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from immortal.appsdk.ordering.messages import (
     Timestamp,
 )
 
-TIMESTAMP_MAX = 1 << 62  # more than any clock counts to: one that says so is broken, and must not break others
+TIMESTAMP_MAX = 1 << 62  # larger than any real clock: a sender of more is broken, and must not break others
 
 
 Key: TypeAlias = tuple[Timestamp, bool, str, int]
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Tell ``destination``, over a stream that keeps the order."""
+    """Action: send a message to ``destination``, over a stream that keeps the order."""
 
     destination: str
     message: Propose | Message | Fencing
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Action: execute ``calls`` behind all that was released before; then call :meth:`Ordering.executed`."""
+    """Action: execute ``calls`` after all earlier releases; then call :meth:`Ordering.executed`."""
 
     filed: QueuedRun
 
 
 class RunsCommitted(msgspec.Struct, frozen=True):
-    """Action: let go what waited for the runs up to ``number``, which all stand."""
+    """Action: send what waited for the runs up to ``number``, which all stand."""
 
     number: int
 
@@ -72,7 +72,7 @@ class Ordering:
         self._sent = {one.number: one for one in state.sent}
         self._runs = {(one.sender, one.number): one for one in state.queue if one.sender}
         self._own_count = sum(one.sender == name for one in state.queue)
-        self._ready_count = sum(one.stage == Stage.COMMITTED for one in state.queue)  # held up by what stands before
+        self._ready_count = sum(one.stage == Stage.COMMITTED for one in state.queue)  # delayed by earlier entries
         self.executed_count = 0  # of releases, since this object was made
         self._queue = [(self._key(one), one) for one in state.queue]
         heapify(self._queue)
@@ -86,7 +86,7 @@ class Ordering:
 
     @property
     def is_busy(self) -> bool:
-        """True if calls outside of runs must be filed: something stands before them."""
+        """True if calls outside of runs must be queued: some entry is before them."""
         return bool(self._queue) or self.state.released_count > 0
 
     @property
@@ -96,7 +96,7 @@ class Ordering:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is in flight at all."""
+        """True if nothing is in flight."""
         return not self._sent and not self.is_busy
 
     @property
@@ -110,7 +110,7 @@ class Ordering:
         return list(self._sent.values())
 
     def first(self) -> QueuedRun | None:
-        """Return the head of the queue, for which everything else waits."""
+        """Return the head of the queue, for which all other entries wait."""
         self._drop_stale()
         return self._queue[0][1] if self._queue else None
 
@@ -124,9 +124,9 @@ class Ordering:
         now_ns: int = 0,
         scope: Scope | None = None,
     ) -> int:
-        """Send a run to ``destinations``, each there once; its number.
+        """Send a run to ``destinations``, each there once; return its number.
 
-        ``calls``: one list that all get, or one of each.
+        ``calls``: one list for all, or one for each.
         """
         state = self.state
         state.sent_count = number = state.sent_count + 1
@@ -144,7 +144,7 @@ class Ordering:
         return number
 
     def extend(self, filed: QueuedRun, method_id: int, destination: str) -> bool:
-        """Send a run of this instance to ``destination`` as well. Returns False if its timestamp is final."""
+        """Send a run of this instance to ``destination`` as well. Return False if its timestamp is final."""
         sent = self._sent.get(filed.number)
         if filed.sender != self.name or sent is None or sent.timestamp or destination in sent.destinations:
             return False
@@ -155,14 +155,14 @@ class Ordering:
         return True
 
     def _is_alone(self, sent: Sent) -> bool:
-        """Tell whether a run needs no Commit. One with a scope does: it may be cancelled until it is committed."""
+        """Return True if a run needs no Commit. A run with a scope does: it can be cancelled until it is committed."""
         return sent.scope is None and len(sent.destinations) == 1 and self.state.standing == sent.number - 1
 
     def _tick(self) -> Timestamp:
         return self.state.clock + 1
 
     def _advance(self) -> None:
-        """Make timestamps final, and commit what stands everywhere: both in the order in which the runs were sent."""
+        """Make timestamps final, and commit runs that stand everywhere: both in the order of sending."""
         state = self.state
         for sent in self._sent.values():
             if not sent.timestamp:
@@ -184,7 +184,7 @@ class Ordering:
         self._release()
 
     def _finish(self, sent: Sent) -> None:
-        """Make a timestamp final: all destinations have proposed. All their clocks must get there before delivery."""
+        """Make a timestamp final: all destinations have proposed. All their clocks must reach it before delivery."""
         state = self.state
         sent.timestamp = final = max(state.last_final + 1, *sent.proposed.values(), 0)
         state.last_final = final
@@ -203,7 +203,7 @@ class Ordering:
             sent.again.append(destination)
 
     def _late(self, source: str, message: Late) -> bool:
-        """Move a run that does not stand behind what it holds up at ``source``; for one that stands, Commit comes."""
+        """Move a run after the entries that it delays at ``source``, unless it stands; then its Commit follows."""
         sent = self._sent.get(message.number)
         if sent is None or source not in sent.destinations:
             return True
@@ -218,7 +218,7 @@ class Ordering:
         return True
 
     def _finish_again(self, first: Sent) -> None:
-        """Raise final timestamps: that of ``first``, and of the runs behind it where they have to stay behind."""
+        """Raise final timestamps: that of ``first``, and those of later runs if they would no longer be after it."""
         state, least = self.state, 0
         for sent in self._sent.values():
             if sent.number < first.number:
@@ -235,7 +235,7 @@ class Ordering:
         state.clock = max(state.clock, state.last_final)
 
     def cancel(self, sent: Sent) -> None:
-        """Cancel a run: nobody delivers it. Runs behind it in the queue still wait for its turn."""
+        """Cancel a run: nobody delivers it. Later runs in the queue still wait for its turn."""
         for destination in sent.destinations:
             if destination == self.name:
                 self.drop(self.name, sent.number)
@@ -251,7 +251,7 @@ class Ordering:
     # --- as a destination ---------------------------------------------------------------------------------------------
 
     def proposed(self, message: Propose, now_ns: int = 0) -> None:
-        """Take in a run of another sender. Its block stands before the answer leaves."""
+        """Take in a run of another sender. Its block is in the queue before the answer leaves."""
         state, sender = self.state, message.sender
         if message.scope is not None and not self.fences.may_propose(sender, message.scope):
             self.tell(sender, Refused(message.number, "it is expelled"))
@@ -305,8 +305,8 @@ class Ordering:
         return (filed for _, filed in self._queue if not filed.sender)
 
     def file(self, call: bytes, now_ns: int = 0, *, is_own: bool = False) -> None:
-        """Queue a call outside of any run while :attr:`is_busy`, behind all that stands. ``is_own``: of the instance to
-        itself, and none of these is to overtake it."""
+        """Queue a call outside of runs, after all entries, while :attr:`is_busy`. ``is_own``: a call of the instance to
+        itself, which no later one must overtake."""
         state = self.state
         state.filed_count += 1
         if is_own:
@@ -318,12 +318,12 @@ class Ordering:
 
     @property
     def late(self) -> QueuedRun | None:
-        """Run that holds up what could be delivered, and whose sender was not asked yet to move it."""
+        """Run that delays deliverable entries, and whose sender was not asked yet to move it."""
         first = self.first() if self._ready_count else None
         return None if first is None or first.asked else first
 
     def put_off(self, filed: QueuedRun) -> None:
-        """Ask the sender to move a run behind all that stands here by now."""
+        """Ask the sender to move a run after all present entries of this queue."""
         state = self.state
         state.clock = filed.asked = state.clock + 1
         message = Late(filed.number, filed.asked)
@@ -333,14 +333,14 @@ class Ordering:
         else:
             self.tell(filed.sender, message)
 
-    # --- members of groups that are silent ----------------------------------------------------------------------------
+    # --- silent members of groups -------------------------------------------------------------------------------------
 
     def heard(self, source: str) -> None:
-        """Note that something has come from ``source``."""
+        """Note that a message has come from ``source``."""
         self.state.heard[source] = self.state.heard.get(source, 0) + 1
 
     def _awaited(self, groups: Mapping[str, int]) -> list[tuple[Scope, int, list[str], list[str]]]:
-        """List for runs of ``groups``: since when and for whom others are waited for, and whom to tell."""
+        """Return the waits of runs of ``groups``: (scope, since when, the awaited names, those to tell)."""
         found = []
         for sent in self.sent[:1]:
             if sent.scope is not None and sent.scope.group in groups:
@@ -354,9 +354,9 @@ class Ordering:
         return [one for one in found if one[2]]
 
     def look_for_silent(self, groups: Mapping[str, int], now_ns: int) -> int | None:
-        """Report members that are waited for and were not heard of since the last check as Silent.
+        """Report as Silent the awaited members that have sent nothing since the last check.
 
-        Checks of a group are half its limit in ``groups`` (ns) apart; return when the next one is due.
+        Checks of a group are half its limit in ``groups`` (ns) apart; return the time of the next one.
         """
         state, due_ns = self.state, None
         awaited = self._awaited(groups)
@@ -373,7 +373,7 @@ class Ordering:
                     self.actions.append(Silent(scope.group, name, scope.view, others))
         first = self.first()
         if first is not None and first.sender in state.silent and not first.asked:
-            self.put_off(first)  # if it is there it answers
+            self.put_off(first)  # it answers if it is alive
         return now_ns + min(groups[scope.group] // 2 for scope, _, _, _ in awaited)
 
     def executed(self, count: int = 1) -> None:
@@ -383,8 +383,7 @@ class Ordering:
 
     @staticmethod
     def _key(filed: QueuedRun) -> Key:
-        """Return the place in the order: runs of one timestamp by sender, and before the calls that came by themselves
-        at that time."""
+        """Return the place in the order: by timestamp, then runs by sender, then calls outside of runs."""
         return filed.timestamp, not filed.sender, filed.sender, filed.number
 
     def _is_at(self, key: Key, filed: QueuedRun) -> bool:
@@ -398,7 +397,7 @@ class Ordering:
             heappop(queue)
 
     def _release(self) -> None:
-        """Deliver everything that has nothing before it."""
+        """Deliver all entries that have nothing before them."""
         while (filed := self.first()) is not None and filed.stage == Stage.COMMITTED:
             heappop(self._queue)
             self._ready_count -= 1
@@ -410,10 +409,10 @@ class Ordering:
             self.state.released_count += 1
             self.actions.append(Release(filed))
 
-    # --- what comes in ------------------------------------------------------------------------------------------------
+    # --- input --------------------------------------------------------------------------------------------------------
 
     def received(self, source: str, message: Message | Fencing) -> bool:
-        """Handle a message of a sender or a destination. False: it is about nothing known here, or can't be right."""
+        """Handle a message of a sender or destination. Return False if it concerns nothing known, or is impossible."""
         if isinstance(message, Settle | Commit | Cancel):
             is_right = self._decided(source, message)
             self._release()

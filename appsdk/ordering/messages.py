@@ -1,7 +1,7 @@
-"""Messages of ordered multicast, their permitted senders, and other input that may have to be queued behind them.
+"""Messages of ordered multicast, checks of their senders, and other input that can have to wait behind them.
 
-`docs/explanation/ordering.md` explains each message. A *run* is ordered as one: calls of one method that one sender
-made, one after the other, to the same destinations. ``number`` is the sender's, from 1.
+`docs/explanation/ordering.md` explains each message. A *run* is ordered as a unit: successive calls of one method by
+one sender to the same destinations. ``number`` is the sender's, from 1.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from immortal.protocol.system_methods import (
 from immortal.protocol.varint import decode_zigzag_int, encode_zigzag
 
 Timestamp: TypeAlias = int
-"""Time of a queue's clock, a counter. No user sees one."""
+"""Time of a queue's clock, which is a counter. Users never see it."""
 
 
 class Scope(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Scope of runs to the members of a view of a named group: the group, and the view's number."""
+    """Scope of runs to the members of a named group's view: the group, and the view's number."""
 
     group: str
     view: int
 
     def reaches(self, group: str, view: int) -> bool:
-        """Tell whether the scope is of ``group`` and of ``view`` or an earlier one."""
+        """Return True if the scope is of ``group`` and of ``view`` or an earlier one."""
         return self.group == group and self.view <= view
 
 
 class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Sender to destination: make room for this run at ``estimate``, and say where that is.
+    """Message of a sender to a destination: make room for this run at ``estimate``, and answer with the place.
 
-    ``method_id`` comes first: the coordinator of the destination looks there whether the sender may call it.
-    ``calls`` are whole RPC messages, in incoming form. ``alone``: there is no other destination, and all earlier runs
-    of the sender stand; what the destination proposes is final, and it delivers without a Commit.
+    ``method_id`` comes first: the destination's coordinator checks by it whether the sender has permission. ``calls``
+    are whole RPC messages, in incoming form. ``alone``: there is no other destination, and all earlier runs of the
+    sender stand; then the proposal is final, and the destination delivers without a Commit.
     """
 
     method_id: int
@@ -57,49 +57,49 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=1, gc=False):
-    """Destination to sender: a block stands at ``timestamp``; nothing behind it is delivered."""
+    """Message of a destination to a sender: a block is at ``timestamp``; nothing after it is delivered."""
 
     number: int
     timestamp: Timestamp
 
 
 class Settle(msgspec.Struct, array_like=True, frozen=True, tag=2, gc=False):
-    """Sender to destination: ``timestamp`` is final; bring your clock there, and move the block."""
+    """Message of a sender to a destination: ``timestamp`` is final; move your clock and the block there."""
 
     number: int
     timestamp: Timestamp
 
 
 class Settled(msgspec.Struct, array_like=True, frozen=True, tag=3, gc=False):
-    """Destination to sender: done."""
+    """Message of a destination to a sender: the Settle is done."""
 
     number: int
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True, tag=4, gc=False):
-    """Sender to destination: the clocks of all destinations are there; deliver it when its turn comes."""
+    """Message of a sender to a destination: all destinations' clocks are there; deliver the run at its turn."""
 
     number: int
     timestamp: Timestamp
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
-    """Destination to sender: this run is not taken here; the others are to go on without this destination."""
+    """Message of a destination to a sender: this run is refused; the others must continue without this destination."""
 
     number: int
     text: str
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
-    """Sender to destination: nobody delivers this run."""
+    """Message of a sender to a destination: nobody delivers this run."""
 
     number: int
 
 
 class Fence(msgspec.Struct, array_like=True, frozen=True, tag=7, gc=False):
-    """Expulsion of ``member`` from ``group``: cancel your runs to it, of views up to ``view``, and send no more.
+    """Message that expels ``member`` from ``group``: cancel your runs to it, of views up to ``view``, and send no more.
 
-    ``asks``: by who expels it; say Fenced once all that stood in your queue then is final.
+    ``asks``: the expelling instance sends it; answer Fenced once all present entries of your queue are final.
     """
 
     group: str
@@ -109,7 +109,9 @@ class Fence(msgspec.Struct, array_like=True, frozen=True, tag=7, gc=False):
 
 
 class Fenced(msgspec.Struct, array_like=True, frozen=True, tag=8, gc=False):
-    """Member to who expels: done. ``committed``: the last run of the expelled one that was committed here; 0: none."""
+    """Message of a member to the expelling one: the fence is set.
+
+    ``committed``: the last run of the expelled member that was committed here; 0: none."""
 
     group: str
     member: str
@@ -118,9 +120,7 @@ class Fenced(msgspec.Struct, array_like=True, frozen=True, tag=8, gc=False):
 
 
 class Resolve(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
-    """Message of the expelling member to the others: deliver the expelled member's own runs up to ``committed``, no
-    later ones.
-    """
+    """Message of the expelling member to the others: deliver the expelled one's own runs only up to ``committed``."""
 
     group: str
     member: str
@@ -129,9 +129,9 @@ class Resolve(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
 
 
 class Late(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):
-    """Destination to sender: your run holds others up here; if it does not stand, Settle it at ``timestamp`` or behind.
+    """Message of a destination to a sender: your run delays others; if it does not stand, Settle it at ``timestamp``.
 
-    What is executed before it then, as it was here when the sender hears this, is no effect of the run.
+    Or later. What was executed here before that timestamp, when the sender receives this, is no effect of the run.
     """
 
     number: int
@@ -139,12 +139,12 @@ class Late(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):
 
 
 Fencing: TypeAlias = Fence | Resolve
-"""Messages of those alone that may change a group."""
+"""Messages that only instances with permission to change a group can send."""
 OfFences: TypeAlias = Fencing | Fenced
 Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced | Late
 
 
-# Checks that a run's sender may make its calls: the destination makes them to itself, and may make any.
+# Checks of the sender of a run. The destination makes the calls to itself, and could make any.
 
 
 _decode_items = decoding.Decoder(list[msgspec.Raw]).decode
@@ -185,7 +185,7 @@ def arguments_of(call: bytes) -> bytes:
 
 
 def _speaker(arguments: bytes, rpc_type: int) -> str:
-    """Return the sender that a call to a node or a message about handles names; "" if there is none."""
+    """Return the sender named in a call to a node or a message about handles; "" if there is none."""
     try:
         found = _decode_speaker(_decode_items(arguments)[2 if rpc_type == RpcType.ASYNC else 0])
     except (decoding.DecodeError, IndexError):
@@ -193,17 +193,17 @@ def _speaker(arguments: bytes, rpc_type: int) -> str:
     return found
 
 
-# Input that is no message of the protocol: whether it comes from outside, so that it may have to wait in the queue.
+# Other input: whether it comes from outside, so that it can have to wait in the queue.
 #
-# What an instance sends to itself does not wait, as it follows from what it has handled. To tell it from requests of
-# clients and impulses, which have no other source either, goes by what it is: these are never forks or answers.
+# Messages of an instance to itself do not wait, since they follow from what it has handled. They are forks or answers;
+# requests of clients and impulses, which also have no other source, never are.
 
 
 CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3
 
 
 class Plain:
-    """RPC message of a record, from its size on. ``source``: as :class:`appsdk.calls.context.Context` has it."""
+    """RPC message of a record, with its size field. ``source``: as in :class:`appsdk.calls.context.Context`."""
 
     def __init__(self, message: bytes, source: str | None) -> None:
         self.message = message
@@ -225,7 +225,7 @@ class Plain:
         if self.source is None or self.is_own:
             return False
         if self.kind == RpcKind.CALL:
-            # Timers and orders of operators tell nothing that somebody else has done because of a multicast.
+            # Timers and operators' orders reveal nothing that others did because of a multicast.
             reserved = (ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID)
             return self.method_id == EFFECT_METHOD_ID or (self.method_id > 0 and self.method_id not in reserved)
         return True

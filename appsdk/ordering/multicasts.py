@@ -1,7 +1,7 @@
-"""Connects ordered multicast to an app: its messages are calls, its actions go to the outbox.
+"""Connection of ordered multicast to an app: its messages are calls, its actions go to the outbox.
 
-Everything here happens while an input of the log is handled, or where a replay finds the same point again (the end of
-an input): so it follows from the log, like all that handlers do. Its state is part of each checkpoint.
+Everything here happens while an input of the log is handled, or at the end of an input, which a replay finds again. So
+it follows from the log, like all that handlers do. Its state is part of each checkpoint.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from immortal.protocol.system_methods import (
 from immortal.protocol.varint import decode_zigzag_int
 from immortal.protocol.verdicts import Cause
 
-ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
+ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: another call contains it
 WHAT = "an ordered multicast"
-LATE_NS = 250_000_000  # a run that does not stand by then moves behind what waits for it
+LATE_NS = 250_000_000  # a run that does not stand by then is moved after the entries that wait for it
 
 GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready", Silent: "group_silent"}
 """Method of :class:`immortal.appsdk.patterns.groups.Grouped` that is called for an action."""
@@ -69,8 +69,8 @@ def _method_of(call: bytes) -> int:
 class Executed(msgspec.Struct, array_like=True, frozen=True):
     """Message of the instance to itself after released runs.
 
-    ``runs``: (sender, number, timestamp, count of calls) of each, in order: the calls before it are these, and plain
-    ones between them.
+    ``runs``: (sender, number, timestamp, count of calls) of each, in order. Their calls come before this message, with
+    plain calls between them.
     """
 
     released_count: int
@@ -78,7 +78,7 @@ class Executed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Saved(msgspec.Struct):
-    """State of multicasts in a checkpoint. ``clients``: filed and released requests of clients, not executed yet."""
+    """State of multicasts in a checkpoint. ``clients``: queued and released requests of clients, not executed yet."""
 
     name: str
     state: State
@@ -92,7 +92,7 @@ _decode_one: Any = decoding.Decoder(tuple[Message]).decode
 
 
 def decode_ordering_message(data: bytes) -> Message:
-    """Raises msgspec.DecodeError."""
+    """Decode a message between sender and destination. Raises msgspec.DecodeError."""
     message: Message = _decode_one(data)[0]
     return message
 
@@ -101,7 +101,7 @@ _decode_fencing: Any = decoding.Decoder(tuple[Fencing]).decode
 
 
 def decode_fence_message(data: bytes) -> Fencing:
-    """Raises msgspec.DecodeError."""
+    """Decode a message about fences. Raises msgspec.DecodeError."""
     message: Fencing = _decode_fencing(data)[0]
     return message
 
@@ -110,24 +110,22 @@ decode_executed: Callable[[bytes], Executed] = decoding.Decoder(Executed).decode
 
 
 class Multicasts:
-    """Ordered multicasts of one instance. ``run_effect``: begins an effect that was held. ``called``: receiver of an
-    open call.
+    """Ordered multicasts of one instance. Before the first one sent or received it costs nothing.
 
-    Until the first ordered multicast that it sends or gets there is nothing, and nothing is looked at.
-    """
+    ``run_effect``: begins an effect that was held. ``called``: returns the receiver of a call that is not answered."""
 
     def __init__(self, context: Context) -> None:
         self.rules = NEWEST_ORDER  # for the log's whole life
-        self.expel_after: dict[str, int] = {}  # by group: after how many ns of silence a member is expelled
-        self.due_ns: int | None = None  # when :meth:`tick` is to be called, ns since the Unix epoch; None: never
+        self.expel_after: dict[str, int] = {}  # by group: ns of silence after which a member is expelled
+        self.due_ns: int | None = None  # when to call :meth:`tick`, ns since the Unix epoch; None: never
         self._context = context
         self._ordering: Ordering | None = None
         self._sending: Sending | None = None
         self._clients: set[tuple[str, int]] = set()
         self._pushed: Parts = {}
         self._released: list[QueuedRun] = []
-        self._own_calls: list[bytes] = []  # to oneself, behind what is released
-        self.proxies: Any = None  # what handlers have been given
+        self._own_calls: list[bytes] = []  # to oneself, after the released runs
+        self.proxies: Any = None  # the cache of the proxies that handlers got
         self.run_effect: Callable[[int], None] = lambda number: None
         self.called: Callable[[int], str | None] = lambda number: None
 
@@ -141,7 +139,7 @@ class Multicasts:
         return encoder.encode(saved)
 
     def restore(self, data: bytes | None) -> None:
-        """Raises StateError."""
+        """Restore the queues from a checkpoint. Raises StateError."""
         self._pushed, self._released, self._own_calls = {}, [], []
         self.due_ns = None
         if data is None:
@@ -156,7 +154,7 @@ class Multicasts:
         self._begin(saved.name, saved.state, saved.waiting)
         self._clients = set(saved.clients)
         if saved.state.sent or saved.state.queue:
-            self.due_ns = 0  # as soon as it is primary: who is late by then?
+            self.due_ns = 0  # as soon as the app is primary, see which runs are late
 
     def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
         self._ordering = Ordering(name, state)
@@ -164,7 +162,7 @@ class Multicasts:
         self._context.outbox.holder = self
 
     def _both(self) -> tuple[Ordering, Sending]:
-        """Raises UsageError."""
+        """Return both queues; create them at first use. Raises UsageError."""
         context = self._context
         if self._ordering is None or self._sending is None:
             if not context.instance_name or context.source is None:
@@ -178,7 +176,7 @@ class Multicasts:
 
     @property
     def ordering(self) -> Ordering | None:
-        """Ordering, for inspection; None: there was no ordered multicast yet."""
+        """Queue of runs, for inspection; None: there was no ordered multicast yet."""
         return self._ordering
 
     @property
@@ -186,14 +184,12 @@ class Multicasts:
         return [] if self._sending is None else self._sending.waiting
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe whom this instance waits for, in plain values: ``for``, ``what``, ``since_ns``, ``count`` (of what
-        waits).
-        """
+        """Describe the instances that this one waits for: ``for``, ``what``, ``since_ns``, ``count`` of its entries."""
         ordering = self._ordering
         if ordering is None:
             return []
         found = []
-        for sent in ordering.sent[:1]:  # the others stand behind it
+        for sent in ordering.sent[:1]:  # the others wait for it
             silent = sent.silent
             count = len(ordering.sent) + len(self.waiting)
             found += [
@@ -211,7 +207,7 @@ class Multicasts:
         return found
 
     def waits_for(self) -> list[str]:
-        """Return the instances that must answer before the queue goes on."""
+        """Return the instances that must answer before the queue continues."""
         ordering = self._ordering
         first = None if ordering is None else ordering.first()
         if ordering is None or first is None or first.stage == Stage.COMMITTED:
@@ -220,13 +216,13 @@ class Multicasts:
             return [first.sender]
         return [name for sent in ordering.sent[:1] for name in sent.silent]
 
-    # --- what handlers send -------------------------------------------------------------------------------------------
+    # --- requests of handlers -----------------------------------------------------------------------------------------
 
     def send(
         self, name: str, method_id: int, destinations: list[str], calls: list[bytes], scope: Scope | None = None
     ) -> None:
-        """Send a multicast. ``calls``: one for all, or one each. ``method_id``: negative, and the same for the same
-        methods, where they are of several. ``scope``: of a group. Raises UsageError."""
+        """Send a multicast. ``calls``: one for all, or one for each. ``method_id``: negative if they are of several
+        methods, and the same for the same methods. ``scope``: of a group. Raises UsageError."""
         size_bytes = max(map(len, calls))
         if size_bytes > ORDERED_CALL_SIZE_BYTES_MAX:
             raise UsageError(
@@ -245,7 +241,7 @@ class Multicasts:
             self.flush()
         sending.multicast(place, method_id, destinations, calls, context.record_time_ns or 0, scope)
         if ordering.name in destinations:
-            context.slice_end = 0  # what comes behind this message may be behind the multicast
+            context.slice_end = 0  # later messages of the record can have to wait for the multicast
 
     def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
         """Expel a member: see :meth:`immortal.appsdk.ordering.groups.Fences.expel`. Raises UsageError."""
@@ -254,10 +250,10 @@ class Multicasts:
         self._act(ordering, sending)
 
     def is_cut(self, scope: Scope, destinations: list[str]) -> bool:
-        """Tell whether nothing can be sent to these destinations: one of them is being expelled."""
+        """Return True if nothing can be sent to these destinations: one of them is being expelled."""
         return self._ordering is not None and self._ordering.fences.cuts(scope, destinations)
 
-    # --- what nodes ask -----------------------------------------------------------------------------------------------
+    # --- requests of nodes --------------------------------------------------------------------------------------------
 
     def calls_of(self, sender: str) -> Iterator[list[bytes]]:
         """Yield the calls of each run of ``sender`` that is not delivered here yet."""
@@ -268,7 +264,7 @@ class Multicasts:
                 yield from (one.calls[0] for one in self.waiting if isinstance(one, Run))
 
     def extend(self, method_id: int, calls: list[bytes], to: str) -> bool:
-        """Send a run of this instance, as :meth:`calls_of` has it, to ``to`` as well. False: it is too late."""
+        """Send a run of this instance, one of :meth:`calls_of`, to ``to`` as well. Return False if it is too late."""
         ordering, sending = self._both()
         for one in sending.waiting:
             if isinstance(one, Run) and one.calls[0] is calls:
@@ -282,7 +278,7 @@ class Multicasts:
         return False
 
     def warn(self, owner: str, carries: Callable[[bytes], bool], parts: list[bytes]) -> None:
-        """Put the message ``parts`` in front of what waits to be sent and ``carries``, but for what ``owner`` gets."""
+        """Put the message ``parts`` before each waiting output for which ``carries`` is True, except for ``owner``."""
         _, sending = self._begun()
         waiting, sending.waiting = sending.waiting, []
         for one in waiting:
@@ -295,12 +291,12 @@ class Multicasts:
                 one.parts[:0] = parts
             sending.waiting.append(one)
 
-    # --- what the outbox asks -----------------------------------------------------------------------------------------
+    # --- requests of the outbox ---------------------------------------------------------------------------------------
 
     def holds_back(self, destination: str) -> bool:
-        """Tell whether a message there must wait: to others, for all multicasts sent before; to oneself, for those that
-        come back here.
-        """
+        """Return True if a message to ``destination`` must wait.
+
+        A message to others waits for all earlier multicasts, one to oneself for those that come back here."""
         ordering, sending = self._ordering, self._sending
         if ordering is None or sending is None:
             return False
@@ -325,11 +321,11 @@ class Multicasts:
             self._act(ordering, sending)
 
     def flush(self) -> None:
-        """Send what the last message has multicast. Called between two messages."""
+        """Send the multicasts of the last message. Called between two messages."""
         sending, ordering, context = self._sending, self._ordering, self._context
         if sending is None or ordering is None or not sending.waiting:
             return
-        # The run was made by that message, also if the next one has begun already: a what-if names it.
+        # The run belongs to that message, even if the next one has begun already: a what-if shows this.
         here = context.sequence_id, context.message_index
         context.sequence_id, context.message_index = sending.place or here
         sending.advance()
@@ -337,7 +333,7 @@ class Multicasts:
         context.sequence_id, context.message_index = here
 
     def hold_effect(self, number: int) -> None:
-        """Begin an effect, or hold it until earlier multicasts are done."""
+        """Hold an effect if earlier multicasts are not done."""
         if self._sending is not None and self._sending.holds:
             self._context.outbox.close_open()
             self._sending.hold(EFFECT, [], number)
@@ -345,10 +341,10 @@ class Multicasts:
     def holds_effect(self, number: int) -> bool:
         return any(isinstance(one, Held) and one.effect == number for one in self.waiting)
 
-    # --- what the log brings: protocol --------------------------------------------------------------------------------
+    # --- input from the log: protocol ---------------------------------------------------------------------------------
 
     def proposed(self, propose: Propose) -> None:
-        """Raises HandlerError."""
+        """Handle a Propose. Raises HandlerError."""
         ordering, sending = self._begun()
         if (problem := problem_of(propose, self._context.source)) is not None:
             raise self._refused(problem)
@@ -357,10 +353,10 @@ class Multicasts:
         if propose.method_id == HANDLES_METHOD_ID and sending.waiting:
             self._context.nodes.accounts.end_proposed(propose.sender, propose.calls)
         self._act(ordering, sending)
-        self._context.slice_end = 0  # what comes behind it is filed
+        self._context.slice_end = 0  # later input of the record is queued
 
     def refused(self, message: bytes, text: str) -> list[bytes]:
-        """Let the sender of a refused Propose go on without this instance. Returns the calls in the message."""
+        """Let the sender of a refused Propose continue without this instance. Return the calls in the message."""
         try:
             propose = decode_propose(arguments_of(message))
         except (decoding.DecodeError, ProtocolError):
@@ -373,7 +369,7 @@ class Multicasts:
         return propose.calls
 
     def received(self, message: Message | Fencing) -> None:
-        """Raises HandlerError."""
+        """Handle a message between sender and destination. Raises HandlerError."""
         ordering, sending = self._begun()
         source = self._context.source or ""
         ordering.heard(source)
@@ -382,39 +378,37 @@ class Multicasts:
         self._act(ordering, sending)
 
     def fencing(self, message: Fencing) -> None:
-        """Raises HandlerError."""
+        """Handle a message about a fence. Raises HandlerError."""
         if GROUP_METHODS[Asked] not in self._context.tasks.definition.handlers:
             raise self._refused(f"a member of group {message.group!r} is expelled, and this class is not below Grouped")
         self.received(message)
 
     def executed(self, executed: Executed) -> None:
-        """Enter that released runs were handled."""
+        """Note that released runs were handled."""
         ordering, _ = self._begun()
         ordering.executed(executed.released_count)
         if not ordering.is_busy:
-            self._clients.clear()  # of those that failed nobody has heard here
+            self._clients.clear()  # of failed requests nobody was told here
 
     def _begun(self) -> tuple[Ordering, Sending]:
         both = self._both()
         self._context.outbox.close_open()
-        self.flush()  # what an earlier message has multicast comes before this one
+        self.flush()  # earlier multicasts come before this message
         return both
 
     def _refused(self, text: str) -> HandlerError:
         return refused(self._context, WHAT, Cause.SENDER, f"{WHAT}: {text}")
 
-    # --- what the log brings: everything else -------------------------------------------------------------------------
+    # --- input from the log: all else ---------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
-        """True if something stands in the queue, or might: other input may have to wait for it."""
+        """True if the queue has an entry, or can have one soon: other input can have to wait for it."""
         ordering = self._ordering
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
     def files(self, message: Plain) -> bool:
-        """Queue a plain message if it must wait; return whether it does. Requires ``is_busy`` and a message from
-        outside.
-        """
+        """Queue a plain message if it must wait; return True if so. Requires ``is_busy`` and a message from outside."""
         ordering, sending = self._begun()
         if not ordering.is_busy or not message.may_wait:
             return False
@@ -422,7 +416,7 @@ class Multicasts:
         if counts_handles and self._context.nodes.accounts.is_passed(arguments_of(message.message)):
             return False
         if message.answers is not None and self.called(message.answers) != self._context.source:
-            return False  # nobody has asked for it: it is refused, or left alone, at once
+            return False  # nobody has asked for it: it is refused, or ignored, at once
         if message.caller is not None and message.caller in self._clients:
             self._clients.remove(message.caller)  # it has waited
             return False
@@ -430,16 +424,16 @@ class Multicasts:
         self._act(ordering, sending)
         return True
 
-    # --- what is late -------------------------------------------------------------------------------------------------
+    # --- late runs ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Handle the time :attr:`due_ns`, when the log brings it."""
+        """Handle the time :attr:`due_ns`, when the log has it."""
         if self.due_ns is not None:
             ordering, sending = self._begun()
             self._act(ordering, sending)
 
     def _look_for_late(self) -> QueuedRun | None:
-        """Return the run that has held others up for LATE_NS; None: note when that is to be looked at."""
+        """Return the run that has delayed others for LATE_NS; None: set the time of the next check."""
         ordering = self._ordering
         late = None if ordering is None else ordering.late
         self.due_ns = None if late is None else late.since_ns + LATE_NS
@@ -452,7 +446,7 @@ class Multicasts:
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def _act(self, ordering: Ordering, sending: Sending) -> None:
-        """Do what the machines ask for, until they ask for nothing more."""
+        """Execute the actions of the machines until they have no more."""
         while True:
             self._do_all(ordering, sending)
             late = self._look_for_late()
@@ -481,7 +475,7 @@ class Multicasts:
         parts = self._pushed.setdefault(action.destination, [])
         if isinstance(action.message, Propose):
             propose = action.message
-            if propose.method_id < 0:  # of several methods: each destination hears of its own
+            if propose.method_id < 0:  # of several methods: each destination gets its own
                 propose = msgspec.structs.replace(propose, method_id=_method_of(propose.calls[0]))
             _write_ordered(parts, msgspec.structs.astuple(propose))
         elif isinstance(action.message, Fencing):
@@ -490,9 +484,7 @@ class Multicasts:
             _write_ordering(parts, (action.message,))
 
     def _tell_group(self, action: Asked | Ready | Silent) -> None:
-        """Tell the group's handlers by a call to oneself: the knowledge of groups is their state. All members hear of a
-        silent one.
-        """
+        """Call the group's handlers in this instance: groups are part of their state. All members get a Silent."""
         handler = self._context.tasks.definition.handlers.get(GROUP_METHODS[type(action)])
         if handler is None:
             return

@@ -1,11 +1,11 @@
-"""Send queue of an instance: runs of multicasts that go out now, and output that waits behind them.
+"""Send queue of an instance: runs of multicasts that are sent now, and output that waits behind them.
 
 Pure, like :mod:`appsdk.ordering.machine`. All that waits is one list, in the order in which the handlers sent it:
 
-- a *run*, until fewer than RUNS_IN_FLIGHT_MAX runs are on their way; what is multicast meanwhile joins it. It also
-  waits for calls to one of its destinations that wait themselves: it may not overtake them.
-- *held* output: calls to others, answers and effects. They leave once all runs that were sent before them stand at all
-  their destinations. Else who gets them could do something there before.
+- a *run* waits until fewer than RUNS_IN_FLIGHT_MAX runs are in flight; further calls join it meanwhile. It also waits
+for held calls to one of its destinations: it must not overtake them.
+- *held* output (calls to others, answers and effects) waits until all runs that were sent before it stand at all their
+destinations. Otherwise a receiver could act there before them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Scope
 
-RUNS_IN_FLIGHT_MAX = 8  # more are not faster, as what waits joins into larger ones
+RUNS_IN_FLIGHT_MAX = 8  # more are not faster, as waiting calls join into larger runs
 RUN_SIZE_BYTES_MAX = 64 << 10
 
 
@@ -27,7 +27,7 @@ class Run(msgspec.Struct, array_like=True, tag=0):
 
     method_id: int
     destinations: list[str]
-    calls: list[list[bytes]]  # one list that all get, or one of each
+    calls: list[list[bytes]]  # one list for all, or one for each
     size_bytes: int
     since_ns: int
     scope: Scope | None = None
@@ -36,7 +36,7 @@ class Run(msgspec.Struct, array_like=True, tag=0):
 class Held(msgspec.Struct, array_like=True, tag=1):
     """Output held back. ``parts``: messages for ``destination``, in two parts each, or the number of an EFFECT.
 
-    ``behind``: the run that must stand first.
+    ``behind``: number of the run that must stand first.
     """
 
     destination: str
@@ -46,12 +46,13 @@ class Held(msgspec.Struct, array_like=True, tag=1):
 
 
 Waiting: TypeAlias = Run | Held
-EFFECT = "\x00effect"  # no instance is called so
+EFFECT = "\x00effect"  # no instance has this name
 
 
 class Sending:
-    """Send queue. ``leave`` is called with what is held no more, in order. ``waiting``: its state, part of checkpoints.
-    ``own``: what the instance is called as a destination of runs; "": these may overtake what it sends to itself."""
+    """Send queue. ``leave`` is called with held output that can leave, in order. ``waiting``: its state, part of
+    checkpoints. ``own``: the instance's name as a destination of runs; "": runs can overtake what it sends to
+    itself."""
 
     def __init__(
         self,
@@ -65,11 +66,11 @@ class Sending:
         self._own = own
         self._leave = leave
         self.waiting: list[Waiting] = waiting if waiting is not None else []
-        self.place: Any = None  # which input has sent the last run
+        self.place: Any = None  # the input that sent the last run
 
     @property
     def holds(self) -> bool:
-        """True if what is sent now must wait."""
+        """True if output that is sent now must wait."""
         state = self._ordering.state
         return bool(self.waiting) or state.standing < state.sent_count
 
@@ -84,10 +85,10 @@ class Sending:
     ) -> None:
         """Queue calls. ``place``: the handled input. A run ends at the same place in each replay: with it, or later.
 
-        ``calls``: one that all get, or one of each.
+        ``calls``: one for all, or one for each.
         """
         if place != self.place:
-            self.advance()  # what an earlier input has sent is complete
+            self.advance()  # the output of an earlier input is complete
             self.place = place
         size_bytes = sum(map(len, calls))
         last = self.waiting[-1] if self.waiting else None
@@ -114,16 +115,16 @@ class Sending:
             self.waiting.append(Held(destination, self._ordering.state.sent_count, parts, effect))
 
     def _is_latest(self, last: Held) -> bool:
-        """Tell whether no run was sent since ``last``; a run that waits is before it."""
+        """Return True if no run was sent since ``last``; a run that waits is before it."""
         return last.behind == self._ordering.state.sent_count or any(isinstance(one, Run) for one in self.waiting)
 
     def advance(self) -> None:
-        """Send what may go."""
+        """Send the runs and output that no longer have to wait."""
         if not self.waiting:
             return
         ordering, state = self._ordering, self._ordering.state
         waiting, self.waiting = self.waiting, []
-        held: set[str] = set()  # where something that stays goes
+        held: set[str] = set()  # destinations of output that stays
         run_stays, last_number = False, 0
         for one in waiting:
             if isinstance(one, Held):
@@ -134,7 +135,7 @@ class Sending:
                 else:
                     self._leave(one)
             elif ordering.fences.cuts(one.scope, one.destinations):
-                continue  # as those that were on their way and are cancelled
+                continue  # like the cancelled ones that were in flight
             elif (
                 run_stays
                 or state.sent_count - state.standing >= RUNS_IN_FLIGHT_MAX

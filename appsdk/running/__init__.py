@@ -1,1 +1,1 @@
-"""An app's process: its connection, its threads, its options, its exit status."""
+"""An app's process: its connection, threads, options and exit status."""

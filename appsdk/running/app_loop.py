@@ -1,7 +1,7 @@
-"""Loop of an app around its dispatcher, for bytes from anywhere: no socket, no wait.
+"""Loop of an app around its dispatcher, for bytes from any source: no socket, no wait.
 
-What is to be sent waits in ``pending``. A checkpoint that a child process encodes goes there in chunks between the
-other messages, SNAPSHOT_CHUNKS_PENDING_MAX ahead of who takes them at most; the rest waits in the child.
+Output waits in ``pending``. A checkpoint that a child process encodes is added to it in chunks between the other
+messages, at most SNAPSHOT_CHUNKS_PENDING_MAX ahead of the receiver; the rest waits in the child.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType
 from immortal.protocol.varint import encode_zigzag
 
-SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed over and not taken
-_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the one that coordinators read
+SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # in pending, and not taken yet
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the clock that coordinators read
 
 
 class AppLoop:
-    """Loop of an app. ``on_primary``: called when the app begins to work. ``coordinator``: its name, for messages."""
+    """Loop of an app. ``on_primary``: called when the app becomes primary. ``coordinator``: its name, for messages."""
 
     def __init__(
         self,
@@ -39,23 +39,23 @@ class AppLoop:
         self.pending: deque[memoryview] = deque()
         self.pending_size_bytes = 0
         self.sent_size_bytes = 0
-        self.lock = threading.Lock()  # of what is pending: nobody else's bytes may come in between
+        self.lock = threading.Lock()  # of pending: no other thread's bytes must come in between
         self._coordinator = coordinator
         self._on_primary = on_primary
         self._on_journal = on_journal
-        self._snapshot_ends: deque[int] = deque()  # up to which byte of all output each of its pending chunks goes
+        self._snapshot_ends: deque[int] = deque()  # for each pending chunk, its end in the output
         self.output_ended = False
         self._failure: AppError | None = None
 
     def fail(self, error: AppError) -> None:
-        """Let the next :meth:`step` raise the error. From any thread."""
+        """Let the next :meth:`step` raise the error. For any thread."""
         if self._failure is None:
             self._failure = error
 
     def step(self) -> Event | None:
-        """Handle input up to the next event, and put what the app says into ``pending``. None: no more input.
+        """Handle input up to the next event, and add the app's output to ``pending``. None: no more input.
 
-        Raises what :meth:`fail` was given, Refused, and whatever the dispatcher raises.
+        Raises the error of :meth:`fail`, Refused, and what the dispatcher raises.
         """
         self.look()
         event = self.dispatcher.next_event()
@@ -92,12 +92,12 @@ class AppLoop:
         self._take(self.dispatcher.data_to_send())
 
     def now_ns(self) -> int:
-        """Return the instance's time, ns since the Unix epoch: its coordinator's, or the machine's without one."""
+        """Return the instance's time, ns since the Unix epoch: the coordinator's, or the machine's without one."""
         told = self.dispatcher.time
         return time.time_ns() if told is None else told.time_ns + time.clock_gettime_ns(_STEADY) - told.steady_ns
 
     def took(self, size_bytes: int) -> None:
-        """Remove the first ``size_bytes`` of ``pending``, which are on their way. The caller holds the lock."""
+        """Remove the first ``size_bytes`` of ``pending``, which were sent. The caller holds the lock."""
         self.pending_size_bytes -= size_bytes
         self.sent_size_bytes += size_bytes
         pending = self.pending
@@ -110,7 +110,7 @@ class AppLoop:
             pending.popleft()
 
     def end_output(self) -> None:
-        """Drop all output: the connection takes no more."""
+        """Drop all output: the connection accepts no more."""
         self.output_ended = True
         self.pending.clear()
         self.pending_size_bytes = 0
@@ -141,7 +141,7 @@ class AppLoop:
         return len(ends) < SNAPSHOT_CHUNKS_PENDING_MAX
 
     def _relay(self, snapshot: Snapshot) -> None:
-        """Put what the child has written behind the output, as far as there is room for it."""
+        """Add the child's chunks to the output, as far as there is room."""
         if not self.snapshot_has_room:
             snapshot.not_read()
         while self.snapshot_has_room:

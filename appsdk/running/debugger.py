@@ -1,4 +1,4 @@
-"""Debuggers in an app: ``--break``, debugpy at a port, and ``breakpoint()``, which replays pass over."""
+"""Debuggers in an app: ``--break``, debugpy at a port, and ``breakpoint()``, which replays skip."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from immortal.appsdk.handlers.log import runs_again
 from immortal.protocol.distribution import add_extra
 from immortal.protocol.safe_output import printable
 
-HOST = "127.0.0.1"  # who reaches the port can run any code
+HOST = "127.0.0.1"  # a client of the port can run any code
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_settrace = sys.settrace  # pydevd puts another in its place, which warns
+_settrace = sys.settrace  # pydevd replaces it by one that warns
 
 
 class DebuggerError(AppError):
-    """Raised if debugpy can't listen."""
+    """Raised if debugpy can't listen at the port."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
@@ -37,12 +37,12 @@ class DebuggerError(AppError):
 
 
 class _Hook:
-    """``sys.breakpointhook`` for code that runs for the first time; a replay passes over it."""
+    """``sys.breakpointhook`` for code that runs for the first time; a replay skips it."""
 
     own: Any  # the hook before
-    client: Any = None  # debugpy's, for as long as somebody is attached
+    client: Any = None  # debugpy's, while a client is attached
     is_attached: Callable[[], bool] = staticmethod(lambda: False)
-    always = False  # a message is looked at: its replay stops as well
+    always = False  # a message is inspected: its replay stops as well
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -64,7 +64,7 @@ def pass_over_in_replays() -> None:
 
 
 def listen(port: int) -> bool:
-    """Let clients of debugpy, such as VS Code, attach at ``port`` of this machine; False if they can do so already.
+    """Let clients of debugpy, such as VS Code, attach at ``port`` of this machine; return False if they already can.
 
     Raises DebuggerError.
     """
@@ -77,44 +77,45 @@ def listen(port: int) -> bool:
     except ImportError as error:
         raise DebuggerError(f"--debugpy needs debugpy ({error}): {add_extra('debug')}") from None
     try:
-        with socket.socket() as probe:  # where it is taken, debugpy would wait for ever
+        with socket.socket() as probe:  # if it is taken, debugpy would wait for ever
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((HOST, port))
         debugpy.listen((HOST, port), in_process_debug_adapter=True)  # another process would keep the port
     except (OSError, RuntimeError) as error:
         raise DebuggerError(f"--debugpy: {HOST}:{port} can't be listened at: {error}") from None
-    sys.breakpointhook = own  # without a client: as ever
+    sys.breakpointhook = own  # without a client: as before
     _Hook.client, _Hook.is_attached = staticmethod(debugpy.breakpoint), debugpy.is_client_connected
     return True
 
 
 def _suspend(frame: FrameType) -> None:
-    """Hand ``frame`` to debugpy's client, and come back when that lets it go on."""
+    """Give ``frame`` to debugpy's client, and return when the client lets it continue."""
     import debugpy
     from _pydevd_bundle.pydevd_comm_constants import CMD_SET_BREAK
     from _pydevd_bundle.pydevd_constants import get_global_debugger
 
-    debugpy.debug_this_thread()  # the frames that run already as well
+    debugpy.debug_this_thread()  # also the frames that already run
     debugger, thread = get_global_debugger(), threading.current_thread()
     debugger.set_suspend(thread, CMD_SET_BREAK)
     debugger.do_wait_suspend(thread, frame, "line", None)
 
 
-# --break: the debugger at one logged message, at the first line of the user's that it runs.
+# --break: the debugger at one logged message, at the first line of user code that it runs.
 
 
 class _Left(KeyboardInterrupt, ControlFlowSignal):
-    """Raised after somebody has left the debugger: the app ends as at Ctrl-C."""
+    """Raised after a person has left the debugger: the app ends as at Ctrl-C."""
 
 
 class _Finder:
-    """Trace function that calls ``stop`` with the first frame of the user's that runs: at its first line, or, where a
-    coroutine goes on, at the innermost await."""
+    """Trace function that calls ``stop`` with the first frame of user code that runs.
+
+    It stops at the frame's first line or, if a coroutine continues, at the innermost await."""
 
     def __init__(self, stop: Callable[[FrameType], None], is_of_user: Callable[[FrameType], bool]) -> None:
         self._stop = stop
         self._is_of_user = is_of_user
-        self._found: FrameType | None = None  # entered, and perhaps only on the way to where it goes on
+        self._found: FrameType | None = None  # entered, and possibly only on the way to the place where it continues
         self.has_stopped = False
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> _Finder | None:
@@ -132,7 +133,7 @@ class _Finder:
 class Breakpoint:
     """Breakpoint at the message ``message_index`` (from 0) of the record ``sequence_id``.
 
-    ``is_remote``: a client of debugpy is waited for there, in place of pdb.
+    ``is_remote``: wait there for a client of debugpy, instead of pdb.
     """
 
     def __init__(self, sequence_id: int, message_index: int = 0, *, is_remote: bool = False) -> None:
@@ -150,15 +151,15 @@ class Breakpoint:
         return _BreakingDelivery(definition, context, self)
 
     def _is_of_user(self, frame: FrameType) -> bool:
-        """Tell whether a frame is neither the SDK's nor a library's, and is in a file."""
+        """Return True if a frame is neither the SDK's nor a library's, and has a file."""
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         is_elsewhere = package == "immortal" or frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
         return package == self._package or not is_elsewhere
 
     def debugged(self, function: Callable[..., Any], name: str, first: int | None = 0) -> Callable[..., None]:
-        """Wrap ``function``: it runs in the debugger, from its first line. Leaving that ends the app like Ctrl-C.
+        """Wrap ``function``, so that it runs in the debugger from its first line. To leave that ends the app.
 
-        ``first``: the first argument that the user gave; None: none is, as of an answer.
+        ``first``: index of the first argument of the user's own; None: there is none, as in an answer.
         """
 
         import pdb  # here: it loads much that no ordinary run needs
@@ -202,7 +203,7 @@ class Breakpoint:
 
 
 class _BreakingDelivery(Delivery):
-    """Hands the one message to the debugger. In its record each message is looked up by itself, elsewhere as ever."""
+    """Gives one message to the debugger. In its record each message is looked up by itself, elsewhere as usual."""
 
     def __init__(self, definition: Definition, context: Context, stop: Breakpoint) -> None:
         super().__init__(definition, context)

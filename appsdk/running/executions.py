@@ -1,7 +1,7 @@
-"""Writes the list of executions behind the handlers: they only append to a queue, one thread does the rest.
+"""Writer of the list of executions: handlers only append to a queue, one thread does the rest.
 
-All of it follows from the log, so a recovery writes the same rows again. What is older than a checkpoint is on disk
-before that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-executions.md).
+The list follows from the log, so a recovery writes the same rows again. Rows older than a checkpoint are on disk before
+that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-executions.md).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from immortal.protocol.executions import INDEX_BITS, TIMEOUT_S, key_of_call, ope
 
 FLUSH_S = 0.25  # a commit costs as much as several rows
 BATCH_MAX = 20_000
-WAITING_MAX = 200_000  # that are not written yet: then handlers wait for the disk
-DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments, and of a journal, that are kept
+WAITING_MAX = 200_000  # limit of unwritten operations: then handlers wait for the disk
+DATA_SIZE_BYTES_MAX = 64 << 10  # of arguments and of a journal: larger ones are not kept
 TEXT_CHARACTERS_MAX, LABEL_CHARACTERS_MAX = 500, 256
 PRUNE_EACH_S, PRUNE_ROWS = 3600.0, 2000
 
@@ -53,30 +53,30 @@ insert into parts values (?, ?, ?, ?, ?) on conflict (key, step) do update set
     attempts = iif(excluded.number > number, 1, max(attempts, excluded.attempts)),
     destination = iif(excluded.number > 0, excluded.destination, destination), number = max(number, excluded.number)
 """
-_TEXT, _DATA = 10, 11  # places in such a row
+_TEXT, _DATA = 10, 11  # columns of such a row
 _OF_END = 3, 5, 12, 13, 15, 16
 
 
 class ExecutionWriter:
-    """Writes the list of one instance to ``path``. ``keep_days``: of those that have ended; 0: all.
+    """Writer of one instance's list to ``path``. ``keep_days``: of ended executions; 0: no limit.
 
-    ``say`` is told once if it can't be written; then it is written no more, and the app goes on. The file and the
-    thread are made with the first execution.
+    ``say`` is called once if the list can't be written; then writing stops, and the app continues. The file and the
+    thread are created with the first execution.
     """
 
     def __init__(self, path: Path, keep_days: int, say: Callable[[str], None]) -> None:
-        self.is_new = not path.exists()  # labels of handlers that wait are not known yet
+        self.is_new = not path.exists()  # then labels of waiting handlers are not known yet
         self._path = path
         self._keep_days = keep_days
         self._say = say
-        self._token = int.from_bytes(os.urandom(6)) + 1  # of this process: which rows it has not made again yet
+        self._token = int.from_bytes(os.urandom(6)) + 1  # of this process: marks rows that it has not written again
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         self._thread: threading.Thread | None = None
         self._database: sqlite3.Connection | None = None
         self._is_broken = False
         self._pruned_s = 0.0
-        self._rows: dict[int, list[Any]] = {}  # that have begun in this batch: many end in it
+        self._rows: dict[int, list[Any]] = {}  # begun in this batch: many end in it
         self._labels: list[tuple[int, str, str]] = []
         self._parts: list[tuple[int, int, int, str, int]] = []
         self._has_stale = False
@@ -88,7 +88,7 @@ class ExecutionWriter:
         self._put(self._write_began, call, handler, origin)
 
     def began_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
-        """Note other arguments, by continue_as."""
+        """Note the new arguments of continue_as."""
         self._put(self._write_again, number, handler, arguments)
 
     def ended(
@@ -111,7 +111,7 @@ class ExecutionWriter:
         self._put(self._write_part, number, step, call_number, destination, 1)
 
     def tried(self, number: int, step: int, attempts: int) -> None:
-        """Note how often an effect was tried."""
+        """Note the number of attempts of an effect."""
         self._put(self._write_part, number, step, 0, "", attempts)
 
     def handled(
@@ -122,17 +122,17 @@ class ExecutionWriter:
         state: str,
         result: bytes | str | None,
     ) -> None:
-        """Note a ``def`` handler's call."""
+        """Note a call of a ``def`` handler."""
         call = msgspec.structs.replace(call, number=key_of_call(call.sequence_id, call.message_index))
         self._put(self._write_handled, call, handler, labels, state, result)
 
     def restored(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
-        """Note that all input behind ``record`` is handled again, from async handler ``next_number`` on."""
+        """Note that all input after ``record`` is handled again, from async handler ``next_number`` on."""
         if waiting or self._thread is not None or self._path.exists():
             self._put(self._write_restored, next_number, record, waiting)
 
     def flush(self, *, is_primary: bool) -> None:
-        """Wait until everything is on disk. ``is_primary``: nothing is left that a replay would make again."""
+        """Wait until all operations are on disk. ``is_primary``: no replay will write rows again."""
         if self._thread is None or self._is_broken:
             return
         done = threading.Event()
@@ -174,7 +174,7 @@ class ExecutionWriter:
 
     def _write(self, ops: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         try:
-            if self._database is not None and not self._path.exists():  # somebody has removed it
+            if self._database is not None and not self._path.exists():  # the file was removed
                 self._database.close()
                 self._database = None
             if self._database is None and not self._is_broken:
@@ -275,7 +275,7 @@ class ExecutionWriter:
         for saved, handler in waiting:
             if saved.number not in known:
                 self._write_began(saved, handler, None)
-        for key in known - {saved.number for saved, _ in waiting}:  # how, nobody has written
+        for key in known - {saved.number for saved, _ in waiting}:  # nobody has written how they ended
             self._execute("update executions set state = 'ended' where key = ?", (key,))
 
     def _sync(self, done: threading.Event, is_primary: bool) -> None:
@@ -288,7 +288,7 @@ class ExecutionWriter:
                 self._has_stale = False
             self._database.commit()
             self._database.execute("pragma synchronous = full")
-            self._database.execute(f"pragma user_version = {int(time.time()) & 0x7FFFFFFF}")  # syncs what was before it
+            self._database.execute(f"pragma user_version = {int(time.time()) & 0x7FFFFFFF}")  # syncs all earlier writes
             self._database.execute("pragma synchronous = normal")
         finally:
             done.set()
@@ -309,7 +309,7 @@ class ExecutionWriter:
 
 
 def _shown_call(handler: Handler[Any, Any], arguments: bytes) -> tuple[str, dict[str, str]]:
-    """Return (arguments as text without secrets, the labels that its decorator marks)."""
+    """Return (arguments as text without secrets, the labels that the decorator names)."""
     try:
         values = decoding.decode_shown(arguments, type=list[Any], ext_hook=read_extension)
     except (decoding.DecodeError, ValueError):

@@ -1,18 +1,18 @@
-"""Command ``python -m appsdk.running.inspection``: shows checkpoints by the class that wrote them, without a run.
+"""Command ``python -m appsdk.running.inspection``: shows checkpoints with the class that wrote them, without a run.
 
     show module:Class FILE                                 the state, as one JSON object
-    diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
-    diff-shown FILE FILE [--limit N]                       the same of two answers of "show", in files: for two classes
+    diff module:Class FILE other:Class FILE [--limit N]    the differences, as a JSON list of {"path", "old", "new"}
+    diff-shown FILE FILE [--limit N]                       the same for two outputs of "show", in files: for two classes
                                                            of one name
     rows module:Class FILE OUT                             the state as rows, into the file OUT: a JSON list of table
                                                            and row on each line (:mod:`immortal.appsdk.state.tree`)
-    methods module:Class                                   what its methods and those of its peers are called, as a JSON
-                                                           list of [destination, method ID, name]
-    unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
+    methods module:Class                                   the names of its methods and its peers', as a JSON list of
+                                                           [destination, method ID, name]
+    unanswered module:Class FILE                           waits of its handlers that are not in the log, after a
                                                            what-if: a JSON list of {"handler", "arguments", "waits_for"}
 
 The exit status is 0, EXIT_FAILED for a checkpoint that can't be read, EXIT_NOT_RUNNABLE for a class that can't be found
-or is none. Nothing of the class runs but what reads its state: no handler, no hook, no ``prepare``.
+or is no app. Only the class's code that reads its state runs: no handler, no hook, no ``prepare``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class InspectedState(Struct, frozen=True):
 
 
 def inspect_state(main: Definition, blob: bytes) -> InspectedState:
-    """Read a checkpoint's blob with the class ``main``, or the older one of its chain that wrote it.
+    """Read a checkpoint's blob with the class ``main``, or with the older one of its chain that wrote it.
 
     Raises StateError, and DefinitionError for a class whose annotations can't be resolved.
     """
@@ -95,7 +95,7 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
 
 
 def describe_state(definition: Definition, instance: object, tasks: SavedTasks | None) -> Fields:
-    """Return the attributes of an instance that are its state, as trees, and what waits. Raises StateError."""
+    """Return the attributes of an instance that are its state, as trees, and its waits. Raises StateError."""
     waiting = Fields() if tasks is None else describe_tasks(definition, tasks)
     schema = definition.state()
     names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
@@ -106,7 +106,7 @@ def describe_state(definition: Definition, instance: object, tasks: SavedTasks |
 
 
 def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
-    """Yield the state as rows of tables, and what the SDK keeps of async handlers. Raises as :func:`inspect_state`."""
+    """Yield the state as rows of tables, and the SDK's rows on async handlers. Raises as :func:`inspect_state`."""
     inspected = inspect_state(main, blob)
     yield from state_rows(inspected.state)
     if inspected.envelope.tasks is not None:
@@ -115,7 +115,7 @@ def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
 
 
 def describe_tasks(definition: Definition, saved: SavedTasks) -> Fields:
-    """Describe async handlers that wait, under names that no attribute has."""
+    """Describe waiting async handlers, under names that no attribute has."""
     shown = Fields()
     if saved.tasks:
         shown["$waiting"] = [_shown_task(definition, task) for task in saved.tasks]
@@ -196,7 +196,7 @@ def _decoded(data: bytes) -> Any:
 
 
 def _annotated(definition: Definition, instance: object) -> list[str]:
-    """Return the attributes that a class with a form of its own has restored and annotates."""
+    """Return the annotated attributes that a class with its own form of checkpoints has restored."""
     hints = resolve_hints(definition.cls)
     return [name for name in hints if name in vars(instance) and not is_transient(hints[name])]
 
@@ -206,7 +206,7 @@ def _annotated(definition: Definition, instance: object) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # output of the user's module is no part of the answer
         status, answer = _answer(options)
     if status == EXIT_DONE:
         print(json.dumps(answer))  # noqa: T201 (for a program)
@@ -277,7 +277,7 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
 
 
 def _write_rows(definition: Definition, blob: bytes, out: Path) -> int:
-    """Write the rows of a state into ``out``. Returns how many lines there are."""
+    """Write the rows of a state into ``out``. Return the number of lines."""
     count = 0
     with open(out, "w", encoding="utf-8", opener=opener) as file:
         for table, row in rows(definition, blob):

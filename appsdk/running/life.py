@@ -1,4 +1,4 @@
-"""Life of an app in this process: its dispatcher, and what runs beside it: effects, hooks, the watchdog."""
+"""Life of an app in this process: its dispatcher, and its effects, hooks and watchdog."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class AppLife:
     """Life of an app from the connection with a coordinator to its end.
 
-    ``wake``: called by other threads when ``loop`` has something to do. ``coordinator``: which one it is, for messages.
+    ``wake``: called by other threads when ``loop`` has something to do. ``coordinator``: its address, for messages.
     ``send_from_other_thread`` and ``is_left``: see :class:`Watchdog`.
     """
 
@@ -63,7 +63,7 @@ class AppLife:
         trace, stop = options.trace, options.stop
         folder = None if trace else os.environ.get(kept_code.FOLDER_VARIABLE)
         self._kept_folder = Path(folder) if folder else None
-        self._sources = sources_of(definition.cls) if folder else {}  # as they are now: they may be edited later
+        self._sources = sources_of(definition.cls) if folder else {}  # read now: they can be edited later
         make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
         self.dispatcher = make_dispatcher(
             definition,
@@ -71,12 +71,12 @@ class AppLife:
             wake,
             effects=effects,
             make_delivery=self._make_delivery(definition, options),
-            keeps_large_copies=options.rewound or trace,  # a replay that is looked at is not started again
-            compares_queries=options.checks_queries and trace,  # to a recovery they are as right as in service
+            keeps_large_copies=options.rewound or trace,  # an inspected replay is not restarted
+            compares_queries=options.checks_queries and trace,  # in a recovery queries are as right as in service
         )
         self.dispatcher.healing.may_recover = not (options.rewound or trace)
         self.dispatcher.bound_encoding(limited)
-        if not trace:  # a run that is looked at tells whoever looks, in its own way
+        if not trace:  # an inspected run reports failures in its own way
             self.dispatcher.context.reporter = FailureReporter(definition.name)
         self._executions: ExecutionWriter | None = None
         if options.executions is not None and any(one.has_executions for one in definition.chain):
@@ -109,7 +109,7 @@ class AppLife:
         return self._timings.make_delivery
 
     def _listen(self, label: str) -> None:
-        """Let debuggers attach: after a replay, which would stop at their breakpoints."""
+        """Let debuggers attach: only after the replay, which would stop at their breakpoints."""
         if self._debugpy is not None and listen(self._debugpy):
             say(label, f"debuggers attach at {HOST}:{self._debugpy}")
 
@@ -123,16 +123,16 @@ class AppLife:
         )
 
     def start(self) -> None:
-        """Start the watchdog: the callbacks of :meth:`__init__` may be called from here on."""
+        """Start the watchdog: the callbacks of :meth:`__init__` can be called from here on."""
         self._watchdog.start()
 
     def fail(self, error: AppError) -> None:
-        """End the app with this error, from any thread."""
+        """End the app with this error. For any thread."""
         self.loop.fail(error)
         self._wake()
 
     def close(self, reason: str) -> None:
-        """End the life. ``reason``: why nothing is accepted any more, for hooks that still send."""
+        """End the life. ``reason``: why no impulse is accepted any more, for hooks that still send."""
         self._watchdog.stop()
         self.dispatcher.outbox.impulses.close(reason)
         if self._effects is not None:
@@ -171,7 +171,7 @@ class AppLife:
         try:
             self.dispatcher.context.run_contexts.run(getattr(instance, name), impulses)
         except Disconnected:
-            pass  # the main thread says so
+            pass  # the main thread reports it
         except BaseException as error:
             if not is_user_failure(error):
                 raise
@@ -203,10 +203,10 @@ def _effect_runner(definition: Definition, now_ns: Callable[[], int]) -> LocalEf
 
 
 def load_run_stand_ins(options: RunOptions, label: str) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Load the functions that run in place of effects, and tell the user. Raises OptionError."""
+    """Load the functions that replace effects, and tell the user of them. Raises OptionError."""
     try:
         found = load_stand_ins(options.effects)
-    except Exception as error:  # the user's module, as it is imported, as well
+    except Exception as error:  # also of the import of the user's module
         what = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
         raise OptionError(f"{EFFECTS_VARIABLE}: what is to run in place of effects can't be loaded: {what}") from error
     for function, stand_in in options.effects.items():

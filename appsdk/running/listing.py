@@ -1,10 +1,9 @@
-"""``python -m appsdk.running.listing MODULE``: what services a module of the current folder has, and of which files it
-is made, without a run.
+"""Command ``python -m appsdk.running.listing MODULE``: lists the services of a module, and its files, without a run.
 
 It prints a JSON object: {"services": {CLASS: {"versions": [N, ...], "peers": [NAME, ...], "is_own": BOOL}}, "files":
-[...]}. The versions are those that the class can run, its own first. The module's own are those that it defines itself,
-without those that another one upgrades. Files are those of the user's that were imported. The exit status is 0, or
-EXIT_NOT_RUNNABLE for a module that can't be imported; stderr says why.
+[...]}. The versions are those that the class can run, its own first. A service is the module's own if the module
+defines it and no other one of it upgrades it. The files are the imported files of the current folder. The exit status
+is 0, or EXIT_NOT_RUNNABLE for a module that can't be imported; stderr says why.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from immortal.protocol.safe_output import printable_message
 
 
 def services(module: Any) -> dict[str, dict[str, Any]]:
-    """Return the classes in ``module`` that can be run, by name."""
+    """Return the services of ``module``, by name of their class."""
     found: dict[str, Definition] = {}
     for name, value in vars(module).items():
         with contextlib.suppress(DefinitionError):
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     add_to_path(folder)
     if not os.path.isfile(name) and (problem := hidden.problem(name.partition(".")[0])) is not None:
         return _refused(problem)
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # output of the user's module is no part of the answer
         try:
             module = load_module(name)
         except ImmortalError as error:

@@ -1,4 +1,4 @@
-"""App without a process and a socket: the real dispatcher, fed with bytes, on a clock of somebody else's."""
+"""App without a process and a socket: the real dispatcher, fed with bytes, on a clock of its caller."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from immortal.protocol.messages import MessageType, encode_message
 
 
 class ProcessDies(ControlFlowSignal):
-    """Raised in a handler of a test: the app's process ends there, as by a segfault. Its coordinator lives on."""
+    """Raised in a handler of a test to end the app's process there, like a segfault. Its coordinator lives on."""
 
 
 class EffectsByClock(EffectRunner, Protocol):
-    """EffectRunner without a thread, which is told when time has passed."""
+    """EffectRunner without a thread: its caller tells it when time has passed."""
 
     @property
     def next_due_ns(self) -> int | None: ...
 
     def run(self) -> None:
-        """Make each attempt that is due."""
+        """Run each attempt that is due."""
 
 
 class LocalApp:
-    """Life of an app. ``trace``: it says which message made each call, for a replay that is inspected.
-    ``fails_alone`` False: a message that fails stops it. ``make_delivery``: as :class:`Dispatcher`'s.
-    ``outsiders``: who may look at handles, and holds none: a test.
+    """App without a process. ``trace``: it reports which message made each call, for an inspected replay.
+    ``fails_alone`` False: a message that fails stops it. ``make_delivery``: as in :class:`Dispatcher`. ``outsiders``:
+    names that can see handles and hold none: a test.
 
-    ``now_ns``: what ``immortal.now()`` is in ``__init__``, ns since the Unix epoch. What it is to say is in ``output``.
-    ``error`` is why it has stopped, if it has: nothing is given to it any more.
+    ``now_ns``: ``immortal.now()`` in ``__init__``, ns since the Unix epoch. ``output`` has what it sends. ``error``:
+    why it has stopped, if it has; then it gets no more input.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LocalApp:
             make_delivery=make_delivery,
         )
         self.dispatcher.context.nodes.accounts.outsiders = outsiders
-        # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
+        # The clock is the record's; before the first record, the context's own, which must not be the real one.
         self.dispatcher.context.record_time_ns = now_ns
         self.output = bytearray()
         self.take_output()
@@ -90,14 +90,14 @@ class LocalApp:
         return earlier(self.dispatcher.next_due_ns, None if self._effects is None else self._effects.next_due_ns)
 
     def state_check(self) -> int:
-        """Return the checksum of its state, of what its handlers wait for, and of multicasts that are on their way."""
+        """Return the checksum of its state, of the waits of its handlers, and of multicasts in flight."""
         dispatcher = self.dispatcher
         state = dispatcher.definition.state().encode(dispatcher.instance)
         waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save(), dispatcher.context.nodes.save()
         return crc64(encoder.encode(waiting), crc64(state))
 
     def tell_time(self, time_ns: int) -> None:
-        """Run timers and effects that are due. Raises what the effects do."""
+        """Run timers and effects that are due. Raises what the effects raise."""
         if (due_ns := self.dispatcher.next_due_ns) is not None and due_ns <= time_ns:
             self.dispatcher.tell_time(time_ns)
         if self._effects is not None:
@@ -105,7 +105,7 @@ class LocalApp:
         self.take_output()
 
     def receive(self, data: bytes | memoryview) -> None:
-        """Handle bytes of the coordinator. Raises nothing: see ``error``."""
+        """Handle bytes of the coordinator. Never raises: see ``error``."""
         try:
             self.dispatcher.receive_data(bytes(data))
             self._run()
@@ -118,7 +118,7 @@ class LocalApp:
                 self.take_output()
         except UpgradeError as error:
             self.error = error
-            self.take_output()  # it says so to the coordinator
+            self.take_output()  # which tells the coordinator of it
         except ImmortalError as error:
             self.error = error
 

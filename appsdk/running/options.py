@@ -23,19 +23,21 @@ EXECUTIONS_VARIABLE = "IMMORTAL_EXECUTIONS"
 
 
 class OptionError(AppError):
-    """Raised for an option, or an environment variable, with a value that means nothing."""
+    """Raised for an option, or an environment variable, with an invalid value."""
 
     exit_status = EXIT_NOT_RUNNABLE
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a run. ``strict``: findings of :mod:`appsdk.determinism.check` stop it. ``trace``: tell call origins.
-    ``checks_queries``: with ``trace``, the state is compared around each query. ``stop``: where to start the debugger.
-    ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
-    large it is. ``effects``: in place of which functions others run, both as "module:function". ``timings``: where to
-    note when handlers ran, and how many bytes of that are kept; None: nowhere. ``debugpy``: the port at which its
-    clients attach. ``executions``: the file to list them in, and for how many days (0: no limit); None: nowhere."""
+    """Options of a run. ``strict``: findings of :mod:`appsdk.determinism.check` stop it. ``trace``: report the origin
+    of each call.
+
+    ``checks_queries``: with ``trace``, compare the state around each query. ``stop``: where to start the debugger.
+    ``rewound``: a call failed in the previous life, and can fail again: keep a copy of the state in memory even if it
+    is large. ``effects``: functions to replace and their replacements, as "module:function". ``timings``: folder for
+    the times of handlers, and a limit in bytes; None: no times. ``debugpy``: port at which its clients attach.
+    ``executions``: file for their list, and its days (0: no limit); None: no list."""
 
     strict: bool = False
     trace: bool = False

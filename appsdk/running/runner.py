@@ -1,4 +1,4 @@
-"""Runs one app process, from ``module:Class`` to its exit status."""
+"""Run of one app process, from ``module:Class`` to its exit status."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ from immortal.protocol.process import retain_freed_memory
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
-SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers for 5 ms at a time
+SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not delay the handlers for 5 ms at a time
 
 
 class _EndAtOnce:
-    """Handler of SIGTERM: the process ends at once, wherever it is, with ``status``.
+    """Handler of SIGTERM, which ends the process at once, wherever it is, with ``status``.
 
-    Nothing is raised. An exception could come up anywhere: in a ``finally``, in a ``__del__``, in what Python does at
-    its own end; it would show as a traceback there, or be swallowed. Nor is anything to be saved: the log has it all.
+    It raises nothing: an exception could appear anywhere, in a ``finally``, in a ``__del__``, or when Python ends, and
+    show as a traceback or be swallowed. Nothing must be saved: the log has it all.
     """
 
     def __init__(self) -> None:
         self.status = EXIT_TERMINATED
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(Exception):  # it may have come in the middle of a print
+        with contextlib.suppress(Exception):  # it can come in the middle of a print
             sys.stdout.flush()
         os._exit(self.status)
 
@@ -73,7 +73,7 @@ class _EndAtOnce:
 def load(target: str) -> type:
     """Load the class ``module:Class``, or ``path/of/file.py:Class``.
 
-    Raises LoadError; what the module raises as it is imported passes.
+    Raises LoadError, and what the module raises when it is imported.
     """
     module_name, colon, class_name = target.rpartition(":")
     if not colon or not module_name or not class_name:
@@ -84,7 +84,7 @@ def load(target: str) -> type:
         if module_name.endswith(".py") and not os.path.isfile(module_name):
             raise LoadError(f"{target!r}: there is no file {module_name!r} in {os.getcwd()}") from None
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # something that the user's module imports
+            raise  # a module that the user's module imports
         raise LoadError(
             f"{target!r}: there is no module {error.name!r} in {os.getcwd()} or on sys.path: run it from the "
             f"folder of the "
@@ -104,9 +104,7 @@ def load(target: str) -> type:
 
 
 def load_or_report(target: str) -> type | None:
-    """Load a class as :func:`load`, also from the current folder; on failure tell the user on stderr and return
-    None.
-    """
+    """Load a class like :func:`load`, also from the current folder. On failure tell the user and return None."""
     folder = os.getcwd()
     hidden = HiddenModules(folder)
     add_to_path(folder)
@@ -125,7 +123,7 @@ def load_or_report(target: str) -> type | None:
         say(target, explain(error))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the user's module: its own traceback
+    except BaseException as error:  # the user's module: with its own traceback
         say(target, f"importing {target.rpartition(':')[0]!r} failed:")
         show(user_traceback(error))
         for problem in hidden.problems_of(error):
@@ -149,13 +147,13 @@ def run_connection(
     *,
     secret_file: str | None = None,
 ) -> str:
-    """Connect and run the app until the coordinator says Goodbye; returns its reason. Raises ImmortalError.
+    """Connect and run the app until the coordinator says Goodbye; return its reason. Raises ImmortalError.
 
-    ``secret_file``: where the coordinator's secret is, which both prove to know before anything else; None for a
-    coordinator that asks for no proof, and gives none.
+    ``secret_file``: file with the coordinator's secret. Both sides first prove that they know it. None: the coordinator
+    asks for no proof, and gives none.
     """
     for one in definition.chain:
-        one.resolve(names_may_be_missing=False)  # what is wrong with the class needs no coordinator to be told
+        one.resolve(names_may_be_missing=False)  # errors in the class need no coordinator to be reported
     connection = connect(address, connect_timeout_s)
     try:
         if secret_file:
@@ -203,9 +201,9 @@ def run_to_status(
     options: RunOptions | None = None,
     secret_file: str | None = None,
 ) -> int:
-    """Run the app in this process's main thread; its exit status. What the user has to know is on stderr.
+    """Run the app in this process's main thread; return its exit status. Messages for the user go to stderr.
 
-    ``address``, ``options`` and ``secret_file`` are by default those in the environment.
+    ``address``, ``options`` and ``secret_file`` are by default those of the environment.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     retain_freed_memory()
@@ -214,7 +212,7 @@ def run_to_status(
         signal.signal(signal.SIGTERM, end)
     with mark_interrupts():
         end.status = _run_to_status(cls, address, connect_timeout_s, options, secret_file)
-    return end.status  # which stays the status, whatever comes while Python ends
+    return end.status  # it stays the status, whatever happens while Python ends
 
 
 def _run_to_status(
@@ -242,16 +240,16 @@ def _run_to_status(
             say(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE
     except ImmortalError as error:
-        say(label, str(error) if isinstance(error, DeterminismError) else explain(error, cls))  # which has the lines
+        say(label, str(error) if isinstance(error, DeterminismError) else explain(error, cls))  # it has the lines
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
 def restart_if_needed(status: int) -> int:
-    """Return ``status``; or, if the app is to be recovered, start the program over in this very process.
+    """Return ``status``, or restart the program in this same process if the app must be recovered.
 
-    So nobody has to start it, whatever started it first; the threads of its hooks are gone with the old program.
+    So no supervisor has to restart it; the threads of its hooks end with the old program.
     """
     if status == EXIT_RECOVER:
         sys.stdout.flush()
@@ -261,10 +259,10 @@ def restart_if_needed(status: int) -> int:
 
 
 def check_determinism(definition: Definition, label: str, *, strict: bool) -> None:
-    """Warn of what a replay would not repeat; with ``strict`` raise DeterminismError."""
+    """Warn of code that a replay would not repeat; with ``strict`` raise DeterminismError."""
     try:
         findings = check(definition)
-    except Exception as error:  # reading the user's code is a help: it must not be what keeps the app from running
+    except Exception as error:  # the check is only a help: its failure must not keep the app from running
         problem = f"the search for what a replay would not repeat failed: {error!r}"
         if strict:
             raise DefinitionError(f"{problem} (--strict: without it the app starts all the same)") from error
@@ -277,12 +275,12 @@ def check_determinism(definition: Definition, label: str, *, strict: bool) -> No
 
 
 def run(cls: type, address: str | None = None) -> NoReturn:
-    """Run ``cls`` as this process's app beside the coordinator at ``address``; never returns.
+    """Run ``cls`` as this process's app, with the coordinator at ``address``; never return.
 
-    ``address``, "host:port" or "unix:path", is by default that in the environment, IMMORTAL_APP_ADDRESS. The file with
-    the coordinator's secret is that of IMMORTAL_APP_SECRET_FILE. The exit status is 0 after a clean stop, 1 when the
-    coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when a handler,
-    hook or the state fails, EXIT_UPGRADE_FAILED when an upgrade does.
+    ``address`` is "host:port" or "unix:path", by default that of IMMORTAL_APP_ADDRESS. IMMORTAL_APP_SECRET_FILE names
+    the file with the coordinator's secret. The exit status is 0 after a clean stop, 1 if the coordinator is gone or
+    refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED if a handler, a hook or the state
+    fails, EXIT_UPGRADE_FAILED if an upgrade fails.
     """
     sys.exit(restart_if_needed(run_to_status(cls, address)))
 
@@ -318,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what handlers print is seen as they do, also in a file
+        sys.stdout.reconfigure(line_buffering=True)  # output of handlers is visible at once, also in a file
     try:
         distribution.refuse_another()
         how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)

@@ -1,13 +1,10 @@
-"""Time limits of handlers, and notes of when handlers ran.
-
-Time limits of handlers, queries and the encoding of the state.
+"""Time limits of handlers, queries and the encoding of the state; and notes of the times at which handlers ran.
 
 The watchdog tells the coordinator which handler takes long, or ends the process, as a crash would, if the coordinator
-has left. Handlers pay nothing for it: once in a while it looks which message is being handled.
+has left. Handlers pay nothing for it: it checks at intervals which message is being handled.
 
-Times at which handlers began and returned, noted for traces if the instance's settings ask for it.
-
-Replays are not noted: what they execute was executed before. No replay depends on any of it.
+The times at which handlers begin and return are noted for traces if the instance's settings ask for it, but not in
+replays: what they execute was executed before. No replay depends on any of this.
 """
 
 from __future__ import annotations
@@ -40,19 +37,21 @@ from immortal.protocol.verdicts import Handling, encode_handling
 
 LOOK_INTERVAL_S = 0.5
 
-TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S
+TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator is told, and after that each TOLD_EACH_S
 
 TOLD_EACH_S = 30.0
 
-LEFT_AFTER_S = 1.0  # a handler that goes on for so long behind the end of the connection is not waited for
+LEFT_AFTER_S = 1.0  # a handler that runs for so long after the end of the connection is not waited for
 
 _COME_BACK = Handling(-1, for_s=1.0)
 
 
 class Watchdog:
-    """Watches how long handlers run. ``now_handling``: what is being handled; None: nothing. ``say``: sends a message
-    beside the handler; False if that is not possible now. ``is_left``: the coordinator has ended the connection.
-    ``end``: ends the process. ``is_debugged``: somebody debugs the handler; by default in this thread."""
+    """Watchdog of handlers that take long. ``now_handling``: returns what is being handled; None: nothing.
+
+    ``say``: sends a message beside the handler; False if that is not possible now. ``is_left``: returns True if the
+    coordinator has ended the connection. ``end``: ends the process. ``is_debugged``: returns True while the handler is
+    debugged; by default in this thread."""
 
     def __init__(
         self,
@@ -80,8 +79,8 @@ class Watchdog:
         self._handling: Handling | None = None
         self._since_s = 0.0
         self._tell_at_s = 0.0
-        self._left_at_s: float | None = None  # when the connection was first seen ended, during this handler
-        self._told: Handling | None = None  # what the coordinator believes that takes long
+        self._left_at_s: float | None = None  # when the connection was first found ended, during this handler
+        self._told: Handling | None = None  # what the coordinator was told takes long
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -97,11 +96,11 @@ class Watchdog:
         while not self._ended.wait(interval_s):
             self.look()
             if self._limit_s is not None and not self._ended.is_set():
-                # A handler that holds the interpreter lets no thread look: this one needs none of it.
+                # A handler can keep the interpreter, so that no thread can check. This timer does not need it.
                 faulthandler.dump_traceback_later(2 * self._limit_s + 1, exit=True)
 
     def look(self) -> None:
-        """Look once at what runs: tell, or end the process, if it is time for that."""
+        """Check once what runs: report it, or end the process, if it is time for that."""
         self._look_at_query()
         handling, now_s = self._now_handling(), self._clock_s()
         since_look_s, self._looked_s = now_s - self._looked_s, now_s
@@ -119,14 +118,14 @@ class Watchdog:
             following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)
             self._tell_at_s = self._since_s + following_s
             self._told = handling
-        if self._left_at_s is None and self._is_left():  # who would see that is in the handler
+        if self._left_at_s is None and self._is_left():  # the handler's thread would notice it, but is busy
             self._left_at_s = now_s
         why = ""
         if self._limit_s is not None and for_s >= self._limit_s:
             why = f"its limit is {self._limit_s:g} s"
         elif self._left_at_s is not None and now_s - self._left_at_s >= LEFT_AFTER_S:
             why = "and the coordinator has ended the connection"
-        if why and self._now_handling() == handling:  # it may have come back just now
+        if why and self._now_handling() == handling:  # it can have returned just now
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
                 f"for {for_s:.1f} s, {why}: the process ends"
@@ -135,8 +134,9 @@ class Watchdog:
             self._end(EXIT_FAILED)
 
     def _look_at_query(self) -> None:
-        """End the process, once that is said, for an unlogged query that does not come back: no message of the
-        log is suspected of it. An embedded app can't say it, and its process is not its own to end."""
+        """End the process, after a report, if an unlogged query does not return: no logged message must be blamed.
+
+        An embedded app can't report, and must not end its process."""
         limit = self._query_limit
         if limit is None or not limit.look(is_debugged=self._is_debugged()):
             return
@@ -148,32 +148,32 @@ class Watchdog:
         self._end(EXIT_RECOVER)
 
 
-# A query that is not logged has its time: what it does can be given up, as nothing depends on it.
+# Time limit of queries that are not logged: they can be ended, since nothing depends on them.
 #
-# It is ended by an exception wherever it is in its Python code. One that is in code of another kind (a sleep, a lock)
-# can't be reached so: some time later the process ends, and the next one is recovered from the log.
+# A query is ended by an exception anywhere in its Python code. In other code (a sleep, a lock) that can't reach it:
+# some time later the process ends, and the next one is recovered from the log.
 
 
-QUERY_LIMIT_S = 30.0  # of one query: as long the handlers, and whoever waits for them, stand still
+QUERY_LIMIT_S = 30.0  # of one query: for this time the handlers, and their callers, stand still
 
-GRACE_S = 10.0  # then, until the process ends
+GRACE_S = 10.0  # after that, until the process ends
 
 _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 class QueryLimit:
-    """Time limit of queries. :meth:`run` is for the thread of the handlers, :meth:`look` for another one."""
+    """Time limit of queries. The handlers' thread calls :meth:`run`, another one :meth:`look`."""
 
     def __init__(self, limit_s: float = QUERY_LIMIT_S, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
         self._clock_s = clock_s
-        self._lock = threading.Lock()  # of what follows
-        self._since_s: float | None = None  # when the query that runs began
+        self._lock = threading.Lock()  # of the attributes below
+        self._since_s: float | None = None  # when the running query began
         self._thread_id = 0
-        self._told = False  # it was told to end, and may not have heard it yet
+        self._told = False  # it was told to end; the exception can still be pending
 
     def run(self, query: Callable[[], Any]) -> Any:
-        """Run a query and return its result. Raises QueryTooLong, and whatever the query raises."""
+        """Run a query and return its result. Raises QueryTooLong, and what the query raises."""
         self._thread_id = threading.get_ident()
         self._told = False
         self._since_s = self._clock_s()
@@ -183,7 +183,7 @@ class QueryLimit:
             finally:
                 self._end()
         except QueryTooLong:
-            self._end()  # it may have come in the first one; it comes once
+            self._end()  # the exception can have come in the first one; it comes only once
             raise QueryTooLong(
                 f"it has kept the handlers waiting for {self._limit_s:g} s, as long as a query may that is not logged: "
                 f"let it do less, or call it without .query"
@@ -193,15 +193,15 @@ class QueryLimit:
         with self._lock:
             self._since_s = None
         if self._told:
-            # A pending exception is raised here. If it were taken back (with None), CPython 3.11 would keep a flag that
-            # nothing clears, and whoever debugs or traces that thread then hangs at the next function's beginning.
+            # A pending exception is raised here. If it were withdrawn (with None), CPython 3.11 would keep a flag that
+            # nothing clears: a debugger or tracer of that thread then hangs at the start of the next function.
             with contextlib.suppress(QueryTooLong):
                 _raise_in(ctypes.c_ulong(self._thread_id), ctypes.py_object(QueryTooLong))
                 for _ in range(2):  # it comes at a jump back
                     pass
 
     def look(self, *, is_debugged: bool = False) -> bool:
-        """End a query that takes too long; called now and then. True: it does not come back: end the process."""
+        """End a query that takes too long; called at intervals. Return True if it does not return: end the process."""
         with self._lock:
             if self._since_s is None:
                 return False
@@ -215,17 +215,17 @@ class QueryLimit:
             return for_s >= self._limit_s + GRACE_S
 
 
-# To encode the state has its time: hooks of the user's own may wait for what never comes.
+# Time limit of encoding the state: the user's own hooks could wait for ever.
 #
 # A longer encoding is ended by a signal, which also reaches code that sleeps or waits for a lock. Only the main thread
-# has signals, and what the user's code does with SIGALRM stays: elsewhere there is no limit.
+# has signals, and a SIGALRM handler of the user's stays: in these cases there is no limit.
 
 
 T = TypeVar("T")
 
 ENCODING_LIMIT_S = 120.0  # 1 GiB is encoded in 3 s
 
-AGAIN_S = 1.0  # where the code goes on behind it
+AGAIN_S = 1.0  # if the code catches the exception and continues
 
 
 class _TakesTooLong(BaseException):
@@ -233,7 +233,7 @@ class _TakesTooLong(BaseException):
 
 
 def limited(encode: Callable[[], T]) -> T:
-    """Run ``encode`` and return its result. Raises StateError if it takes too long, and whatever it raises."""
+    """Run ``encode`` and return its result. Raises StateError if it takes too long, and what it raises."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         return encode()
@@ -268,7 +268,7 @@ _Handled = tuple[int, PlainRow]  # by committer ID
 
 
 class HandlerTimings:
-    """Writer of timings in ``folder``, on the monotonic clock. ``say`` is told if they can't be written."""
+    """Writer of timings in ``folder``, on the monotonic clock. ``say`` is called if they can't be written."""
 
     def __init__(
         self,
@@ -281,10 +281,10 @@ class HandlerTimings:
         self._writer = SegmentWriter(folder, APP, limit_bytes, say)
         self._noting: Noting[_Handled] = Noting(self._write)
         self._put = self._noting.put
-        self._noted = -1, -1  # what is made undone and executed again was noted
+        self._noted = -1, -1  # messages that are undone and executed again were noted before
 
     def note(self, committer_id: int, place: tuple[int, int], began_ns: int) -> None:
-        """Note that the handler of the message at ``place``, its record and index, is over now."""
+        """Note that the handler of the message at ``place``, its record and index, has ended now."""
         if place > self._noted:
             self._noted = place
             self._put((committer_id, (*place, _KIND, began_ns, self.clock_ns(), 0)))
@@ -293,7 +293,7 @@ class HandlerTimings:
         return _TimedDelivery(definition, context, self)
 
     def close(self) -> None:
-        """Write what was noted."""
+        """Write the noted times."""
         self._noting.close()
         self._writer.close()
 

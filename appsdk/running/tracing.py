@@ -1,9 +1,7 @@
-"""Traced runs: which message made each call, and which operations of two runs over one log match.
+"""Traced runs, which report the message that made each call, and match the operations of two runs over one log.
 
-It also tells the numbers that it draws for what its handlers wait for, and takes those of another run
-(:mod:`immortal.appsdk.running.tracing`).
-
-Nothing of it is in the way of an ordinary run, which has neither this outbox nor these extensions.
+A traced run also reports the numbers that it draws for the waits of its handlers, or takes those of another run.
+Ordinary runs pay nothing for it: they have neither this outbox nor these extensions.
 """
 
 from __future__ import annotations
@@ -44,15 +42,15 @@ from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_mes
 from immortal.protocol.readers import Record
 
 EXTENSIONS = ALL_EXTENSIONS | TRACE_EXTENSIONS
-LAST_WORDS_TIMEOUT_S = 60.0  # behind all output so far, which the coordinator may be comparing meanwhile
+LAST_WORDS_TIMEOUT_S = 60.0  # for all output so far, which the coordinator can still be comparing
 
 
 class TracingOutbox(Outbox):
-    """Outbox that puts in front of each batch of calls the logged messages that made them."""
+    """Outbox that sends, before each batch of calls, the logged messages that made them."""
 
     def __init__(self, context: Context, wake: Callable[[], None] = lambda: None) -> None:
         super().__init__(context, wake)
-        self._runs: dict[str, list[Origin]] = {}  # of what is in the open batch, by destination
+        self._runs: dict[str, list[Origin]] = {}  # of the calls in the open batch, by destination
 
     def make_fork(
         self, destination: str, name: str, method_id: int, signature: inspect.Signature
@@ -75,7 +73,7 @@ class TracingOutbox(Outbox):
         context, runs = self._context, self._runs.setdefault(destination, [])
 
         def traced(*arguments: Any, **keywords: Any) -> None:
-            # Noted before the call, which may close the batch; taken back when there is no call after all.
+            # Noted before the call, which can close the batch; taken back if the call fails.
             before = runs[-1] if runs else None
             if before and (before.sequence_id, before.message_index) == (context.sequence_id, context.message_index):
                 runs[-1] = Origin(before.sequence_id, before.message_index, before.count + 1)
@@ -128,7 +126,7 @@ class TracingOutbox(Outbox):
 
 
 class TracingDispatcher(Dispatcher):
-    """Dispatcher of one connection's life of an app that is inspected."""
+    """Dispatcher of one connection, for an app that is inspected."""
 
     tasks: RenumberedTasks
 
@@ -141,12 +139,12 @@ class TracingDispatcher(Dispatcher):
     ) -> None:
         tracing: dict[str, Any] = {"make_outbox": TracingOutbox, "make_tasks": RenumberedTasks}
         super().__init__(definition, draw_seed, wake, extensions=EXTENSIONS, **tracing, **how)
-        self._rewinds.copies.keeps_all = True  # nobody starts it again
-        self._ended_sequence_id = -1  # the last record that was handled whole
+        self._rewinds.copies.keeps_all = True  # it is not restarted
+        self._ended_sequence_id = -1  # the last record that was handled completely
         self._told_sequence_id = -1
 
     def _control(self, record: Record) -> Iterator[Event]:
-        self._tell_progress()  # before a checkpoint, which may be the last that it says
+        self._tell_progress()  # before a checkpoint, which can be its last output
         for message_type, start, end in decode_messages(record.content):
             if message_type == MessageType.NUMBERS:  # it comes alone
                 self.tasks.told(decode_numbers(record.content[start:end]).draws)
@@ -162,7 +160,7 @@ class TracingDispatcher(Dispatcher):
             self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
 
     def expect(self, sequence_id: int) -> None:
-        """Expect a record of that number next, in a run that is given others than those of one log."""
+        """Expect a record of that number next, in a run that gets records of more than one log."""
         self._life.next_sequence_id = sequence_id
 
     def data_to_send(self) -> list[Chunk]:
@@ -170,35 +168,35 @@ class TracingDispatcher(Dispatcher):
         return super().data_to_send()
 
     def _tell_progress(self) -> None:
-        """Tell listeners that this run draws no more numbers for the records so far."""
+        """Report that this run draws no more numbers for the records so far."""
         if self.tasks.others is None and self._told_sequence_id < self._ended_sequence_id:
             self._told_sequence_id = self._ended_sequence_id
             self.outbox.send(encode_numbers(self._ended_sequence_id))
 
     def report_failure(self, error: HandlerError) -> None:
-        """Say where the app stops, behind all that it has said until then."""
+        """Report where the app stops, after all its output."""
         self._tell_progress()
         self.outbox.close_batches()
         self.outbox.send(encode_handler_failed(HandlerFailure(error.sequence_id, error.message_index, str(error))))
 
 
 def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport: Transport) -> None:
-    """Tell the coordinator, before the connection is closed. Raises nothing."""
+    """Tell the coordinator of the failure before the connection is closed. Never raises."""
     dispatcher.report_failure(error)
     transport.send_last_words(LAST_WORDS_TIMEOUT_S)
 
 
-# Two runs over one log: what the code of the second does alike has the number that it had in the first.
+# Two runs over one log: operations that the second run repeats have the numbers of the first.
 #
-# Each ``async def`` handler, and each thing that one waits for, has a number, drawn in turn: answers and the results of
-# effects come back with it, and random numbers follow from it. So code that leaves out a single call would shift all
-# numbers behind it. In a what-if the old code therefore tells what it draws, and what for, and the new code is told it
-# before each record. What it does alike takes the same number: the same handler instance, callee, method and arguments,
-# the first with the first, the second with the second. What has no counterpart has a number that no log has: below 0,
-# or very large.
+# Each ``async def`` handler, and each of its waits, has a number, drawn in turn: answers and results of effects come
+# with it, and random numbers follow from it. So code that omits a single call would shift all later numbers. In a
+# what-if the old code therefore reports its numbers and their operations, and the new code gets them before each
+# record. An operation that it repeats gets the same number: the same handler instance, callee, method and arguments;
+# the first matches the first, the second the second. An operation without a counterpart has a number that no log has:
+# negative, or very large.
 #
-# The two need not do it at the same record. What comes for something that the new code has not asked for yet is kept
-# for it, as long as the handler runs; and where the new code was first, it is given the number once that is known.
+# The two can do it at different records. Input for an operation that the new code has not begun yet is kept for it, as
+# long as the handler runs. If the new code is first, it gets the number once that is known.
 
 
 What = tuple[str, int]
@@ -206,7 +204,7 @@ T = TypeVar("T")
 
 
 class RenumberedTasks(Tasks):
-    """Tasks of a run that reports its numbers in ``drawn``, or that takes over those of another run."""
+    """Tasks of a run that reports its numbers in ``drawn``, or that takes the numbers of another run."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -222,7 +220,7 @@ class RenumberedTasks(Tasks):
             drawn = self._draw(operation)
             self._since_copy.append(drawn)
         self._next_number = max(self._next_number, abs(drawn.number) + 1)
-        if operation is not None and drawn.outcome is not None:  # it is there already, for when this waits
+        if operation is not None and drawn.outcome is not None:  # the result is there already
             self.later(partial(self.resolve, operation, *drawn.outcome))
         return drawn.number
 
@@ -240,7 +238,7 @@ class RenumberedTasks(Tasks):
         self._since_copy.clear()
 
     def rewinds(self) -> None:
-        self._again = deque(self._since_copy)  # it draws what it drew
+        self._again = deque(self._since_copy)  # it draws the same again
 
     def renumbered(self, own: int, number: int) -> None:
         for drawn in self._since_copy:
@@ -279,21 +277,21 @@ class RenumberedTasks(Tasks):
 
 
 class _Drawn(Struct):
-    """Number drawn by the other run. ``outcome``: what has come for it early, (whether it raised, value)."""
+    """Number drawn by the other run. ``outcome``: its early result, (True if it raised, value)."""
 
     number: int
     outcome: tuple[bool, bytes] | None = None
 
 
 def _what(operation: Operation) -> What:
-    """Describe an operation as a journal does, but a call by the log's method: code may give that another name."""
+    """Describe an operation like a journal, but a call by its method ID: the code can have renamed the method."""
     if isinstance(operation, Call):
         return f"call {operation.target.handler.method_id} of {operation.target.destination}", operation.detail
     return operation.what, operation.detail
 
 
 class MatchedOperation:
-    """Operation that the old code waits for and the new code so far does not. It stands in place of an Operation."""
+    """Operation that the old code waits for and the new code not yet. It stands in for an Operation."""
 
     __slots__ = ("number", "outcome", "what")
 
@@ -308,20 +306,20 @@ class MatchedOperation:
         return self.what.endswith(f" of {name}")
 
     def fits(self, saved: Described) -> bool:
-        """Return True: the old code has asked for what comes."""
+        """Return True: the old code has asked for this result."""
         return True
 
 
 class _Handler(Struct):
-    """Handler that both codes run. ``ahead``: what only the old code has done; ``behind``: numbers of what only the new
-    code has."""
+    """Handler that both codes run. ``ahead``: operations of only the old code so far; ``behind``: numbers of those of
+    only the new code."""
 
     ahead: dict[What, deque[MatchedOperation]] = field(default_factory=dict)
     behind: dict[What, deque[int]] = field(default_factory=dict)
 
 
 def _taken(waiting: dict[What, deque[T]], what: What) -> T | None:
-    """Take the first of those that wait for ``what``."""
+    """Remove and return the first item that waits for ``what``."""
     if (found := waiting.get(what)) is None:
         return None
     first = found.popleft()
@@ -331,11 +329,11 @@ def _taken(waiting: dict[What, deque[T]], what: What) -> T | None:
 
 
 class RunMatcher:
-    """Matches the operations that the other run drew with those of ``tasks``."""
+    """Matches the operations of the other run with those of ``tasks``."""
 
     def __init__(self, tasks: RenumberedTasks) -> None:
         self._tasks = tasks
-        self._starts: dict[int, int] = {}  # of the handlers that start in this record: by the index of their message
+        self._starts: dict[int, int] = {}  # handlers that start in this record, by their message's index
         self._handlers: dict[int, _Handler] = {}
         self._own_numbers = count(-1, -1)
 
@@ -356,7 +354,7 @@ class RunMatcher:
                     self._register(counterpart)
 
     def end_record(self) -> None:
-        """Forget operations of the record that only the other run started: they will never run here."""
+        """Forget handlers of the record that only the other run started: they will never run here."""
         for number in self._starts.values():
             self.forget(number)
         self._starts.clear()
@@ -370,7 +368,7 @@ class RunMatcher:
                     self._unregister(counterpart)
 
     def restored(self) -> None:
-        """Register counterparts anew: everything that waits was registered again."""
+        """Register the counterparts again, after the waits were registered again."""
         for handler in self._handlers.values():
             for counterparts in handler.ahead.values():
                 for counterpart in counterparts:
@@ -379,7 +377,7 @@ class RunMatcher:
     # --- this run ---------------------------------------------------------------------------------------------------
 
     def drawn_for(self, operation: Operation | None) -> _Drawn:
-        """Return what a number was drawn for. ``operation`` None: for the handler that starts."""
+        """Return the number for an operation, or (None) for the handler that starts."""
         if operation is None:
             number = self._starts.pop(self._tasks.context.message_index, None)
             return self._own() if number is None else _Drawn(number)
@@ -396,20 +394,20 @@ class RunMatcher:
         return _Drawn(counterpart.number, counterpart.outcome)
 
     def number_own_from(self, first: int) -> None:
-        """Number from which calls without a counterpart count: calls that others answer need one of 0 or more."""
+        """Set the first number of calls without a counterpart: others can only answer numbers of 0 or more."""
         self._own_numbers = count(first)
 
     def _own(self) -> _Drawn:
         return _Drawn(next(self._own_numbers))
 
     def _handler(self, number: int) -> _Handler | None:
-        """Return a handler by number; None for one that does not run here, or not there."""
+        """Return a handler by number; None if it does not run here, or not there."""
         handler = self._handlers.get(number)
-        if handler is None and number > 0 and self._tasks.runs(number):  # it waits since before the replay
+        if handler is None and number > 0 and self._tasks.runs(number):  # it has waited since before the replay
             handler = self._handlers[number] = _Handler()
         return handler
 
-    # --- whom what comes in finds -----------------------------------------------------------------------------------
+    # --- receivers of input -----------------------------------------------------------------------------------------
 
     def _register(self, counterpart: Any) -> None:
         self._tasks.calls[counterpart.number] = counterpart

@@ -1,8 +1,8 @@
 """Transport over the app's one connection: mutual proof of the secret, then a blocking loop between socket and app.
 
-Two limits keep memory bounded. With OUTPUT_PENDING_BYTES_MAX not taken by the coordinator, no input is handled until it
-reads again (for however long: it pushes back when a peer is down). Up to INPUT_BUFFERED_BYTES_MAX the app goes on
-reading meanwhile, so that it hears of a Goodbye, a Refusal or the end, and never keeps the coordinator from sending.
+Two limits keep memory bounded. While the coordinator has not taken OUTPUT_PENDING_BYTES_MAX, no input is handled, for
+however long (it pushes back while a peer is down). Meanwhile the app continues to read up to INPUT_BUFFERED_BYTES_MAX,
+so that it receives a Goodbye, a Refusal or the end, and never keeps the coordinator from sending.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from immortal.protocol.extensions import SECRET_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, decode_messages
 from immortal.protocol.readers import Record, RecordReader
 
-CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log may take seconds before it listens
+CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log can take seconds before it listens
 CONNECT_ATTEMPT_TIMEOUT_S = 5.0
-CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.05  # an attempt costs less than a service that is still down
-RECEIVE_SIZE_BYTES = 256 << 10  # of one recv: larger ones cost more in fresh memory than they save in calls
-OUTPUT_PENDING_BYTES_MAX = 4 << 20  # not taken by the socket: beyond it no input is handled
+CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.05  # an attempt costs less than a service that stays down
+RECEIVE_SIZE_BYTES = 256 << 10  # per recv: more costs more in fresh memory than it saves in calls
+OUTPUT_PENDING_BYTES_MAX = 4 << 20  # not taken by the socket: above it no input is handled
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
-LAST_WORDS_TIMEOUT_S = 5.0  # for what the coordinator is to hear before the app leaves
-TIMER_WAIT_MS_MAX = 10_000  # then the time is looked at again
+LAST_WORDS_TIMEOUT_S = 5.0  # for the last output before the app leaves
+TIMER_WAIT_MS_MAX = 10_000  # then the time is checked again
 SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
-UNIX = "unix:"  # in front of the path of a Unix socket
+UNIX = "unix:"  # prefix of the path of a Unix socket
 UNIX_PATH_SIZE_BYTES_MAX = 107  # the kernel's limit
 UNIX_SEND_BUFFER_SIZE_BYTES = 1 << 20
 
@@ -68,7 +68,7 @@ def parse_address(address: str) -> tuple[str, int] | str:
 
 
 def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket:
-    """Connect, and try again until a coordinator listens. Raises ConnectError after ``timeout_s``."""
+    """Connect to a coordinator; retry until it listens. Raises ConnectError after ``timeout_s``."""
     target = parse_address(address)
     deadline_s = time.monotonic() + timeout_s
     delay_s = CONNECT_DELAY_S_MIN
@@ -92,12 +92,12 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket
 
 
 def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
-    """Connect; return None if the connection has met itself. Raises OSError."""
+    """Connect; return None if the connection has connected to itself. Raises OSError."""
     if isinstance(target, str):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(CONNECT_ATTEMPT_TIMEOUT_S)
         try:
-            # The system's default is small: with it, a Unix socket costs more than TCP, otherwise half of it.
+            # The system's default is small: with it a Unix socket costs more than TCP, otherwise half as much.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_SIZE_BYTES)
             connection.connect(target)
             check_owner(connection, f"{UNIX}{target}")
@@ -106,7 +106,7 @@ def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
             raise
         return connection
     connection = socket.create_connection(target, CONNECT_ATTEMPT_TIMEOUT_S)
-    # Without a listener, a connection to a port that the system picks for clients may meet itself.
+    # Without a listener, a connection to a port from the clients' range can connect to itself.
     if connection.getsockname() == connection.getpeername():
         connection.close()
         return None
@@ -115,9 +115,9 @@ def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
 
 
 def read_secret(path: str) -> bytes:
-    """Read the secret, the one line of the file at ``path``. Raises ConnectError.
+    """Read the secret, the only line of the file at ``path``. Raises ConnectError.
 
-    To be read once the connection is there: the coordinator makes a new secret at each start, before it listens.
+    Read it after the connection is made: the coordinator writes a new secret at each start, before it listens.
     """
     try:
         secret = Path(path).read_bytes().strip()
@@ -132,7 +132,7 @@ def read_secret(path: str) -> bytes:
 
 
 class Waker:
-    """Lets other threads end the main thread's wait."""
+    """Pipe by which other threads end the main thread's wait."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -159,7 +159,7 @@ class Waker:
 
 
 class Transport:
-    """Runs one connection to its end. ``address`` is for messages."""
+    """Runs one connection to its end. ``address``: for messages."""
 
     def __init__(self, connection: socket.socket, loop: AppLoop, waker: Waker, address: str) -> None:
         self._connection = connection
@@ -174,12 +174,12 @@ class Transport:
         self._interest = 0
 
     def fail(self, error: AppError) -> None:
-        """End the run with this error, from any thread."""
+        """End the run with this error. For any thread."""
         self._loop.fail(error)
         self._waker.wake()
 
     def run(self) -> str:
-        """Run until the coordinator says Goodbye; its reason. Raises Disconnected, and as :meth:`AppLoop.step`."""
+        """Run until the coordinator says Goodbye; return its reason. Raises Disconnected, errors of AppLoop.step."""
         try:
             return self._run()
         except UpgradeError:
@@ -208,8 +208,9 @@ class Transport:
             self._wait()
 
     def send_last_words(self, timeout_s: float = LAST_WORDS_TIMEOUT_S) -> None:
-        """Send what the dispatcher still has, and see to it that the coordinator can read it, before the connection is
-        closed: what comes in after that would make the system throw away what is on its way out. Raises nothing."""
+        """Send the dispatcher's last output so that the coordinator can read it, before the connection is closed.
+
+        Input that arrives after a close would make the system discard unsent output. Never raises."""
         deadline_s = time.monotonic() + timeout_s
         poll = select.poll()
         self._loop.take_output()
@@ -234,13 +235,13 @@ class Transport:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def is_left(self) -> bool:
-        """Tell whether the coordinator has ended the connection. From any thread."""
+        """Return True if the coordinator has ended the connection. For any thread."""
         poller = select.poll()
         poller.register(self._connection, select.POLLRDHUP)
         return bool(poller.poll(0))
 
     def send_from_other_thread(self, message: bytes) -> bool:
-        """Send ``message`` at once, from any thread, while a handler runs; False if that is not possible now."""
+        """Send ``message`` at once, from any thread, while a handler runs; return False if that is not possible now."""
         loop = self._loop
         if not loop.lock.acquire(blocking=False):
             return False
@@ -270,14 +271,14 @@ class Transport:
             except BlockingIOError:
                 return
             except OSError:
-                self._loop.end_output()  # what the coordinator said before it went away may still be read
+                self._loop.end_output()  # the coordinator's last messages can still be read
                 return
             self._loop.took(sent)
 
     # --- waiting and receiving --------------------------------------------------------------------------------------
 
     def _poll_snapshot(self) -> None:
-        """Wait for the child only while there is room for what it writes."""
+        """Wait for the child's output only while there is room for it."""
         snapshot = self._loop.snapshot
         wanted = snapshot.fileno() if snapshot is not None and self._loop.snapshot_has_room else -1
         if wanted == self._snapshot_polled:
@@ -289,7 +290,7 @@ class Transport:
         self._snapshot_polled = wanted
 
     def _wait(self) -> None:
-        """Wait until there is input, room for output, or a call of the waker; read what is there."""
+        """Wait for input, for room for output, or for the waker; read what is there."""
         interest = select.POLLOUT if self._loop.pending else 0
         if not self._input_ended and (
             self._loop.pending_size_bytes < OUTPUT_PENDING_BYTES_MAX
@@ -312,7 +313,7 @@ class Transport:
                 self._receive()
 
     def _time_to_wait_ms(self) -> int | None:
-        """Return the time in ms until a timer is due or a child was silent for too long."""
+        """Return the time in ms until a timer is due or a child has been silent for too long."""
         times_ms = []
         due_ns = self._dispatcher.next_due_ns
         if due_ns is not None and self._loop.pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
@@ -335,9 +336,9 @@ class Transport:
             self._loop.end_output()
 
 
-# Before the first record: who listens must prove to be the coordinator, and then the app proves to be its app.
+# Before the first record: the listener must prove to be the coordinator, then the app proves to be its app.
 #
-# The secret itself is never sent, so who listens in the coordinator's place learns nothing, and is not listened to.
+# The secret itself is never sent. So a process that listens in the coordinator's place learns nothing, and is ignored.
 
 
 ANSWER_TIMEOUT_S = 60.0  # a coordinator answers at once, unless its disk hangs
@@ -346,7 +347,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def check_owner(connection: socket.socket, address: str) -> None:
-    """Raises ConnectError unless this user, or root, listens at the other end of a Unix socket."""
+    """Check that this user, or root, listens at the other end of a Unix socket. Raises ConnectError."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id, user_id, _ = _CREDENTIALS.unpack(credentials)
     if user_id not in (_ROOT, os.geteuid()):
@@ -359,8 +360,8 @@ def check_owner(connection: socket.socket, address: str) -> None:
 def authenticate(connection: socket.socket, secret: bytes, address: str) -> None:
     """Let both ends of the fresh, non-blocking ``connection`` prove that they know ``secret``.
 
-    Raises ConnectError where who listens can't, and Refused where it says that it does not want this app; nothing else
-    that it says is looked at.
+    Raises ConnectError if the listener can't, and Refused if it says that it does not want this app; all else that it
+    sends is ignored.
     """
     nonce = os.urandom(NONCE_SIZE_BYTES)
     try:
@@ -388,7 +389,7 @@ def authenticate(connection: socket.socket, secret: bytes, address: str) -> None
 
 
 def _answer(connection: socket.socket, address: str) -> Answer:
-    """Raises ConnectError, Refused, RemoteProtocolError, OSError."""
+    """Receive the answer to the Challenge. Raises ConnectError, Refused, RemoteProtocolError, OSError."""
     reader = RecordReader()
     deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
     size_bytes = 0
@@ -403,7 +404,7 @@ def _answer(connection: socket.socket, address: str) -> Answer:
             break
         if size_bytes >= ANSWER_SIZE_BYTES_MAX:
             raise RemoteProtocolError(f"its answer has more than {ANSWER_SIZE_BYTES_MAX} bytes")
-        if (rest_s := deadline_s - time.monotonic()) <= 0:  # it may come byte by byte
+        if (rest_s := deadline_s - time.monotonic()) <= 0:  # it can come byte by byte
             raise TimeoutError
         connection.settimeout(rest_s)
     messages = list(decode_messages(event.content)) if isinstance(event, Record) else []

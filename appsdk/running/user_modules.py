@@ -1,8 +1,8 @@
-"""Loads the user's modules: the folder on ``sys.path``, and in a replay the code that ``--code`` names, with its
-digest.
+"""Loader of the user's modules: the folder on ``sys.path``; in a replay the code of ``--code``, with its digest.
 
-A file that has the name of one of Python's modules, or of one that is loaded already (this SDK, what it uses), is not
-what an ``import`` of that name gives. It does no harm, but for whoever means that file: they are told.
+A file with the name of one of Python's modules, or of one that is loaded already (the SDK, what it uses), is hidden: an
+``import`` of that name gives the other module. That does no harm, except if the user means the file: then a message
+says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from immortal.protocol.errors import ImmortalError
 
 
 def add_to_path(folder: str) -> None:
-    """Let modules of ``folder`` be found before installed ones, and behind Python's own."""
+    """Let modules of ``folder`` be found before installed ones, and after Python's own."""
     if folder in sys.path or "" in sys.path:
         return
     library = os.path.dirname(os.__file__)
@@ -50,19 +50,19 @@ def add_to_path(folder: str) -> None:
 
 
 def load_module(name: str) -> ModuleType:
-    """Load a module by its name, or by the path of a file, whose name need not be one to import.
+    """Load a module by its name, or by the path of a file, even if its name can't be imported.
 
-    Raises ImportError; what the module raises as it is imported passes.
+    Raises ImportError, and what the module raises when it is imported.
     """
     if not (name.endswith(".py") and os.path.isfile(name)):
         return importlib.import_module(current_module(name))
     path = os.path.realpath(name)
     folder, module_name = os.path.dirname(path), os.path.basename(path).removesuffix(".py")
     add_to_path(folder)
-    if module_name == "__main__":  # is this process's own
+    if module_name == "__main__":  # the name of this process's own module
         module_name = f"{os.path.basename(folder)}-main"
     if module_name.isidentifier():
-        module = importlib.import_module(module_name)  # what others import by its name is the same one
+        module = importlib.import_module(module_name)  # the same module that others import by its name
         if os.path.realpath(getattr(module, "__file__", None) or "") == path:
             return module
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -82,9 +82,9 @@ def load_module(name: str) -> ModuleType:
 
 
 def explain(error: ImmortalError, cls: type | None = None) -> str:
-    """Return the text of ``error``, behind the user's line that it is about, if that is known.
+    """Return the text of ``error``, after the line of user code that it is about, if that is known.
 
-    ``cls``: the class that is refused; None: the line of its module that was imported last tells.
+    ``cls``: the class that is refused; None: take the last line of user code in the traceback.
     """
     file, number = "", 0
     with contextlib.suppress(OSError, TypeError, SyntaxError):  # there is no source
@@ -102,8 +102,9 @@ def explain(error: ImmortalError, cls: type | None = None) -> str:
 
 
 def _member_line(source: str, number: int, text: str) -> int:
-    """Return the line of the member that ``text`` names ("App.take: ...", "attribute 'left'") in the class at line
-    ``number``; that line itself where it names none."""
+    """Return the line of the member that ``text`` names ("App.take: ...", "attribute 'left'").
+
+    ``number``: the line of its class; the result if ``text`` names no member."""
     named = {*re.findall(r"attribute '(\w+)'", text), *re.findall(r"^[\w.]+\.(\w+)\b", text)}
     classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     inside = [node for node in classes if _first_line(node) <= number <= (node.end_lineno or 0)]
@@ -119,7 +120,7 @@ def _first_line(node: ast.ClassDef) -> int:
 
 
 class HiddenModules:
-    """Finds modules of ``folder`` that an import does not give, as things are now: before the user's are loaded."""
+    """Finds modules of ``folder`` that an import does not give. Create it before the user's modules are loaded."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -130,12 +131,12 @@ class HiddenModules:
         return name in sys.stdlib_module_names if loaded is None else not self._is_own(loaded)
 
     def _is_own(self, module: ModuleType) -> bool:
-        """Tell whether a module is of the folder, and not of an environment in it."""
+        """Return True if a module is of the folder, and not of an environment in it."""
         file = getattr(module, "__file__", None) or ""
         place = os.path.join(self._folder, module.__name__.partition(".")[0])
         if file == f"{place}.py" or file.startswith(f"{place}{os.sep}"):
             return True
-        path = getattr(module, "__path__", None)  # a package that is reached by a link as well, as ours in its checkout
+        path = getattr(module, "__path__", None)  # a package that is also reached by a link, as ours in its checkout
         return (
             path is not None
             and os.path.isdir(place)
@@ -143,7 +144,7 @@ class HiddenModules:
         )
 
     def problem(self, name: str) -> str | None:
-        """Return the text for someone who wants the module ``name`` of the folder; None if it is not hidden."""
+        """Return the text for a user who wants the module ``name`` of the folder; None if it is not hidden."""
         path = self._paths.get(name)
         if path is None:
             return None
@@ -151,14 +152,14 @@ class HiddenModules:
         return f"'import {name}' gives {whose} of that name, not {path}: give that file another name"
 
     def problems_of(self, error: BaseException) -> list[str]:
-        """Say why the user's code may have failed with ``error`` as it was imported."""
+        """Return texts on why the import of the user's code can have failed with ``error``."""
         if not isinstance(error, ImportError | AttributeError):
             return []
         named = re.findall(r"'(\w+)[.']", str(error))
         return [problem for name in dict.fromkeys(named) if (problem := self.problem(name)) is not None]
 
     def problems(self) -> list[str]:
-        """List imports of loaded modules of the folder that get another module than the user's."""
+        """Return a text for each import, in loaded modules of the folder, that gets another module than the user's."""
         if not self._paths:
             return []
         loaded = [module for module in list(sys.modules.values()) if self._is_own(module)]
@@ -181,7 +182,7 @@ def _modules_in(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def _imports(module: ModuleType) -> set[str]:
-    """Return the modules, by the first part of their names, that the source of ``module`` imports anywhere."""
+    """Return the modules that the source of ``module`` imports anywhere, by the first part of their names."""
     try:
         tree = ast.parse(Path(str(module.__file__)).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -193,25 +194,25 @@ def _imports(module: ModuleType) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-# The user's code in a replay: compiled from its sources, that of ``--code`` first, and noted with a digest.
+# The user's code in a replay: compiled from its sources, those of ``--code`` first, and noted with a digest.
 #
-# In service Python's own rules hold. Where code is judged they would not do: a stale ``.pyc`` whose source has the same
-# size and second, an editable install with a finder of its own, or PYTHONPATH would run other code than the one that is
-# named, and nobody would see it.
+# In service Python's own rules apply. They are not enough where code is judged: a stale ``.pyc`` whose source has the
+# same size and second, an editable install with its own finder, or PYTHONPATH would run other code than the named one,
+# and nobody would notice.
 
 
 CODE_VARIABLE = "IMMORTAL_CODE"
-"""A folder or a wheel whose modules come before those of any other place; empty: none."""
+"""Variable with a folder or a wheel whose modules precede those of any other place; empty: none."""
 
 NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
-"""A file that gets a line of JSON for each module of the user's: {"module", "file", "sha256"}. Set in replays only."""
+"""Variable with a file that gets a JSON line per user module: {"module", "file", "sha256"}. Set only in replays."""
 
 _SDK = str(Path(__file__).parents[2])
-_INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these is no code of the user's but the class itself
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these only the package of the class is the user's
 
 
 def is_users(top: str, fullname: str, origin: str) -> bool:
-    """Tell whether a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
+    """Return True if a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
     if fullname.partition(".")[0] == top:
         return True
     if not os.path.isabs(origin) or _INSTALLED & set(origin.split(os.sep)):
@@ -220,9 +221,9 @@ def is_users(top: str, fullname: str, origin: str) -> bool:
 
 
 def sources_of(cls: type) -> dict[str, tuple[str, bytes]]:
-    """Read the sources of the user's modules that are loaded: name in an archive to (path, source).
+    """Read the sources of the loaded user modules; return {name in an archive: (path, source)}.
 
-    Empty for a class that no archive could give: of ``__main__``, or without a source.
+    Empty for a class that no archive could contain: one of ``__main__``, or without a source.
     """
     found: dict[str, tuple[str, bytes]] = {}
     top = cls.__module__.partition(".")[0]
@@ -238,18 +239,18 @@ def sources_of(cls: type) -> dict[str, tuple[str, bytes]]:
 
 
 class UserCode(MetaPathFinder):
-    """Finds modules before all other finders. ``code``: what CODE_VARIABLE says. ``target``: "module:Class"."""
+    """Finder of modules, before all others. ``code``: value of CODE_VARIABLE. ``target``: "module:Class"."""
 
     def __init__(self, target: str, code: str, notes: str) -> None:
         self._target = target
         self._top = target.partition(":")[0].partition(".")[0]
-        self._code = os.path.realpath(code) if code else ""  # as the kernel has it, behind symbolic links
+        self._code = os.path.realpath(code) if code else ""  # as the kernel has it, after symbolic links
         self._notes = notes
         self._is_used = False  # a module of ``code`` was loaded
 
     @classmethod
     def from_environment(cls, target: str) -> UserCode | None:
-        """Load the code that the environment names; None in service. Raises LoadError for code that can't be taken."""
+        """Install the finder for the code that the environment names; None in service. Raises LoadError."""
         notes = os.environ.get(NOTES_VARIABLE)
         if not notes:
             return None
@@ -265,7 +266,7 @@ class UserCode(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def check(self) -> None:
-        """Check that the loaded class came from ``code``. Raises LoadError if nothing of it did."""
+        """Check that a module of ``code`` was loaded. Raises LoadError if none was."""
         if self._code and not self._is_used:
             module = sys.modules.get(self._target.partition(":")[0])
             raise LoadError(
@@ -314,7 +315,7 @@ class UserCode(MetaPathFinder):
         if type(loader) is SourceFileLoader:
             spec.loader, spec.cached = _FromSource(fullname, origin, self), None
         elif type(loader) is zipimporter:
-            wheel: Any = _FromWheel(os.path.join(loader.archive, loader.prefix), self)  # a Loader, to whom it matters
+            wheel: Any = _FromWheel(os.path.join(loader.archive, loader.prefix), self)  # a Loader, for the type checker
             spec.loader = wheel
         elif isinstance(loader, ExtensionFileLoader | SourcelessFileLoader):
             self.note(fullname, origin, Path(origin).read_bytes())
@@ -331,7 +332,7 @@ class _FromSource(SourceFileLoader):
         self._code = code
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the source now: no ``.pyc`` is read, nor written."""
+        """Compile the source now: no ``.pyc`` is read or written."""
         path = self.get_filename(fullname)
         source = self.get_data(path)
         self._code.note(fullname, path, source)

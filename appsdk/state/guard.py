@@ -1,8 +1,8 @@
-"""Checks after messages that the state can still be saved: a call that broke it fails, not the next checkpoint.
+"""Checks after messages that the state can still be saved: so the call that broke it fails, not the next checkpoint.
 
-All of a small state is looked at. Of a large one only what a glance tells to be new: attributes that were assigned,
-and what was added at the end of lists and dicts. What was there before is never laid to a message, since nobody knows
-which one it was. The rest is found at the next checkpoint.
+A small state is checked completely. In a large one only new parts are checked that are found fast: attributes that were
+assigned, and items at the end of lists and dicts. A message is never blamed for older parts, since nobody knows which
+message changed them. The next checkpoint finds the rest.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.types.encoding import encode_value
 
 SMALL_SIZE_BYTES_MAX = 4 << 10
-"""Size of attributes that are encoded each time, all together: some 10 microseconds."""
+"""Size of attributes that are encoded each time, all together: about 10 microseconds."""
 MEASURED_SIZE_BYTES_MAX = 4 << 20
-"""Size of a state that is measured by attribute at its checkpoint: in a larger one single values alone are small."""
+"""Size of a state whose attributes are measured at its checkpoint: in a larger one only single values count as
+small."""
 NEW_ITEMS_MAX = 64
-"""Items of a large list or dict that are looked at after each message."""
+"""Number of items of a large list or dict that are checked after each message."""
 
 _UNSET = object()
 
 
 class _Seen:
-    """Attribute as it was last looked at. ``data``: its bytes, of a small one; else None."""
+    """Attribute at its last check. ``data``: its bytes if it is small; else None."""
 
     __slots__ = ("data", "length", "value")
 
@@ -64,9 +65,9 @@ def _end(value: Any, count: int) -> Any:
 
 
 class Guard:
-    """Guard of one instance's state, which is the same object as long as it lives.
+    """Guard of one instance's state. The instance stays the same object for its whole life.
 
-    ``is_on``: messages are handled for the first time, so a new failure may be laid to one.
+    ``is_on``: messages are handled for the first time, so one can be blamed for a new failure.
     """
 
     def __init__(self) -> None:
@@ -74,12 +75,12 @@ class Guard:
         self._schema: StateSchema | None = None
         self._instance: Any = None
         self._seen: dict[str, _Seen] = {}
-        self._left_out: set[str] = set()  # what could not be kept before any of the messages that are looked at
+        self._left_out: set[str] = set()  # attributes that could not be saved before any of the checked messages
         self._count = 0  # of attributes
 
     def begin(self, schema: StateSchema, instance: Any, size_bytes: int) -> None:
-        """Begin with the state as it is: its present problems are nobody's fault. ``size_bytes``: its recent size."""
-        self._schema = None if schema.serializer == "own" else schema  # which runs code of the user's
+        """Begin with the present state, whose problems are no message's fault. ``size_bytes``: its recent size."""
+        self._schema = None if schema.serializer == "own" else schema  # that runs code of the user's
         self._instance = instance
         self._seen.clear()
         self._left_out.clear()
@@ -119,7 +120,7 @@ class Guard:
         return encode_value(value)
 
     def give_up(self) -> None:
-        """Stop until the state is next saved: later messages must not be blamed for what is wrong now."""
+        """Stop until the state is next saved: later messages must not be blamed for the present problem."""
         self._schema = None
 
     def check(self) -> StateError | None:
@@ -156,7 +157,7 @@ class Guard:
             return problem
         try:
             data = self._encoded(value)
-        except Exception:  # whatever it is, the other one says it in words
+        except Exception:  # the other function explains the error
             return self._problem(name, value)
         if not is_new and data == seen.data:
             return None
@@ -170,7 +171,7 @@ class Guard:
         if count <= 0 or not _length(value):
             return None
         end = _end(value, count)
-        # The whole is gone over where something is wrong only: it knows the path.
+        # Only in case of a problem the whole value is checked: that gives the path.
         return None if self._problem(name, end) is None else self._problem(name, value)
 
     def _problem(self, name: str, value: Any, data: bytes | None = None) -> StateError | None:

@@ -1,9 +1,9 @@
 """Journals of waiting ``async def`` handlers in a checkpoint, to rebuild the handlers.
 
-A journal holds what the handler was called with and, in the order in which they came, the results that it has had
-since. A recovery runs the handler over it: what it does once more is compared with the journal and not done again. Each
-thing that a handler waits for or does has a step number, from 1 in the order in which they begin, and a description:
-``what`` in words and a ``detail`` (the checksum of the arguments of a call, the time for which a timer is set).
+A journal holds the arguments of the handler and the results that it has had since, in their order. A recovery runs the
+handler over it: each operation is compared with the journal and not done again. Each operation of a handler has a step
+number, from 1 in the order in which they begin, and a description: ``what`` in words and a ``detail`` (the checksum of
+a call's arguments, the time of a timer).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ WAYS_OUT = (
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Result in a journal. ``value``: encoded; the returned one, or with ``raised`` the error (:func:`encode_raised`).
+    """Result in a journal. ``value``: encoded; with ``raised`` the error (:func:`encode_raised`), else the result.
 
-    With CANCEL_STEP it is a cancellation in place of one, and ``value`` (the reason, who).
+    With CANCEL_STEP it is a cancellation instead, and ``value`` is (the reason, who).
     """
 
     step: int
@@ -42,14 +42,14 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     detail: int
     raised: bool
     value: bytes
-    time_ns: int  # of the record that brought it
+    time_ns: int  # of the record that contained it
 
 
 decode_journal = decoding.Decoder(list[Entry]).decode
 
 
 class Pending(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Operation that has no result yet. ``number`` is its own in the life of the instance."""
+    """Operation without a result yet. ``number``: unique in the life of the instance."""
 
     step: int
     what: str
@@ -61,15 +61,15 @@ class SavedTask(msgspec.Struct, array_like=True, frozen=True):
     """Saved ``async def`` handler that waits. ``sequence_id`` and ``message_index``: of the message that began it."""
 
     number: int
-    generation: int  # how often it has gone on with continue_as
+    generation: int  # how often it has begun again with continue_as
     method_id: int
     arguments: bytes
-    caller: str | None  # who waits for its answer; None: nobody
-    call_number: int  # of the caller's
+    caller: str | None  # the caller that waits for its answer; None: nobody
+    call_number: int  # of the caller
     started_ns: int
     entries: list[Entry]
     pending: list[Pending]
-    sequence_id: int = -1  # not known: it began in an earlier version
+    sequence_id: int = -1  # unknown: it began in an earlier version
     message_index: int = 0
 
 
@@ -78,22 +78,22 @@ class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     next_number: int = 1  # of tasks, calls, timers and waits for events
     tasks: list[SavedTask] = []
-    signals: dict[str, list[bytes]] = {}  # that nobody has waited for yet, by name
-    schedules: dict[int, int] = {}  # when each is due next, ns since the Unix epoch, by method ID
-    jumps: list[tuple[int, int]] = []  # of the clock, while timers of before are pending: since when, and by how much
-    jumped_to_ns: int = 0  # the last of all
-    queued: list[SavedTask] = []  # calls that wait for their turn; ``started_ns``: when they came
+    signals: dict[str, list[bytes]] = {}  # without a waiter yet, by name
+    schedules: dict[int, int] = {}  # the next time of each, ns since the Unix epoch, by method ID
+    jumps: list[tuple[int, int]] = []  # of the clock, while older timers are pending: since when, and by how much
+    jumped_to_ns: int = 0  # the last of all jumps
+    queued: list[SavedTask] = []  # calls that wait for their turn; ``started_ns``: when they arrived
 
 
 _decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
 
 
 class JournalError(StateError):
-    """Raised if a handler that waits does not do again what it did: its code has changed."""
+    """Raised if a waiting handler does not repeat its operations: its code has changed."""
 
 
 class Described(Protocol):
-    """Description of an entry, something pending, or what a handler does now."""
+    """Description of a journal entry, a pending operation, or an operation of a handler."""
 
     @property
     def what(self) -> str: ...
@@ -102,14 +102,14 @@ class Described(Protocol):
 
 
 def described(one: Described) -> str:
-    """Describe an entry or operation in words, for people."""
+    """Return an entry or operation as text, for people."""
     if one.what == TIMER:
         return f"timer for {datetime_of(one.detail).isoformat()}"
     return f"{one.what} (arguments {one.detail & 0xFFFFFFFF:08x})" if one.detail else one.what
 
 
 def in_words(one: Described) -> str:
-    """Describe what is waited for, without the checksum of its arguments."""
+    """Return what is waited for as text, without the checksum of its arguments."""
     return described(one) if one.what == TIMER else one.what
 
 
@@ -117,7 +117,7 @@ def in_words(one: Described) -> str:
 
 
 def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -> str | None:
-    """Return the name under which ``error`` goes to whoever waits; None: it is none of what is declared."""
+    """Return the name under which a waiting caller gets ``error``; None: it is not declared."""
     for cls in type(error).__mro__:
         if raises.get(cls.__name__) is cls:
             return cls.__name__
@@ -125,7 +125,7 @@ def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -
 
 
 def encode_raised(name: str, error: BaseException) -> bytes:
-    """Encode an exception as [name, arguments, attributes]. Raises TypeError, which says what can't be encoded."""
+    """Encode an exception as [name, arguments, attributes]. Raises TypeError that says what can't be encoded."""
     attributes = attributes_of(error)
     try:
         return encode_value((name, error.args, attributes))

@@ -1,15 +1,15 @@
-"""Schema of the state: its attributes, how they become a checkpoint's blob, and how they are read from it.
+"""Schema of the state: its attributes, their encoding into a checkpoint's blob, and their decoding.
 
-The state is the annotated attributes of the class and its bases, without ClassVar, peers and :data:`Transient` ones. It
-is written as a MessagePack map from name to value, and read back by the annotations. What could not be read back is
-refused when it is written: after a crash it would be too late.
+The state is the annotated attributes of the class and its bases, except ClassVar, peers and :data:`Transient` ones. It
+is encoded as a MessagePack map from name to value, and decoded by the annotations. A value that could not be decoded
+again is refused when it is encoded: after a crash it would be too late.
 
 A blob is this module's envelope (magic, version, size of the header, header), then the state:
 
     0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack) · state
 
-The version is 1, 2 where async handlers wait, 3 with other rules than the first, 4 with ordered multicasts, 5 with
-nodes or handles.
+The version is 1, 2 if async handlers wait, 3 with other rules than the first, 4 with ordered multicasts, 5 with nodes
+or handles.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class _TransientMark:
 
 
 Transient = Annotated[T, _TransientMark()]
-"""``cache: Transient[dict[str, int]]``: an attribute that is no part of the state. ``prepare`` makes it, after
-``__init__`` and after each recovery, from what is."""
+"""Type of an attribute that is no part of the state: ``cache: Transient[dict[str, int]]``. ``prepare`` sets it from the
+state, after ``__init__`` and after each recovery."""
 
-VERIFIED_STATE_SIZE_BYTES_MAX = 64 << 20  # reading back takes 2-3 times as long as writing: above, it would be felt
+VERIFIED_STATE_SIZE_BYTES_MAX = 64 << 20  # decoding takes 2-3 times as long as encoding: above this, too long
 
 _VERSION = 3
-_VERSION_WITH_ORDERING = 4  # an SDK that knows no ordered multicasts must not lose them
-_VERSION_WITH_NODES = 5  # nor one that knows no handles
+_VERSION_WITH_ORDERING = 4  # an SDK without ordered multicasts must not lose them
+_VERSION_WITH_NODES = 5  # nor an SDK without handles
 
 WAYS_OUT = (
     "give the type a codec (immortal.register_type), write 'def checkpoint(self) -> bytes' and "
@@ -61,7 +61,7 @@ WAYS_OUT = (
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """Header of a blob: what the SDK itself needs back."""
+    """Header of a blob: what the SDK itself needs to restore."""
 
     class_name: str
     serializer: str  # msgspec, pickle or own
@@ -69,7 +69,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     sequence_id: int  # of the last record handled; -1: none
     version: int = 1  # of the class that wrote the state
     record_time_ns: int | None = None  # of the last record handled; None: unknown
-    instance_name: str = ""  # what the log calls the instance
+    instance_name: str = ""  # the instance's name in the log
     tasks: SavedTasks | None = None  # async handlers that wait
     rules: int = NEWEST  # for the log's whole life
     ordering: bytes | None = None  # of ordered multicasts; None: there never was one
@@ -94,7 +94,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
-    """Decode the header of a blob; returns it and the state. Raises StateError."""
+    """Decode the header of a blob; return it and the state. Raises StateError."""
     if len(blob) < FRONT.size:
         raise StateError(
             f"the checkpoint has {len(blob)} bytes, at least {FRONT.size} were expected: it is not this SDK's"
@@ -128,20 +128,20 @@ def is_transient(hint: Any) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickled state. The state is from the service's own log, which its owner trusts."""
+    """Unpickler of the state, which comes from the service's own log: its owner trusts that."""
 
     def find_class(self, module_name: str, name: str) -> Any:
         return super().find_class(current_module(module_name), name)
 
 
 def hook_of(cls: type, name: str) -> FunctionType | None:
-    """Return the plain method that the SDK calls as a hook, such as ``prepare``; None where the name is the user's."""
+    """Return the plain method that the SDK calls as a hook, such as ``prepare``; None if the name is another thing."""
     found = inspect.getattr_static(cls, name, None)
     return found if isinstance(found, FunctionType) else None
 
 
 class StateSchema:
-    """Writes and reads the state of one class. Raises DefinitionError, NameError (an unresolved annotation)."""
+    """Encoder and decoder of the state of one class. Raises DefinitionError, NameError (an unresolved annotation)."""
 
     def __init__(self, cls: type, serializer: str, not_state: Iterable[str], formerly: Iterable[str]) -> None:
         self._class_name = cls.__qualname__
@@ -176,7 +176,7 @@ class StateSchema:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def encode(self, instance: Any) -> bytes:
-        """Return the state as bytes, if it comes back as what it is.
+        """Return the state as bytes, after a check that it can be decoded unchanged.
 
         Raises StateError, which names the attribute and the path in it.
         """
@@ -197,13 +197,13 @@ class StateSchema:
         values = {name: self.kept(name, value) for name, value in values.items()}
         try:
             return encode_value(values)
-        except Exception as error:  # what a codec of the user's raises as well
+        except Exception as error:  # also of a codec of the user's
             for name, value in values.items():
                 self.encode_attribute(name, value)
             raise StateError(f"{self._class_name}: the state can't be saved: {error}; {WAYS_OUT}") from None
 
     def kept(self, name: str, value: Any) -> Any:
-        """Return the form in which an attribute's value comes back with its types. Raises StateError."""
+        """Return the form in which an attribute's value keeps its types. Raises StateError."""
         form = self._forms[name]
         try:
             return form.tag(value) if form.is_odd(value) else value
@@ -218,13 +218,13 @@ class StateSchema:
             raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
 
     def is_plain_value(self, name: str, value: Any) -> bool:
-        """Tell at a glance whether :meth:`check_attribute` accepts the value: a number, text or the like."""
+        """Return True if :meth:`check_attribute` surely accepts the value: a number, text or the like."""
         if self.serializer == "pickle":
             return type(value) in PLAIN_CLASSES
         return self._forms[name].is_plain_value(value)
 
     def check_attribute(self, name: str, value: Any, data: bytes | None = None) -> None:
-        """Check one attribute as :meth:`encode` does. ``data``: its encoded form, if known. Raises StateError."""
+        """Check one attribute like :meth:`encode`. ``data``: its encoded form, if known. Raises StateError."""
         if self.serializer == "pickle":
             if data is None:
                 self._pickled({name: value})
@@ -236,7 +236,7 @@ class StateSchema:
             self._require_restored(name, value, data)
 
     def pickled(self, value: Any) -> bytes:
-        """Raises whatever a class of the user's raises."""
+        """Return a value pickled. Raises what a class of the user's raises."""
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
     def _unfit(self, name: str, error: NotRoundTrippableError) -> StateError:
@@ -247,9 +247,9 @@ class StateSchema:
         )
 
     def forms(self, instance: Any) -> dict[str, bytes]:
-        """Return saved forms by attribute, for comparison only; for a class with a form of its own under "".
+        """Return the encoded attributes, only for comparison; for a class with its own form, one under "".
 
-        Raises whatever says that it can't be saved.
+        Raises any error of a value that can't be saved.
         """
         if self.serializer == "own":
             return {"": instance.checkpoint()}
@@ -274,7 +274,7 @@ class StateSchema:
         )
 
     def require_annotated(self, instance: Any) -> None:
-        """Raises StateError for an attribute that is not."""
+        """Check that all attributes are annotated. Raises StateError."""
         for name in vars(instance).keys() - self._known:
             raise StateError(
                 f"{self._class_name}: attribute {name!r} is set but not annotated: a recovery would lose it. Annotate "
@@ -283,20 +283,20 @@ class StateSchema:
             )
 
     def _verify(self, values: dict[str, Any], blob: bytes) -> None:
-        """Raise StateError if the state would come back as something else."""
+        """Check that the state would be decoded unchanged. Raises StateError."""
         raws = decoding.decode(blob, type=dict[str, msgspec.Raw])
         for name, raw in raws.items():
             self._require_restored(name, values[name], bytes(raw))
 
     def _require_restored(self, name: str, value: Any, data: bytes) -> None:
-        """Raise StateError if ``data`` does not come back as ``value``: a codec or constructor may change it."""
+        """Check that ``data`` is decoded as ``value``: a codec or constructor can change it. Raises StateError."""
         restored = self.decode_attribute(name, data)
         form = self._forms[name]
-        if form.is_sure or MARK in data:  # a handle is what it is by its bytes
+        if form.is_sure or MARK in data:  # the bytes of a handle identify it
             return
         if encode_value(form.tag(restored) if form.is_odd(restored) else restored) == data:
             return
-        for found in differences(tree(value), tree(restored)):  # none where only the order of a set is another one
+        for found in differences(tree(value), tree(restored)):  # none if only the order of a set differs
             path = f" {found.path}" if found.path else ""
             raise StateError(
                 f"{self._class_name}: attribute {name!r}{path} would come back from a checkpoint as something else: a "
@@ -308,7 +308,7 @@ class StateSchema:
             return pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL)
         except MemoryError:
             raise
-        except Exception as error:  # whatever a __reduce__ raises
+        except Exception as error:  # anything that a __reduce__ raises
             for name, value in values.items():
                 try:
                     pickle.dumps(value)
@@ -321,7 +321,7 @@ class StateSchema:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def restore(self, instance: Any, envelope: Envelope, state: memoryview) -> None:
-        """Set the attributes of ``instance`` as they were. Raises StateError, which names what does not fit."""
+        """Set the attributes of ``instance`` from a checkpoint. Raises StateError, which names what does not fit."""
         if envelope.class_name != self._class_name and envelope.class_name not in self._formerly:
             raise StateError(
                 f"the checkpoint is of an app {envelope.class_name!r}, this is {self._class_name!r}: run the "
@@ -377,7 +377,7 @@ class StateSchema:
             )
 
     def decode_attribute(self, name: str, raw: msgspec.Raw | bytes) -> Any:
-        """Decode what :meth:`encode_attribute` made. Raises StateError."""
+        """Decode an attribute that :meth:`encode_attribute` encoded. Raises StateError."""
         try:
             return self._decoders[name].decode(raw)
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises

@@ -1,14 +1,15 @@
-"""Copies of the state: by a forked child for a checkpoint, in memory to rewind to.
+"""Copies of the state: by a forked child for a checkpoint, in memory for rewinds.
 
 The child has a copy of the process's memory and of its one thread; it shares pages with its parent until one of them
-writes. It encodes, writes and leaves: no handler of the parent's runs in it, no file of the parent's is open in it.
+writes. It encodes, writes and exits: none of the parent's handlers runs in it, none of the parent's files is open in
+it.
 
-A lock that another thread held at the fork stays held in the child. Python's own and those of the C library are made
-anew there; one of a library or of the user's, which encoding the state may need, is not. Python 3.12 warns of each fork
-beside threads for that reason. Here there is always one, so the warning says nothing: a child that is silent for
-SILENCE_S_MAX is killed instead, and the next checkpoint is taken without one.
+A lock that another thread held at the fork stays held in the child. Python's own locks and those of the C library are
+created again there; a lock of a library or of the user's, which encoding the state can need, is not. For that reason
+Python 3.12 warns of each fork with other threads. Here other threads always exist, so the warning is of no use:
+instead, a child that is silent for SILENCE_S_MAX is killed, and the next checkpoint is taken without one.
 
-What is in the pipe is a kind (1 byte), a size (8 bytes, little endian), then that many bytes: the blob, or a text.
+The pipe carries a kind (1 byte), a size (8 bytes, little endian), then that many bytes: the blob, or a text.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from immortal.appsdk.errors import StateError
 from immortal.protocol.readers import Record
 
 CHUNK_SIZE_BYTES_MAX = 256 << 10
-PIPE_SIZE_BYTES = 1 << 20  # what an ordinary user may ask for
-SILENCE_S_MAX = 120.0  # without a byte where there is room for one: 1 GiB is encoded in 3 s, the first byte comes then
+PIPE_SIZE_BYTES = 1 << 20  # the limit of an ordinary user
+SILENCE_S_MAX = 120.0  # without a byte while there is room: 1 GiB is encoded in 3 s, then the first byte comes
 _FRONT = struct.Struct("<BQ")
 _BLOB, _STATE_ERROR, _PROBLEM = 0, 1, 2
 
@@ -40,7 +41,7 @@ _OOM_SCORE_ADJUSTMENT_MAX = b"1000"
 
 
 class SnapshotReader:
-    """Reads a child's output in any pieces: the blob's bytes, and how it ended."""
+    """Reader of a child's output, in pieces of any size: the blob's bytes, and how the child ended."""
 
     def __init__(self) -> None:
         self._front = b""
@@ -63,7 +64,7 @@ class SnapshotReader:
         return b""
 
     def end(self, how: str) -> str:
-        """Finish: the child has ended in the way ``how``. Returns why there is no blob; "" if it is whole.
+        """Finish: the child has ended in the way ``how``. Return why there is no blob; "" if it is complete.
 
         Raises StateError if the state can't be saved.
         """
@@ -76,10 +77,10 @@ class SnapshotReader:
 
 
 class Snapshot:
-    """Child process and the pipe from it. ``encode`` makes the pieces of the blob; it raises StateError.
+    """Child process and the pipe from it. ``encode`` returns the pieces of the blob; it raises StateError.
 
-    ``reason`` says, once :meth:`read` has returned no bytes, why there is no blob; "" if it is whole. ``has_hung``: it
-    was silent for too long, and was killed. Times are monotonic, in seconds.
+    ``reason``: set when :meth:`read` has returned no bytes: why there is no blob; "" if it is complete. ``has_hung``:
+    the child was silent for too long, and was killed. Times are monotonic, in seconds.
     """
 
     def __init__(self, encode: Callable[[], Sequence[bytes]]) -> None:
@@ -98,14 +99,14 @@ class Snapshot:
     def _start(self, encode: Callable[[], Sequence[bytes]]) -> None:
         self._pipe, writer = os.pipe()
         if hasattr(fcntl, "F_SETPIPE_SZ"):
-            with contextlib.suppress(OSError):  # more than this user may have: then it takes longer
+            with contextlib.suppress(OSError):  # more than this user can have: then it takes longer
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE_BYTES)
-        parent, prctl = os.getpid(), _load_prctl()  # the child is to load nothing
+        parent, prctl = os.getpid(), _load_prctl()  # the child must load nothing
         # If the user has frozen objects, they must stay frozen.
         self._thaw = gc.get_freeze_count() == 0
         if self._thaw:
             gc.freeze()  # a collection in the parent would touch, and so copy, every page with objects
-        # Blocked for the child's life: no handler of the parent's can run in it, not even before its first line.
+        # Blocked for the child's life: none of the parent's handlers can run in it, not even before its first line.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with warnings.catch_warnings():
@@ -119,11 +120,11 @@ class Snapshot:
         os.set_blocking(self._pipe, False)
 
     def fileno(self) -> int:
-        """Return a descriptor, readable when :meth:`read` has something; -1 after its end."""
+        """Return a descriptor that is readable when :meth:`read` has something; -1 after its end."""
         return self._pipe
 
     def read(self) -> bytes | None:
-        """Return the next bytes of the blob, CHUNK_SIZE_BYTES_MAX at most; empty at the end; None: none are there yet.
+        """Return the next bytes of the blob, at most CHUNK_SIZE_BYTES_MAX; empty at the end; None: none are there yet.
 
         Raises StateError if the state can't be saved.
         """
@@ -144,11 +145,11 @@ class Snapshot:
         return b""
 
     def time_left_s(self) -> float:
-        """Return the seconds until the child was silent for too long."""
+        """Return the seconds until the child has been silent for too long."""
         return self.silent_since_s + SILENCE_S_MAX - time.monotonic()
 
     def not_read(self) -> None:
-        """Note that the child's output has no room: its silence counts from when there is room."""
+        """Note that the child has no room for output: its silence counts from when there is room."""
         self.silent_since_s = time.monotonic()
 
     def _give_up(self) -> None:
@@ -161,7 +162,7 @@ class Snapshot:
         )
 
     def _end(self) -> str:
-        """Reap the child; returns how it ended."""
+        """Reap the child; return how it ended."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
@@ -172,7 +173,7 @@ class Snapshot:
         if child < 0:
             return "was not started"
         try:
-            # Its end of the pipe is closed as one of the last acts of its exit: this returns at once.
+            # The child closes its end of the pipe as one of its last acts: this returns at once.
             _, status = os.waitpid(child, 0)
         except ChildProcessError:  # the app ignores SIGCHLD, or waits for all its children
             return "ended"
@@ -184,7 +185,7 @@ class Snapshot:
         """End the child if it still runs."""
         if self._child >= 0:
             with contextlib.suppress(ChildProcessError):
-                # Killed only as long as it is certain that the ID is still this child's.
+                # Kill it only while the ID is certainly still this child's.
                 if os.waitpid(self._child, os.WNOHANG) == (0, 0):
                     os.kill(self._child, signal.SIGKILL)
                 else:
@@ -197,7 +198,7 @@ Prctl = Callable[..., int]
 
 @functools.cache
 def _load_prctl() -> Prctl | None:
-    """Load Linux's prctl; None if there is none: there a child whose parent is gone ends when it writes."""
+    """Return Linux's prctl; None if there is none: then a child whose parent is gone ends when it writes."""
     try:
         import ctypes  # here: it takes milliseconds, and few apps need it
 
@@ -223,7 +224,7 @@ def _run_child(encode: Callable[[], Sequence[bytes]], writer: int, parent: int, 
             _write(writer, piece)
         status = 0
     finally:
-        os._exit(status)  # nothing that is the parent's may run: no finally, no atexit, no buffer's flush
+        os._exit(status)  # none of the parent's code must run: no finally, no atexit, no flush of a buffer
 
 
 def _encoded(encode: Callable[[], Sequence[bytes]]) -> tuple[int, Sequence[bytes]]:
@@ -243,7 +244,7 @@ def _die_with(parent: int, prctl: Prctl | None) -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:  # it died before
             os._exit(1)
-    # When memory runs out this process is the one to end, not the app.
+    # If memory runs out, this process should end, not the app.
     with contextlib.suppress(OSError):
         descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         try:
@@ -258,34 +259,35 @@ def _write(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-# A copy of the state in memory and the records since: what an app is rewound from when a call fails.
+# A copy of the state in memory and the records since: from these an app rewinds when a call fails.
 #
-# A checkpoint's blob is a copy that costs nothing. Where more and more log follows it, a new copy takes its place: of a
-# small state always, of a large one as long as calls have failed lately. Without a copy the app is recovered from its
-# checkpoint, by another start.
+# A checkpoint's blob is a copy without cost. When much log follows it, a new copy replaces it: always for a small
+# state, for a large one only while calls have failed lately. Without a copy the app is recovered from its checkpoint,
+# by a restart.
 
 
-SMALL_SIZE_BYTES_MAX = 1 << 20  # of a state: a new copy each TAIL_SIZE_BYTES_MAX of log costs next to nothing
-TAIL_SIZE_BYTES_MAX = 16 << 20  # of the records since: what a rewind goes over again
-KEPT_TAIL_SIZE_BYTES_MAX = 256 << 20  # ... where the state of later can't be copied: to find out since when
-LATELY_SIZE_BYTES = 256 << 20  # of log: how long a large state's copies are kept for the next failure
+SMALL_SIZE_BYTES_MAX = 1 << 20  # of a state: a new copy each TAIL_SIZE_BYTES_MAX of log costs almost nothing
+TAIL_SIZE_BYTES_MAX = 16 << 20  # of the records since: what a rewind handles again
+KEPT_TAIL_SIZE_BYTES_MAX = 256 << 20  # ... if the later state can't be copied: to find the message that broke it
+LATELY_SIZE_BYTES = 256 << 20  # of log: how long copies of a large state are kept for the next failure
 
 
 @dataclass(slots=True)
 class Copy:
-    """Copy of the state. ``blob``: as in a checkpoint, behind the record ``sequence_id``; ``tail``: records since."""
+    """Copy of the state. ``blob``: as in a checkpoint, after the record ``sequence_id``; ``tail``: records since."""
 
     blob: bytes
     sequence_id: int
     tail: list[Record] = field(default_factory=list)
     tail_size_bytes: int = 0
-    retry_size_bytes: int = 0  # of the tail: before, no other copy could be taken
+    retry_size_bytes: int = 0  # of the tail: below it, no other copy could be taken
 
 
 class Copies:
-    """Copies of the state. ``enabled``: there are any. ``keeps_large``: of large ones too, at once. ``current``: None
-    where there is none. ``keeps_all``: they are kept for good, also where no call has failed for long. ``pinned``: the
-    one that there is stays, as a message behind it is to be taken back later.
+    """Copies of the state, one at a time. ``current``: None if there is none. ``enabled``: copies are taken.
+
+    ``keeps_large``: of a large state too, from the beginning. ``keeps_all``: they are kept even if no call has failed
+    for long. ``pinned``: keep the present copy, since a message after it will be taken back later.
     """
 
     def __init__(self, *, enabled: bool, keeps_large: bool) -> None:
@@ -295,11 +297,11 @@ class Copies:
         self._large_left_bytes = LATELY_SIZE_BYTES if keeps_large else 0
 
     def failed(self) -> None:
-        """Keep copies from here on: a call has failed, and the next one may."""
+        """Keep copies from here on: a call has failed, and the next one can fail."""
         self._large_left_bytes = LATELY_SIZE_BYTES
 
     def take(self, pieces: Sequence[bytes], sequence_id: int) -> None:
-        """Keep the blob that ``pieces`` make as the state behind the record ``sequence_id``."""
+        """Keep the blob of ``pieces`` as the state after the record ``sequence_id``."""
         if self.pinned and self.current is not None:
             return
         self.current = None
@@ -311,11 +313,11 @@ class Copies:
         return default if self.current is None else self.current.sequence_id
 
     def forget(self) -> None:
-        """Forget the copy: the code changes, or the state in another way than by records."""
+        """Forget the copy: the code changes, or the state changes by other means than records."""
         self.current = None
 
     def add(self, record: Record, *, rewound: bool) -> bool:
-        """Enter a handled record; return whether a new copy is due. ``rewound``: one of its messages failed."""
+        """Add a handled record; return True if a new copy is due. ``rewound``: one of its messages failed."""
         copy = self.current
         if copy is None:
             return False
@@ -326,7 +328,7 @@ class Copies:
         if self.pinned or copy.tail_size_bytes < copy.retry_size_bytes:
             return False
         if rewound and copy.tail_size_bytes > len(copy.blob):
-            return True  # the next rewind is to cost no more than a copy does
+            return True  # the next rewind must cost no more than a copy
         if copy.tail_size_bytes <= max(TAIL_SIZE_BYTES_MAX, len(copy.blob) // 4):
             return False
         if not self._may_keep(len(copy.blob)):

@@ -1,7 +1,7 @@
-"""Converts a state to a tree of plain values, compares two trees, and turns trees into rows of tables.
+"""Trees of plain values that represent a state; differences of two trees; and rows of tables from trees.
 
-Attributes of objects are :class:`Fields`, other mappings plain dicts, sequences lists, sets :class:`Members`; what has
-no such form (the serializer "pickle" allows any object) is taken apart as pickle would.
+Attributes of objects are :class:`Fields`, other mappings plain dicts, sequences lists, sets :class:`Members`. Objects
+without such a form (the serializer "pickle" allows any) are taken apart as pickle would.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks,
 from immortal.appsdk.types.registry import find_codec, show_custom
 
 Tree = Any
-"""None, bool, int, float, str, bytes, list, dict, Fields or Members; within them the same."""
+"""Tree: None, bool, int, float, str, bytes, list, dict, Fields or Members; containers hold trees."""
 
 _AS_TEXT = datetime | date | time | timedelta | Decimal | UUID
 _DIGITS_BITS_MAX = 14_000  # 4,215 digits: Python writes 4,300
@@ -38,17 +38,17 @@ class Fields(dict[str, Tree]):
 
 
 class Members(list[Tree]):
-    """Members of a set, in an order that depends on nothing but them."""
+    """Members of a set, in an order that depends only on them."""
 
 
 def tree(value: Any) -> Tree:
-    """Convert ``value`` to a tree. Raises RecursionError for one that is too deep."""
+    """Convert ``value`` to a tree. Raises RecursionError if it is nested too deeply."""
     return _Builder().build(value)
 
 
 class _Builder:
     def __init__(self) -> None:
-        self._above: list[int] = []  # the identities of what holds the value that is being built
+        self._above: list[int] = []  # identities of the containers of the value that is being built
 
     def build(self, value: Any) -> Tree:
         if value is None or type(value) in _SCALARS:
@@ -94,7 +94,7 @@ class _Builder:
     def _by_codec(self, value: Any) -> Tree:
         try:
             shown = show_custom(value)
-        except (TypeError, ValueError):  # what can't be saved can be looked at all the same
+        except (TypeError, ValueError):  # a value that can't be saved can still be shown
             return self._reduced(value)
         if isinstance(shown, dict) and all(isinstance(name, str) for name in shown):
             return Fields({name: self.build(item) for name, item in shown.items()})
@@ -124,7 +124,7 @@ class _Builder:
         made = Fields({"$type": f"{type(value).__module__}.{type(value).__qualname__}"})
         try:
             parts: Any = value.__reduce_ex__(4)
-        except Exception as error:  # whatever a method of the user's raises; a lock, a socket
+        except Exception as error:  # any error of a user's method; a lock, a socket
             return Fields({**made, "$opaque": str(error)})
         if isinstance(parts, str):
             return Fields({"$global": parts})
@@ -144,11 +144,11 @@ class _Builder:
 
 
 def to_json(part: Tree) -> Any:
-    """Convert a tree to what JSON has. What JSON lacks is an object with one name that starts with "$".
+    """Convert a tree to JSON values. A value that JSON lacks becomes an object with one name that starts with "$".
 
     bytes {"$bytes": hex}, sets {"$set": [...]}, NaN and infinities {"$float": "nan"}, integers of more digits than
-    Python writes {"$int": "0x..."}. Keys that are no strings are
-    written as text; where two would look alike, or as one of these, the mapping is {"$map": [[key, value], ...]}.
+    Python writes {"$int": "0x..."}. Keys that are no strings are written as text; if two would look alike, or like one
+    of these objects, the mapping is {"$map": [[key, value], ...]}.
     """
     if isinstance(part, bytes):
         return {"$bytes": part.hex()}
@@ -191,9 +191,9 @@ ABSENT: Final = _Absent()
 
 
 class Difference(Struct, frozen=True):
-    """Part that differs in two trees. ``path`` is as in Python: ``items[0].name``, ``counts['the']``, ``tags{'a'}``.
+    """Part that differs in two trees. ``path``: in Python's form: ``items[0].name``, ``counts['the']``, ``tags{'a'}``.
 
-    ``old`` or ``new`` is ABSENT where there is none.
+    ``old`` or ``new`` is ABSENT if that tree has no such part.
     """
 
     path: str
@@ -208,7 +208,7 @@ class Difference(Struct, frozen=True):
 def differences(old: Tree, new: Tree, path: str = "") -> Iterator[Difference]:
     """Yield the differences in the order of the old tree. Values of two types differ (1 and 1.0), NaN equals NaN.
 
-    In lists what is alike in front and at the end is left out; the rest is compared item by item.
+    In lists, equal items at the beginning and at the end are skipped; the others are compared item by item.
     """
     if type(old) is not type(new):
         yield Difference(path, old, new)
@@ -225,7 +225,7 @@ def differences(old: Tree, new: Tree, path: str = "") -> Iterator[Difference]:
 
 
 def _step(holder: dict[Any, Tree], key: Any, path: str) -> str:
-    """Return the text of a step, which tells keys apart that a dict takes for the same, such as 1 and True."""
+    """Return the text of a step, which distinguishes keys that a dict takes for equal, such as 1 and True."""
     if isinstance(holder, Fields):
         return f".{key}" if path else f"{key}"
     return f"[{key!r}]"
@@ -266,16 +266,17 @@ def _same(old: Tree, new: Tree) -> bool:
     return next(differences(old, new), None) is None
 
 
-# A state as rows of tables: for queries. The trees of :mod:`immortal.appsdk.state.tree` tell structs from mappings.
+# A state as rows of tables, for queries. The trees of :mod:`immortal.appsdk.state.tree` distinguish structs from
+# mappings.
 #
 #     state          one row: each attribute that is no container, under its own name
 #     ATTRIBUTE      of a mapping a row for each key ("key"), of a sequence for each item ("index"), of a set for each
 #                    member; a struct gives its fields, all else is "value"
-#     $waiting       what async handlers wait for: a row for each thing, and for each call that waits for its turn
-#     $timers        when what sleeps wakes, and each schedule is due next
+#     $waiting       waits of async handlers: a row for each, and for each call that waits for its turn
+#     $timers        when each sleep ends, and each schedule is due next
 #     $effects       effects that have no result yet
 #
-# Within a cell lists, mappings and structs stay what they are.
+# Within a cell lists, mappings and structs stay as they are.
 
 
 STATE = "state"
@@ -288,9 +289,9 @@ Row = dict[str, Tree]
 
 
 def state_rows(state: Fields) -> Iterator[tuple[str, Row | str]]:
-    """Yield (table, row) of the attributes; those of what the SDK keeps itself are in :func:`task_rows`.
+    """Yield (table, row) of the attributes; the rows of the SDK's own data are in :func:`task_rows`.
 
-    Each container has the name of its first column in front of its rows, as it may have none.
+    Each container first yields the name of its first column, since it can have no rows.
     """
     single: Row = {}
     for name, value in state.items():
@@ -316,7 +317,7 @@ def _row(front: str, key: Tree, item: Tree) -> Row:
 def task_rows(
     saved: SavedTasks, name_of: Callable[[int], str], decoded: Callable[[bytes], Any]
 ) -> Iterator[tuple[str, Row]]:
-    """Yield rows of what waits. ``name_of``: a handler's, by its method ID. ``decoded``: what arguments are."""
+    """Yield rows of waits. ``name_of``: a handler's name by method ID. ``decoded``: decodes arguments."""
     for task in saved.tasks:
         front: Row = {"id": task.number, "handler": name_of(task.method_id)}
         for pending in task.pending:

@@ -1,4 +1,4 @@
-"""Tests of immortals: several in one process, on a clock of the test's own. See docs/how-to/testing.md."""
+"""Test environment: several instances in one process, on the test's own clock. See docs/how-to/testing.md."""
 
 from immortal.appsdk.running.local_app import ProcessDies
 from immortal.appsdk.testing.environment import Environment, crash_everywhere

@@ -1,4 +1,4 @@
-"""The environment of a test: immortals in one process, on a clock of its own. See docs/how-to/testing.md."""
+"""Environment of a test: instances in one process, on its own clock. See docs/how-to/testing.md."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 
 
 class Environment:
-    """Test environment that runs immortals in this process: real coordinators, logs in memory, the real SDK; no thread,
-    no socket, no file.
+    """Test environment for instances in this process: real coordinators, logs in memory, the real SDK.
 
-    ``start``: what its clock says at first, aware. ``seed``: of the apps' randomness. ``order``: a number by which the
-    order of all that could happen at one moment is drawn; None: each instance in turn. The same three give the same
-    run. ``crashes``: see :func:`immortal.appsdk.testing.crash_everywhere`, which makes one.
+    It has no thread, no socket and no file. ``start``: first time of its clock, aware. ``seed``: of the apps'
+    randomness. ``order``: seed of the order of all things that could happen at one moment; None: each instance in turn.
+    The same three give the same run. ``crashes``: see :func:`immortal.appsdk.testing.crash_everywhere`, which makes
+    one.
 
-    ``fail_alone``: a call that fails does so alone, as in service: who waits gets CalleeFailed or CallRefused, and the
-    rest is in ``instance.dead_letters``. Without it an exception that no handler declares fails the test.
+    ``fail_alone``: a call that fails does so alone, as in service: its caller gets CalleeFailed or CallRefused, and
+    calls without a caller are in ``instance.dead_letters``. Without it an undeclared exception of a handler fails the
+    test.
 
     As a context manager it ends with :meth:`close`, unless the test has failed.
     """
@@ -81,14 +82,14 @@ class Environment:
     # --- instances ---------------------------------------------------------------------------------------------------
 
     def start(self, cls: type[T], name: str, *, effects: EffectStubs | None = None) -> Instance[T]:
-        """Start a new instance of ``cls`` under the name by which others call it. Returns once all is at rest.
+        """Start a new instance of ``cls`` under the name by which others call it. Return once all are at rest.
 
-        ``effects``: what runs in place of the functions that its handlers give to ``immortal.effect``. Raises
-        UsageError, and as :meth:`run`.
+        ``effects``: functions that replace those that its handlers pass to ``immortal.effect``. Raises UsageError, and
+        as :meth:`run`.
         """
         __tracebackhide__ = True
         self._world.require_open()
-        pass_over_in_replays()  # such as those that check it at the end
+        pass_over_in_replays()  # for example those that check the test at its end
         is_text = isinstance(name, str) and is_encodable(name)
         if not is_text or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise UsageError(f"env.start(..., {name!r}): a name of 1 to {NAME_SIZE_BYTES_MAX} bytes was expected")
@@ -115,15 +116,13 @@ class Environment:
 
     @property
     def now(self) -> datetime:
-        """Time of the environment's clock, aware, in UTC. Only :meth:`advance`, :meth:`skip` and calls that wait move
-        it.
-        """
+        """Time of the environment's clock, aware, UTC. Only :meth:`advance`, :meth:`skip` and waiting calls move it."""
         return datetime_of(self._world.now_ns)
 
     def run(self) -> None:
         """Run until no instance has anything to do at this moment of the clock.
 
-        Raises what a handler raises (the user's own exception), and what stops an app or a coordinator.
+        Raises what a handler raises (the user's own exception), and errors that stop an app or a coordinator.
         """
         __tracebackhide__ = True
         self._world.run()
@@ -139,9 +138,9 @@ class Environment:
     def skip(
         self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0, milliseconds: float = 0
     ) -> None:
-        """Let the clock jump, as for a machine that was asleep: timers that were due fire late, each schedule once.
+        """Let the clock jump, as on a machine that was asleep: due timers fire late, each schedule once.
 
-        It takes as long for a year as for a second. Raises as :meth:`run`.
+        A year takes as long as a second. Raises as :meth:`run`.
         """
         __tracebackhide__ = True
         duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, milliseconds=milliseconds)
@@ -157,9 +156,9 @@ class Environment:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Run until all is at rest, then replay the whole log of each instance and compare.
+        """Run until all instances are at rest, then replay the whole log of each instance and compare.
 
-        Raises ReplayDiffers, an AssertionError, where a replay makes other calls or another state than the run has.
+        Raises ReplayDiffers, an AssertionError, if a replay makes other calls or another state than the run.
         """
         __tracebackhide__ = True
         if self._world.is_closed:
@@ -201,10 +200,10 @@ class Environment:
         check: Check | None = None,
         seeds: int = 1,
     ) -> FleetOutcome:
-        """Run other classes over what was recorded so far, and all that their changed calls reach.
+        """Run other classes over the log so far, and all instances that their changed calls reach.
 
-        ``changes``: by the name of an instance. For the rest see docs/how-to/what-if.md. Raises UsageError for a name
-        that is no instance's, ReplayError for what can't be run, and as :meth:`run`.
+        ``changes``: classes by the name of an instance. For the rest see docs/how-to/what-if.md. Raises UsageError if
+        there is no such instance, ReplayError for a run that is impossible, and as :meth:`run`.
         """
         __tracebackhide__ = True
         self.run()
@@ -227,7 +226,7 @@ class Environment:
 
     @property
     def crash(self) -> str:
-        """Place of this run's crash, in words; "" without one. See :func:`crash_everywhere`."""
+        """Place of this run's crash, as text; "" without one. See :func:`crash_everywhere`."""
         return self._world.crashes.happened
 
     @property
@@ -236,7 +235,7 @@ class Environment:
         return self._world.crashes.count
 
 
-# The same test again and again, each time with a crash somewhere else.
+# The same test repeated, each time with a crash at another point.
 
 
 def crash_everywhere(
@@ -248,8 +247,7 @@ def crash_everywhere(
     order: int | None = None,
     fail_alone: bool = False,
 ) -> Iterator[Environment]:
-    """Yield environments for one test: the first without a crash, then one for each point at which an instance could
-    crash.
+    """Yield environments for one test: the first without a crash, then one for each possible point of a crash.
 
     ::
 
@@ -257,10 +255,10 @@ def crash_everywhere(
             with env:
                 ...  # the test
 
-    The crash comes by itself, at one of the points between any two steps of any instance, and what has crashed comes
-    back at once. ``victims``: "instance" is app and coordinator, "app" the app alone. ``runs_max``: at most so many
-    runs, spread evenly over the points. ``fail_alone``: see :class:`Environment`. Whatever fails says where the crash
-    was.
+    The crash happens by itself, at one of the points between any two steps of any instance, and what has crashed is
+    restarted at once. ``victims``: "instance" is app and coordinator, "app" only the app. ``runs_max``: limit of the
+    number of runs, spread evenly over the points. ``fail_alone``: see :class:`Environment`. Each failure says where the
+    crash was.
     """
     first = Environment(start=start, seed=seed, order=order, fail_alone=fail_alone)
     yield first

@@ -45,7 +45,7 @@ PATIENCE = timedelta(days=7)
 
 
 class Pending(Generic[R]):
-    """Call that waits for its answer; made by :meth:`Instance.begin`."""
+    """Call that waits for its answer, returned by :meth:`Instance.begin`."""
 
     def __init__(self, world: World, definition: Definition, handler: Handler[Any, Any], number: int) -> None:
         self._world = world
@@ -55,14 +55,14 @@ class Pending(Generic[R]):
 
     @property
     def done(self) -> bool:
-        """Tell whether the answer has come."""
+        """True if the answer has come."""
         return self._number in self._world.outside.answers
 
     def result(self, *, patience: timedelta = PATIENCE) -> R:
-        """Return what the handler returned. Meanwhile the clock advances from timer to timer, by at most ``patience``.
+        """Return the handler's result. Meanwhile the clock advances from timer to timer, by at most ``patience``.
 
-        Raises what the handler declares to raise (``raises=[...]``), NoAnswerError, and what :meth:`Environment.run`
-        raises.
+        Raises the exceptions that the handler declares (``raises=[...]``), NoAnswerError, and what
+        :meth:`Environment.run` raises.
         """
         __tracebackhide__ = True
         handler = self._handler
@@ -76,9 +76,9 @@ class Pending(Generic[R]):
 
 
 class Instance(Generic[T]):
-    """Handle of one instance of an environment, made by :meth:`Environment.start`.
+    """Handle of one instance of an environment, returned by :meth:`Environment.start`.
 
-    Handlers are given as they stand in the class: ``bank.call(Bank.debit, "ann", 5)``.
+    Handlers are passed as attributes of the class: ``bank.call(Bank.debit, "ann", 5)``.
     """
 
     def __init__(self, world: World, node: Node) -> None:
@@ -98,9 +98,9 @@ class Instance(Generic[T]):
 
     @property
     def state(self) -> T:
-        """Copy of the object as a checkpoint would keep it now, without what is Transient.
+        """Copy of the object as a checkpoint would save it now, without Transient attributes.
 
-        Raises UsageError while the instance is down, StateError for a state that can't be kept.
+        Raises UsageError while the instance is down, StateError for a state that can't be saved.
         """
         app = self._app()
         definition = app.dispatcher.definition
@@ -112,7 +112,7 @@ class Instance(Generic[T]):
 
     @property
     def is_up(self) -> bool:
-        """Tell whether the instance has a coordinator and an app at work."""
+        """True if the instance has a running coordinator and app."""
         app = self._node.local_app
         return self._node.is_up and app is not None and app.is_primary
 
@@ -124,21 +124,19 @@ class Instance(Generic[T]):
 
     @property
     def dead_letters(self) -> list[Verdict]:
-        """Return the calls that failed or could not be made and that no caller waits for, oldest first. With
-        ``fail_alone``.
-        """
+        """Failed or refused calls that no caller waits for, oldest first. Only with ``fail_alone``."""
         letters = map(self._node.store.letter, self._node.store.summary().letters)
         return [letter.verdict for letter in letters if letter is not None]
 
-    # --- life and death ----------------------------------------------------------------------------------------------
+    # --- life cycle --------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Crash app and coordinator, with all that is not durable. The instance is down until :meth:`recover`."""
+        """Crash app and coordinator, and lose all that is not durable. The instance is down until :meth:`recover`."""
         self._require_up()
         self._node.crash()
 
     def crash_app(self) -> None:
-        """Crash the app alone; the coordinator still takes calls for it. The instance is down until :meth:`recover`."""
+        """Crash only the app; the coordinator still takes calls for it. The instance is down until :meth:`recover`."""
         self._require_up()
         self._node.crash_app()
 
@@ -150,7 +148,7 @@ class Instance(Generic[T]):
         self._world.run()
 
     def recover(self) -> None:
-        """Restart from the log what is down. Returns when all is at rest; raises as :meth:`Environment.run`."""
+        """Restart what is down from the log. Return when all is at rest; raise as :meth:`Environment.run`."""
         __tracebackhide__ = True
         self._world.require_open()
         node = self._node
@@ -162,8 +160,8 @@ class Instance(Generic[T]):
     def upgrade(self, cls: type[U]) -> Instance[U]:
         """Restart the instance with the class ``cls``, after a clean stop if it is up.
 
-        One of another version (``@upgrades``) takes over the state; one of the same version is repaired code. Raises
-        what the new class's ``upgrade`` raises, and as :meth:`Environment.run`.
+        A class of another version (``@upgrades``) takes over the state; one of the same version is repaired code.
+        Raises what the new class's ``upgrade`` raises, and as :meth:`Environment.run`.
         """
         __tracebackhide__ = True
         definition = definition_of(cls)
@@ -189,7 +187,7 @@ class Instance(Generic[T]):
     def export_log(self, path: str | os.PathLike[str]) -> None:
         """Write the log, with a checkpoint at its end, into a new file for :func:`assert_replays`.
 
-        Raises OSError, FileExistsError among them.
+        Raises OSError, also FileExistsError.
         """
         if self.is_up:
             self.checkpoint()
@@ -203,18 +201,18 @@ class Instance(Generic[T]):
     # --- calls from outside ------------------------------------------------------------------------------------------
 
     def call(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a handler from outside and wait for what it returns. Meanwhile the clock advances, by up to a week.
+        """Call a handler from outside and return its result. Meanwhile the clock advances, by at most a week.
 
-        Raises what the handler declares to raise, TypeError for arguments that it does not take, NoAnswerError, and
+        Raises the exceptions that the handler declares, TypeError for arguments that do not fit it, NoAnswerError, and
         what :meth:`Environment.run` raises.
         """
         __tracebackhide__ = True
         return self.begin(handler, *args, **kwargs).result()
 
     def begin(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Send a call that waits for its answer, without waiting here: nothing runs before the environment does.
+        """Send a call that waits for its answer, but do not wait here: nothing runs before the environment does.
 
-        Raises TypeError for arguments that the handler does not take.
+        Raises TypeError for arguments that do not fit the handler.
         """
         found, arguments = self._bound(handler, args, kwargs)
         return Pending(self._world, self.definition, found, self._world.outside.call(self.name, found, arguments))
@@ -222,7 +220,7 @@ class Instance(Generic[T]):
     def send(self, handler: RemoteHandler[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
         """Send an impulse, without waiting: nothing runs before the environment does.
 
-        Raises TypeError for arguments that the handler does not take.
+        Raises TypeError for arguments that do not fit the handler.
         """
         found, arguments = self._bound(handler, args, kwargs)
         self._world.outside.send(self.name, found, arguments)
@@ -230,13 +228,13 @@ class Instance(Generic[T]):
     def run_hook(self, hook: Callable[[T, Any], None]) -> None:
         """Run an ``@on_primary`` hook to its end, here: ``reader.run_hook(Reader.feed)``. No hook runs by itself.
 
-        Each impulse is handled before the hook goes on; the clock stands still. If a crash of
-        :func:`crash_everywhere` comes meanwhile, it runs once more, as after each recovery. Raises what the hook
+        Each impulse is handled before the hook continues; the clock stands still. If a crash of
+        :func:`crash_everywhere` happens meanwhile, the hook runs again, as after each recovery. Raises what the hook
         raises, and as :meth:`Environment.run`.
         """
         __tracebackhide__ = True
         app = None
-        while app is not self._node.local_app:  # an app that has crashed takes its hook along; the next one has its own
+        while app is not self._node.local_app:  # a crash of the app ends its hook; the next app has its own
             app = self._app()
             self._run_hook_in(app, hook)
             self._world.run()
@@ -270,16 +268,16 @@ class Instance(Generic[T]):
         return found, codec.exactly(bound) if codec.may_hold_untyped else bound
 
 
-# ``@on_primary`` hooks in the test's own thread: each impulse that they send is handled before they go on.
+# ``@on_primary`` hooks in the test's own thread: each impulse that they send is handled before they continue.
 
 
 NO_THREAD = 0
 
 
 class HookQueue(ImpulseQueue):
-    """Impulse queue in front of the app's own, for hooks run by a test. Where a hook's thread would block, ``run`` runs
-    the environment instead.
-    """
+    """Impulse queue in front of the app's own, for hooks that a test runs.
+
+    When a hook's thread would block, ``run`` runs the environment instead."""
 
     def __init__(
         self, context: Context, queue: ImpulseQueue, run: Callable[[], None], is_alive: Callable[[], bool]
@@ -296,7 +294,7 @@ class HookQueue(ImpulseQueue):
 
     def flush(self, timeout_s: float | None) -> None:
         self._run_handlers()
-        self._queue.flush(0)  # all is accepted, or says why not
+        self._queue.flush(0)  # all are accepted, or it raises the reason
 
     def ask_for_checkpoint(self) -> None:
         self._queue.ask_for_checkpoint()
@@ -305,12 +303,12 @@ class HookQueue(ImpulseQueue):
     def _run_handlers(self) -> None:
         with self.thread(threading.get_ident()):
             self._run()
-        if not self._is_alive():  # a hook's thread dies with its app: this one is to go no further
+        if not self._is_alive():  # a hook's thread dies with its app: this one must not continue
             raise Disconnected("the app has crashed")
 
     @contextmanager
     def thread(self, thread_id: int = NO_THREAD) -> Iterator[None]:
-        """Let ``thread_id`` be the handlers' thread meanwhile; NO_THREAD refuses what only handlers may do."""
+        """Make ``thread_id`` the handlers' thread meanwhile; NO_THREAD refuses what only handlers can do."""
         context, before = self._hook_context, self._hook_context.thread_id
         context.thread_id = thread_id
         try:
@@ -319,7 +317,7 @@ class HookQueue(ImpulseQueue):
             context.thread_id = before
 
 
-# A log in memory as a replay reads it.
+# A log in memory, as a replay reads it.
 
 
 READ_SIZE_BYTES = 1 << 20
@@ -335,13 +333,13 @@ def checkpoint_chunks(store: MemoryLogStore, checkpoint_id: int) -> Iterator[byt
 
 
 class MemorySource:
-    """Source of records, a :class:`replay.RecordSource`, over the log of the instance ``name``."""
+    """Source of records for replays, a :class:`replay.RecordSource`, over the log of the instance ``name``."""
 
     def __init__(self, name: str, store: MemoryLogStore) -> None:
         self._store = store
         self.identity = LogIdentity(FORMAT_VERSION, name, store.summary().committer_id, 0)
         self.problems: list[str] = []
-        self.trusts_pickle = True  # this process made it
+        self.trusts_pickle = True  # this process wrote it
 
     def summary(self) -> LogSummary:
         return self._store.summary()

@@ -1,11 +1,10 @@
-"""Effect stubs: functions of the test run in place of effects that work in the outside world.
+"""Node of a test environment: an instance in memory, with its effect stubs, its crash plan, and the test as its caller.
 
-Caller from outside: the test itself, as an instance of its own that never crashes.
+The test itself is an instance that never crashes. Its calls are impulses to other instances, so they are in its log
+before they leave, and arrive once and in order whatever crashes; the answers come back through its log.
 
-Its calls are impulses to other instances, so they are in its log before they leave, and arrive once and in order
-whatever crashes; the answers come back through its log.
-
-Machine, log and app of one instance in memory, and the plan that crashes it between two steps.
+Effect stubs are functions of the test that replace effects. A node has machine, log and app of one instance in memory;
+the plan crashes it between two steps.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ from immortal.protocol.messages import (
 from immortal.protocol.readers import Record, RecordReader
 
 EffectStubs = Mapping[Callable[..., Any], Callable[..., Any]]
-"""By the function that ``immortal.effect`` is given: what runs in its place, with its arguments."""
+"""Functions to run, with the same arguments, by the function that ``immortal.effect`` gets."""
 
 
 class StubEffectRunner:
     """EffectRunner without a thread: :meth:`run` makes the attempts that are due, by the test's clock.
 
-    ``stand_ins`` of one life of an app; what it has not answered the next one asks for again.
+    ``stand_ins``: of one life of an app; the next life asks again for effects that were not answered.
     """
 
     def __init__(self, stand_ins: EffectStubs, now_ns: Callable[[], int]) -> None:
@@ -98,7 +97,7 @@ class StubEffectRunner:
     def run(self) -> None:
         """Make each attempt that is due.
 
-        Raises UsageError where there is nothing to run, TypeError for a result that is none of the function's.
+        Raises UsageError if there is no stub for an effect, TypeError for a result that does not fit the function.
         """
         while (due_ns := self.next_due_ns) is not None and due_ns <= self._now_ns():
             _, _, request, attempt = heapq.heappop(self._due)
@@ -141,25 +140,23 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 OUTSIDE_NAME = "test"
+"""Name of the test as an instance: the caller that handlers see."""
 
 OUTSIDERS = frozenset({OUTSIDE_NAME})
-"""Name of the test as an instance: the caller that handlers see."""
 
 _take_answer = decoding.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to a call. ``value``: the encoded value, or with ``raised`` what
-    :func:`appsdk.state.journal.decode_raised` reads.
-    """
+    """Answer to a call. ``value``: encoded: the result, or with ``raised`` an error for :func:`decode_raised`."""
 
     raised: bool
     value: bytes
 
 
 class OutsideApp:
-    """App that speaks the protocol by hand. ``answers``: those that have come, by the number of the call."""
+    """App of the test, which speaks the protocol by hand. ``answers``: received ones, by the number of the call."""
 
     def __init__(self) -> None:
         self.error: ImmortalError | None = None
@@ -175,15 +172,13 @@ class OutsideApp:
         self._call_count = 0
 
     def call(self, destination: str, handler: Handler[Any, Any], arguments: tuple[Any, ...]) -> int:
-        """Send a call that waits for its answer, and return its number. Raises TypeError for arguments that can't be
-        encoded.
-        """
+        """Send a call that waits for its answer, and return its number. Raises TypeError if it can't be encoded."""
         self._call_count += 1
         self._send(destination, handler, RpcType.ASYNC, (OUTSIDE_NAME, self._call_count, *arguments))
         return self._call_count
 
     def send(self, destination: str, handler: Handler[Any, Any], arguments: tuple[Any, ...]) -> None:
-        """Send an impulse. Raises TypeError."""
+        """Send an impulse. Raises TypeError if it can't be encoded."""
         self._send(destination, handler, RpcType.IMPULSE, arguments)
 
     def _send(
@@ -219,23 +214,23 @@ class OutsideApp:
     def _answer(self, content: bytes, start: int, end: int) -> None:
         rpc = decode_incoming_rpc(content, start, end)
         if rpc.kind == RpcKind.CALL:
-            return  # nobody knows the test
+            return  # no instance knows the test
         number, *rest = _take_answer(rpc.arguments)
         raised = rpc.kind == RpcKind.RAISED
         value = msgspec.msgpack.encode(rest if raised else (rest[0] if rest else None))
         self.answers[decoding.decode(number, type=int)] = Answer(raised, value)
 
     def take_output(self) -> None:
-        """Do nothing: no queue is behind ``output``."""
+        """Do nothing: ``output`` has no queue."""
 
     def tell_time(self, time_ns: int) -> None:
-        """Do nothing: no timer is set here."""
+        """Do nothing: this app has no timer."""
 
     def close(self) -> None:
         """Do nothing: no caller waits here."""
 
 
-LIMITS = Limits(hold_off_ns_min=0)  # the clock of a test stands still: who is held off would never be heard again
+LIMITS = Limits(hold_off_ns_min=0)  # a test's clock stands still: a delay would never end
 
 
 class PeerNetwork(Protocol):
@@ -261,9 +256,7 @@ class SharedWorld(Protocol):
 
 
 class Node:
-    """One instance: driver, log in memory, and app. ``definition`` None: the outside, whose app is not the user's and
-    never crashes.
-    """
+    """One instance: driver, log in memory, and app. ``definition`` None: the test itself, which never crashes."""
 
     def __init__(self, world: SharedWorld, name: str, definition: Definition | None, committer_id: int) -> None:
         self.world = world
@@ -277,11 +270,11 @@ class Node:
         self.app: LocalApp | OutsideApp | None = None
         self.life = 0  # of the coordinator
         self.wake_ns: int | None = None
-        self.upgrade_to: int | None = None  # what is wished for, until it is done or given up
-        self.failure: ImmortalError | None = None  # why the app is down, or the coordinator
+        self.upgrade_to: int | None = None  # the wished version, until the upgrade is done or given up
+        self.failure: ImmortalError | None = None  # why the app or the coordinator is down
         self._to_app: deque[bytes | memoryview] = deque()
         self.paused = self.closing = False
-        self._app_is_lost = False  # it has crashed, and the machine is to hear of it
+        self._app_is_lost = False  # it has crashed, and the machine must be told
 
     @property
     def is_up(self) -> bool:
@@ -291,7 +284,7 @@ class Node:
     def local_app(self) -> LocalApp | None:
         return self.app if isinstance(self.app, LocalApp) else None
 
-    # --- life and death ---------------------------------------------------------------------------------------------
+    # --- life cycle -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start coordinator and app from the log."""
@@ -371,7 +364,7 @@ class Node:
             self.start()
 
     def lose_app(self) -> None:
-        """Crash the app here and now. The machine is told when its current action has ended."""
+        """Crash the app here. The machine is told when its current action has ended."""
         self._drop_app()
         self._app_is_lost = True
 
@@ -384,7 +377,7 @@ class Node:
             self._driver.turn()
 
     def step(self) -> bool:
-        """Take the next step of this instance; False if it has nothing to do."""
+        """Take the next step of this instance; return False if it has nothing to do."""
         if self._to_app:
             self.do(self._app_reads)
         elif self._log is not None and self._log.jobs:
@@ -440,7 +433,7 @@ class Node:
         self._handle(*self._said())
 
     def _said(self) -> list[ev.Event]:
-        """Take the app's output that may be delivered now, as events."""
+        """Take the app's output that can be delivered now, as events."""
         if self.app is None or not self.app.output or self.paused or self.closing:
             return []
         data = bytes(self.app.output)
@@ -463,7 +456,7 @@ class Node:
         if self.app is not None and not self.closing:
             self._to_app.append(data)
 
-    # --- what the driver's ports bring here --------------------------------------------------------------------------
+    # --- calls of the driver's ports ---------------------------------------------------------------------------------
 
     def stopped(self, error: ImmortalError | None) -> None:
         """Note that the coordinator has ended. Raises ``error``."""
@@ -535,15 +528,15 @@ class _Host(PlainHost):
         self._node.stopped(effect.error)
 
 
-# Crashes at every point of a test: the same test again and again, each time with one crash more to the right.
+# Crashes at every point of a test: the same test repeated, each time with a crash one point later.
 
 
 Victim = Literal["instance", "app"]
-"""Kind of crash: the app and its coordinator together, with all that is not durable, or the app alone."""
+"""Kind of crash: app and coordinator together, with all that is not durable, or only the app."""
 
 
 class SimulatedCrash(ControlFlowSignal):
-    """Crash of a process between two of its steps. No Exception, since nothing on the way may catch it."""
+    """Crash of a process between two of its steps. It is no Exception, since nothing on the way must catch it."""
 
 
 class Crashable(Protocol):
@@ -568,7 +561,7 @@ class CrashPlan:
         self._victim = victim
 
     def point(self, node: Crashable) -> None:
-        """Count a point between two steps of ``node``. Raises SimulatedCrash where the plan has it crash."""
+        """Count a point between two steps of ``node``. Raises SimulatedCrash if the plan crashes it there."""
         if node.definition is None:
             return
         self.count += 1

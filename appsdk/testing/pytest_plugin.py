@@ -1,4 +1,4 @@
-"""Defines the pytest fixture ``immortal_env``. The package installs this plugin, and only pytest loads it."""
+"""Pytest plugin with the fixture ``immortal_env``. The package installs this plugin, and only pytest loads it."""
 
 from __future__ import annotations
 

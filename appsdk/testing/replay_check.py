@@ -1,5 +1,4 @@
-"""Replays a log, live or recorded, through a class in this process and compares calls and states, as `immortal verify`
-does."""
+"""Replay of a log, live or recorded, through a class in this process, compared as `immortal verify` does."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.verify import CheckingSink, StateDivergence, VerifySection, verify_sections
 from immortal.replay.verify_report import Report
 
-BLAMED_MESSAGES_MAX = 3  # of a record, that are shown
+BLAMED_MESSAGES_MAX = 3  # of a record: more are not shown
 
 
 class ReplayDiffers(AppError, AssertionError):  # noqa: N818 (what happened)
-    """A replay differs from the recorded run. The text is that of `immortal verify`."""
+    """Raised if a replay differs from the recorded run. The text is that of `immortal verify`."""
 
 
 class LocalReplay(LocalRun):
-    """One replay of ``plan``, from the checkpoint to its end. ``watch`` sees the app behind each record."""
+    """One replay of ``plan``, from the checkpoint to its end. ``watch``: called with the app after each record."""
 
     def __init__(
         self,
@@ -56,9 +55,7 @@ class LocalReplay(LocalRun):
         self._watch = watch
 
     def run(self) -> ReplayResult:
-        """Replay, once. Raises what the app raises, except for its handlers: their errors are the result's
-        ``failure``.
-        """
+        """Run the replay, once. Raises the app's errors; those of handlers are the result's ``failure``."""
         started_s = time.perf_counter()
         session, header = self.session, self.route.checkpoint
         try:
@@ -98,10 +95,9 @@ def verify_section(
     definition: Definition,
     receivers: Mapping[str, RecordSource],
 ) -> VerifySection:
-    """Verify a section as :func:`immortal.replay.verify.verify_section` does, with the class ``definition`` in this
-    process.
+    """Verify a section like :func:`immortal.replay.verify.verify_section`, with a class in this process.
 
-    Raises AppError for a state that can't be restored, and its like.
+    Raises AppError for a state that can't be restored, and similar errors.
     """
     checking = CheckingSink(source, start, receivers)
     replay = LocalReplay(source, _plan(start, end), definition, checking)
@@ -140,9 +136,9 @@ def problems_of(
     receivers: Mapping[str, RecordSource] | None = None,
     known_failure: tuple[int, int] | None = None,
 ) -> Iterator[str]:
-    """Replay all that ``source`` keeps and yield lines that say where the replay differs; none where it does not.
+    """Replay all that ``source`` keeps and yield lines that say where the replay differs; none if it does not.
 
-    ``known_failure``: (record, message) at which a handler has failed: that it fails there again is as it was.
+    ``known_failure``: (record, message) at which a handler failed: another failure there is no difference.
     """
     name = source.identity.instance_name
     for start, end in verify_sections(source, source.summary(), everything=True).pairs:
@@ -152,7 +148,7 @@ def problems_of(
             yield f"{name}: a replay from checkpoint {start.checkpoint_id} on fails: {error}"
             continue
         result = section.result
-        if known_failure is not None:  # what lies behind it was never handled
+        if known_failure is not None:  # what follows it was never handled
             result.news = [news for news in result.news if news.key[:2] < known_failure]
         if result.failure is not None and (result.failure.sequence_id, result.failure.message_index) == known_failure:
             result.failure = None
@@ -163,7 +159,7 @@ def problems_of(
 
 
 def _first_unsteady(source: RecordSource, section: VerifySection, definition: Definition) -> str:
-    """Say which message leads to another state at each replay; "" where two replays end in the same one."""
+    """Return the first message after which two replays have two states; "" if they end in the same state."""
     checks: list[list[tuple[int, int]]] = [[], []]
     for found in checks:
 
@@ -185,7 +181,7 @@ def _first_unsteady(source: RecordSource, section: VerifySection, definition: De
     return ""
 
 
-# Recorded logs as tests: what a class did once, it does again.
+# Recorded logs as tests: a class must repeat what it did.
 
 
 PathLike = str | os.PathLike[str]
@@ -194,15 +190,16 @@ PathLike = str | os.PathLike[str]
 def assert_replays(
     log: PathLike, cls: type[Immortal], *, receivers: Iterable[PathLike] = (), trust_pickle: bool = False
 ) -> None:
-    """Replay a recorded log through ``cls`` in this process and compare what it makes with what was made then.
+    """Replay a recorded log through ``cls`` in this process and compare its calls and states with the recorded ones.
 
     ``log``: a file of ``immortal log export NAME FILE`` or of :meth:`Instance.export_log`, or a copy of an instance's
-    log folder. Compared are all calls, and the state at each checkpoint. ``receivers``: the logs of instances that it
-    calls, which show what was sent then. ``trust_pickle``: states that pickle wrote are read, which runs what is in
-    them: for a log that is as much your own as the class is.
+    log folder. All calls are compared, and the state at each checkpoint. ``receivers``: logs of instances that it
+    calls, which show what was sent. ``trust_pickle``: read states written by pickle, which runs code in them: only for
+    a log that you trust like the class.
 
     Raises ReplayDiffers, an AssertionError, with the first difference: the record, the handler, the calls then and now,
-    the attributes; DefinitionError for a class that is none; OSError, LogError, ReplayError for a log that can't be.
+    the attributes; DefinitionError for a class that is no app; OSError, LogError, ReplayError for a log that can't be
+    read.
     """
     definition = definition_of(cls)
     with ExitStack() as stack:
@@ -211,7 +208,7 @@ def assert_replays(
         by_name = {other.identity.instance_name: other for other in others}
         problems = list(problems_of(source, definition, by_name))
     if problems:
-        said = "\n".join(map(printable_message, problems))  # the log may come from anywhere
+        said = "\n".join(map(printable_message, problems))  # the log can come from anywhere
         raise ReplayDiffers(f"{definition.name} does not do again what {log} has\n{said}")
 
 

@@ -1,6 +1,4 @@
-"""World of a test: all instances of an environment, the network between them and the clock; single-threaded and
-deterministic.
-"""
+"""World of a test: all instances of an environment, their network and clock; single-threaded and deterministic."""
 
 from __future__ import annotations
 
@@ -25,24 +23,24 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.peer_frames import PeerFrame
 
 STEPS_MAX = 500_000
-"""Steps of all instances at one moment of the clock: handlers that call each other for ever would be waited for."""
+"""Limit of steps of all instances at one moment of the clock: else handlers that call each other would run for ever."""
 
-REPORTS_SHOWN = 3  # of the coordinators', where an answer does not come
+REPORTS_SHOWN = 3  # of the coordinators, if an answer does not come
 
 
 class LivelockError(ImmortalError):
-    """The instances never come to rest at one moment of the clock."""
+    """Raised if the instances never come to rest at one moment of the clock."""
 
 
 class NoAnswerError(ImmortalError):
-    """A call has no answer, and nothing more will happen by itself."""
+    """Raised if a call has no answer, and nothing more will happen by itself."""
 
 
 class World:
-    """All instances and their clock. ``seed``: of the apps' randomness. ``order``: seed of the order of all steps;
-    None: each in turn.
+    """All instances and their clock. ``seed``: of the apps' randomness. ``order``: seed of the order of all steps.
 
-    ``outside`` is the test itself. ``variables``: the context that its apps begin in, each life of each.
+    ``order`` None: each instance in turn. ``outside``: the test itself. ``variables``: the context in which each life
+    of each app begins.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class World:
         self._settle()
 
     def clear_away(self) -> None:
-        """Close what handlers wait in at the end of the test, not in the midst of another one."""
+        """Close waiting handlers at the end of the test, not in the middle of another one."""
         for node in self.nodes.values():
             if (app := node.local_app) is not None:
                 app.dispatcher.tasks.clear_away()
@@ -79,7 +77,7 @@ class World:
         return node
 
     def _settle(self) -> None:
-        """Run until no instance has anything to do at this moment. Raises what ended an app or a coordinator."""
+        """Run until no instance has anything to do at this moment. Raises errors that ended an app or a coordinator."""
         steps_left = STEPS_MAX
         at_rest = False
         while not at_rest:
@@ -92,9 +90,7 @@ class World:
                 )
 
     def _pass(self, steps_max: int) -> tuple[int, bool]:
-        """Run each instance in turn, as far as it gets. Returns the number of steps, and whether all are at rest behind
-        it.
-        """
+        """Run each instance in turn, as far as possible; return (number of steps, True if all are at rest after it)."""
         steps = 0
         for node in list(self.nodes.values()):
             while steps < steps_max and node.step():
@@ -102,7 +98,7 @@ class World:
         own_steps = steps
         while steps < steps_max and self.network.step():
             steps += 1
-        return steps, steps == own_steps  # they reach each other over the network alone
+        return steps, steps == own_steps  # they reach each other only over the network
 
     def _drawn(self, rng: random.Random) -> tuple[int, bool]:
         steps = [node.step for node in self.nodes.values()] + [self.network.step] * len(self.nodes)
@@ -111,7 +107,7 @@ class World:
         return moved, not moved
 
     def next_due_ns(self) -> int | None:
-        """Time of the next timer of all instances; None: there is none."""
+        """Return the time of the next timer of all instances; None: there is none."""
         due = [node.next_due_ns for node in self.nodes.values()]
         return min((one for one in due if one is not None), default=None)
 
@@ -126,12 +122,10 @@ class World:
         self._settle()
 
     # --- for the test ------------------------------------------------------------------------------------------------
-    # __tracebackhide__: pytest shows a failure in the test and in the handler, not in here.
+    # __tracebackhide__: pytest shows a failure in the test and in the handler, not here.
 
     def run(self) -> None:
-        """Run until all is at rest. Raises what ended an app or a coordinator: a user's own exception, if there is
-        one.
-        """
+        """Run until all are at rest. Raises the errors that ended an app or a coordinator, the user's own if any."""
         __tracebackhide__ = True
         self.do(self._settle)
 
@@ -147,7 +141,7 @@ class World:
         self.do(lambda: self._skip_to(time_ns))
 
     def do(self, action: Callable[[], None]) -> None:
-        """Run ``action`` and raise the user's own exception where there is one. Raises as :meth:`run`."""
+        """Run ``action``; raise the user's own exception if there is one. Raises as :meth:`run`."""
         __tracebackhide__ = True
         self.require_open()
         try:
@@ -159,7 +153,7 @@ class World:
         raise_user_error(failure)
 
     def require_open(self) -> None:
-        """Raise UsageError where the environment is closed."""
+        """Check that the environment is not closed. Raises UsageError."""
         if self.is_closed:
             raise UsageError("this environment is closed: what is to be looked at is asked before close()")
 
@@ -197,7 +191,7 @@ class World:
         return "".join(f"\n  {line}" for line in lines)
 
 
-# What is on its way between the instances of an environment: at least once, in order, until it is answered.
+# Messages in flight between the instances of an environment: sent in order, at least once, until they are answered.
 
 
 @dataclass(slots=True, eq=False)
@@ -206,7 +200,7 @@ class _Message:
 
     sender: Node
     effect: ef.SendToPeer
-    delivered: tuple[Node, int] | None = None  # to which life of the receiver
+    delivered: tuple[Node, int] | None = None  # life of the receiver that has it
     answer: PeerFrame | None = None
 
 
@@ -234,7 +228,7 @@ class Network:
         ]
 
     def step(self) -> bool:
-        """Deliver the first message that can be delivered; False if there is none."""
+        """Deliver the first message that can be delivered; return False if there is none."""
         for message in self._messages:
             effect = message.effect
             receiver = self._nodes.get(effect.destination)
@@ -252,14 +246,14 @@ class Network:
         return False
 
 
-# What fails in an app, as the test is to see it.
+# Failures of an app, as the test should see them.
 
 
 _OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
 
 
 def raise_user_error(failure: ImmortalError) -> NoReturn:
-    """Raise the user's own exception behind ``failure``, with its own traceback; without one ``failure``."""
+    """Raise the user's own exception that caused ``failure``, with its own traceback; without one, ``failure``."""
     __tracebackhide__ = True
     error = failure.__cause__
     if not isinstance(failure, AppError) or error is None:

@@ -1,1 +1,1 @@
-"""Types that MessagePack does not know: converts their values to plain ones and back."""
+"""Types that MessagePack does not know: codecs that convert their values to plain ones and back."""

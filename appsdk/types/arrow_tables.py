@@ -1,7 +1,7 @@
-"""Carries pyarrow's tables and record batches as an Arrow IPC stream.
+"""Codecs of pyarrow's tables and record batches, which are encoded as an Arrow IPC stream.
 
-What is read refers to the bytes that it was read from: no column is copied. All of it is checked before a handler sees
-it, since Arrow trusts its offsets from then on.
+A decoded table refers to the bytes that it was read from: no column is copied. The whole table is checked before a
+handler sees it, since Arrow trusts its offsets afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def codec_of(cls: type) -> Codec | None:
 
 
 def write_stream(part: Any) -> memoryview:
-    """Encode a table or a batch as a stream."""
+    """Encode a table or a batch as an Arrow IPC stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, part.schema) as writer:
         writer.write(part)
@@ -27,7 +27,7 @@ def write_stream(part: Any) -> memoryview:
 
 
 def read_table(name: str, plain: Any) -> Any:
-    """Read the table of a stream, or of JSON: columns by name, or a list of rows. ``name``: for people."""
+    """Read a table from a stream, or from JSON: columns by name, or a list of rows. ``name``: of the type."""
     if isinstance(plain, bytes | str):
         data = plain if isinstance(plain, bytes) else _from_text(name, plain)
         table = pa.ipc.open_stream(pa.py_buffer(data)).read_all()
@@ -66,7 +66,7 @@ def _decode_batch(annotation: Any, plain: Any) -> Any:
 
 
 def _empty(column: Any) -> Any:
-    """Make a column without rows, of the same type."""
+    """Return a column without rows, of the same type."""
     return column.chunk(0) if column.num_chunks else pa.array([], column.type)
 
 
@@ -77,7 +77,7 @@ def show_table(table: Any) -> dict[str, Any]:
 
 def _shown(column: Any) -> list[Any]:
     values: list[Any] = column.to_pylist()
-    if pa.types.is_temporal(column.type):  # of classes of pandas' where that is loaded
+    if pa.types.is_temporal(column.type):  # if pandas is loaded, these are of its classes
         return [None if value is None else str(value) for value in values]
     return values
 

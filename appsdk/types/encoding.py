@@ -1,9 +1,10 @@
-"""Encodes values so that they come back with their types, and decodes them by annotation.
+"""Encoder and decoder of values that keeps their types, by annotation.
 
-msgspec writes more than it reads back: a subclass as what is annotated, a tuple in ``Any`` as a list, a ``Decimal``
-there as a text. An :class:`AnnotatedForm` is what an annotation says about that. It looks at values level by level, at
-all that stand in one place of an annotation together: a list of a million numbers costs one look at their types. What
-MessagePack has no form for, and can be read back, becomes an extension (:mod:`immortal.protocol.extension_values`).
+msgspec writes more than it reads back: a subclass as the annotated class, a tuple in ``Any`` as a list, a ``Decimal``
+there as text. An :class:`AnnotatedForm` knows what an annotation says about that. It checks values level by level, all
+values in one place of an annotation together: a list of a million numbers costs one check of their types. A value that
+MessagePack has no form for, but that can be read back, becomes an extension
+(:mod:`immortal.protocol.extension_values`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from immortal.protocol import decoding
 from immortal.protocol.extension_values import EXTENSION_CODE, kind_of
 
 DEPTH_MAX = 256
-"""Values in one another: to read one takes a level of Python's recursion for each, of 1,000 in all."""
+"""Limit of nested values: to read a value takes a level of Python's recursion for each, of 1,000 in all."""
 
 _DEEP, _WIDE = 8, 4096
 _PATH_STEPS_MAX = 12
@@ -78,7 +79,7 @@ _TYPED_MOMENTS, _MOMENTS = Moments(typed=True), Moments(typed=False)
 
 
 class AnnotatedForm(Form):
-    """Form of one place of an annotation. ``info`` None: any class; only integers matter."""
+    """Form of one place of an annotation. ``info`` None: any class is allowed; only large integers are treated."""
 
     def __init__(self, info: shapes.Type | None, known: dict[int, AnnotatedForm]) -> None:
         while isinstance(info, shapes.Metadata):
@@ -98,7 +99,7 @@ class AnnotatedForm(Form):
         return found
 
     def is_plain_value(self, value: Any) -> bool:
-        """Tell at a glance whether a value of a plain class fits; the annotation must have no bounds."""
+        """Return True if a value of a plain class surely fits. The annotation must have no bounds."""
         cls = type(value)
         if cls not in PLAIN_CLASSES or self._has_bounds:
             return False
@@ -106,9 +107,9 @@ class AnnotatedForm(Form):
 
     @functools.cached_property
     def is_sure(self) -> bool:
-        """True if all that :meth:`is_odd` accepts comes back: no bounds, codecs, constructors or validators could
-        change it.
-        """
+        """True if all values that :meth:`is_odd` accepts can be read back.
+
+        Nothing in the annotation (bounds, codecs, constructors, validators) could change or refuse them."""
         pending, seen = [self], {id(self)}
         while pending:
             form = pending.pop()
@@ -136,9 +137,9 @@ class AnnotatedForm(Form):
     # --- use ------------------------------------------------------------------------------------------------------
 
     def is_odd(self, value: Any) -> bool:
-        """Tell whether a part of the value needs a tag (:meth:`tag`); large integers need none.
+        """Return True if a part of the value needs a tag (:meth:`tag`). Large integers need none.
 
-        Raises NotRoundTrippableError with the path to what is not kept.
+        Raises NotRoundTrippableError with the path to the part that would change.
         """
         level: Level = [(self, (value,))]
         odd = False
@@ -170,7 +171,7 @@ class AnnotatedForm(Form):
         return odd
 
     def encode(self, value: Any) -> bytes:
-        """Raises NotRoundTrippableError, with the path to what is not kept or can't be encoded."""
+        """Encode a value. Raises NotRoundTrippableError for a part that would change, or can't be encoded."""
         odd = self.is_odd(value)
         try:
             return encoder.encode(self.tag(value)) if odd else encode_value(value)
@@ -178,11 +179,11 @@ class AnnotatedForm(Form):
             raise self.unencodable(value, error) from error
 
     def unencodable(self, value: Any, error: Exception) -> NotRoundTrippableError:
-        """Find the part of ``value`` that can't be encoded. ``error``: why the whole can't be."""
+        """Return an error for the part of ``value`` that can't be encoded. ``error``: of the whole value."""
         return self._place_of(value, encode_value) or NotRoundTrippableError(why(error))
 
     def _place_of(self, value: Any, encode: Callable[[Any], object] | None) -> NotRoundTrippableError | None:
-        """Find the first part that is not kept or, with ``encode``, that ``encode`` does not take."""
+        """Return an error for the first part that would change or, with ``encode``, that it does not take."""
         pending: list[tuple[Form, Any, tuple[str, ...]]] = [(self, value, ())]
         while pending:
             form, value, path = pending.pop()
@@ -295,7 +296,7 @@ class AnnotatedForm(Form):
 
 
 def _without_repetitions(column: Column) -> Column:
-    """Remove repeated objects: a value that holds itself twice would double on each level."""
+    """Remove repeated objects: a value that contains one twice would double on each level."""
     if len(column) < _WIDE or type(next(iter(column))) in (int, str, float):
         return column
     return list({id(one): one for one in column}.values())
@@ -312,7 +313,7 @@ _TOO_DEEP = f"it is nested more than {DEPTH_MAX} deep, or holds itself"
 
 
 def form_of(annotation: Any) -> AnnotatedForm:
-    """Raises as ``msgspec.inspect.type_info``."""
+    """Return the form of a whole annotation. Raises what ``msgspec.inspect.type_info`` raises."""
     info = registry.type_info(readable_type(annotation))
     form = AnnotatedForm(info, {})
     form._known[id(info)] = form
@@ -320,7 +321,7 @@ def form_of(annotation: Any) -> AnnotatedForm:
 
 
 def _named(info: Any) -> str:
-    """Name a type for people."""
+    """Return the name of a type, for messages."""
     if isinstance(info, shapes.UnionType):
         return " | ".join(map(_named, info.types))
     if isinstance(info, shapes.LiteralType):
@@ -343,7 +344,7 @@ def why(error: Exception) -> str:
 
 
 def encode_value(value: Any) -> bytes:
-    """Encode a value, whatever is annotated. Raises what the encoder and codecs raise."""
+    """Encode a value, whatever its annotation. Raises what the encoder and codecs raise."""
     try:
         return encoder.encode(value)
     except OverflowError:
@@ -352,14 +353,14 @@ def encode_value(value: Any) -> bytes:
         raise NotRoundTrippableError(surrogate_problem(error)) from None
 
 
-# Values from bytes, by what is annotated.
+# Values from bytes, by their annotation.
 
 
 _EXTENSION_BYTE = bytes((EXTENSION_CODE,))
 
 
 class ValueDecoder:
-    """Decodes values of ``annotation``. Raises TypeError for a type that can't be read at all."""
+    """Decoder of values of ``annotation``. Raises TypeError for a type that can't be read at all."""
 
     __slots__ = ("decode", "plainly", "type")
 
@@ -369,7 +370,7 @@ class ValueDecoder:
             self.type, dec_hook=decode_custom, ext_hook=read_extension
         ).unguarded
         self.decode: Callable[[Any], Any] = decoding.guarded(self._decode)
-        """Raises DecodeError alone."""
+        """Decode a value. Raises only DecodeError."""
 
     def _decode(self, data: Any) -> Any:
         try:
@@ -378,9 +379,7 @@ class ValueDecoder:
             return self.decode_again(data, error)
 
     def decode_again(self, data: Any, error: BaseException) -> Any:
-        """Decode again if ``error`` may be about an extension, which a typed decoder accepts only for Any; else raise
-        it.
-        """
+        """Decode again if ``error`` can be about an extension (a typed decoder accepts none); else raise it."""
         if not isinstance(error, msgspec.ValidationError) or _EXTENSION_BYTE not in bytes(data):
             raise error
         return converted_custom(decoding.decode(data, ext_hook=read_extension), self.type)
@@ -390,7 +389,7 @@ _HOLDERS = (list, dict, tuple, set, frozenset, deque, defaultdict, OrderedDict)
 
 
 def allow_integers(annotation: Any) -> Any:
-    """Return ``annotation`` with ``float | int`` for each ``float`` outside of classes' fields: an int stays one."""
+    """Return ``annotation`` with ``float | int`` for each ``float`` outside of classes: so an int stays one."""
     if annotation is float:
         return float | int
     arguments = typing.get_args(annotation)

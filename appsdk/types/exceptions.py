@@ -1,8 +1,8 @@
-"""Encodes and restores exceptions: without ``__init__``, and by no class's name but those of Python itself.
+"""Codec of exceptions: it calls no ``__init__``, and finds only Python's own classes by name.
 
-Beside its arguments and what is in its ``__dict__`` an exception has what its class keeps elsewhere: ``__slots__``, and
-the fields of Python's own exceptions, such as ``OSError.errno``. It has no traceback, and a cause only if that is one
-of Python's own.
+An exception has its arguments, its ``__dict__``, and what its class keeps elsewhere: ``__slots__``, and the fields of
+Python's own exceptions, such as ``OSError.errno``. It is restored without a traceback; its cause is kept only if that
+is one of Python's own exceptions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[str, Any]:
-    """Return an exception's attributes by name, without its arguments; its cause only if that is builtin."""
+    """Return an exception's attributes by name, without its arguments, and its cause only if that is builtin."""
     found = {**vars(error)}
     for name, (field, is_own) in _fields(type(error)).items():
         with contextlib.suppress(AttributeError):  # a slot that has no value
             value = field.__get__(error)
-            # The object that Python notes in an AttributeError is for its own hints: mostly it is the instance.
+            # AttributeError.obj is only for Python's hints: mostly it is the instance.
             if is_own or (value is not None and (name != "obj" or isinstance(value, _PLAIN))):
                 found[name] = value
     cause = error.__cause__
@@ -38,12 +38,12 @@ def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[st
 
 
 def made(cls: type[Exception], arguments: list[Any], attributes: Mapping[str, Any]) -> Exception:
-    """Make an exception without ``__init__``, as its arguments often are not those of its class."""
+    """Create an exception without ``__init__``, since its arguments often do not fit it."""
     try:
         error = cls.__new__(cls)
-    except TypeError:  # its own __new__ wants arguments
+    except TypeError:  # its __new__ needs arguments
         error = _base(cls).__new__(cls)
-    if issubclass(cls, SyntaxError) and "lineno" in attributes:  # its place is a tuple, which comes as a list
+    if issubclass(cls, SyntaxError) and "lineno" in attributes:  # its place is a tuple, which is decoded as a list
         arguments = [tuple(one) if isinstance(one, list) else one for one in arguments]
     _ARGUMENTS.__set__(error, tuple(arguments))
     fields = _fields(cls)
@@ -51,7 +51,7 @@ def made(cls: type[Exception], arguments: list[Any], attributes: Mapping[str, An
         if name == CAUSE:
             error.__cause__ = _cause(value)
         elif name in fields:
-            with contextlib.suppress(AttributeError, TypeError):  # one that only can be read
+            with contextlib.suppress(AttributeError, TypeError):  # a read-only one
                 fields[name][0].__set__(error, value)
         else:
             vars(error)[name] = value
@@ -77,7 +77,7 @@ def _base(cls: type[Exception]) -> Any:
 
 
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Return fields by name, each with whether a class outside of Python's own defines it."""
+    """Return fields by name, each with True if a class other than Python's own defines it."""
     return {name: (field, is_own) for name, field, is_own in _all_fields(cls)}
 
 
@@ -97,7 +97,7 @@ def codec_of(cls: type) -> Codec | None:
 
 
 def _encode(error: Exception) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Encode an exception. The name of a class that is not Python's is for people: the annotation says which it is."""
+    """Encode an exception. A name of a class that is not Python's is only for people: the annotation says the class."""
     cls = type(error)
     name = cls.__name__ if _builtin(cls.__name__) is cls else f"{cls.__module__}.{cls.__qualname__}"
     return name, error.args, attributes_of(error)
@@ -113,7 +113,7 @@ def _decode(cls: Any, plain: tuple[str, tuple[Any, ...], dict[str, Any]]) -> Exc
 
 
 def _show(error: Exception) -> dict[str, Any]:
-    cls = type(error)  # as the tree of a pickled state shows them
+    cls = type(error)  # as in the tree of a pickled state
     arguments = {"$arguments": list(error.args)} if error.args else {}
     return {"$type": f"{cls.__module__}.{cls.__qualname__}", **arguments, **attributes_of(error)}
 

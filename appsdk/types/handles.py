@@ -1,6 +1,6 @@
-"""Handles, which call a node by its owner and a key. To a type checker ``Handle[Order]`` is ``type[Order]``.
+"""Handles: each names a node by its owner and a key. To a type checker ``Handle[Order]`` is ``type[Order]``.
 
-A handle travels as a MessagePack extension, so that it is found in any message, whatever type its reader expects.
+A handle is encoded as a MessagePack extension, so that it is found in any message, whatever type the reader expects.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 T = TypeVar("T")
 
 EXTENSION_CODE = 72
-MARK = b"\xf3handle\x01"  # its data begins with it: a message without it holds none, which is found out fast
+MARK = b"\xf3handle\x01"  # first bytes of its data: a message without them has no handles, which is fast to check
 KEY_SIZE_BYTES = 16
 
 
 class HandlesLife(Protocol):
-    """Interface to the instance that a handle is used in: an :class:`immortal.appsdk.nodes.nodes.Nodes`."""
+    """Interface to the instance that uses a handle: an :class:`immortal.appsdk.nodes.nodes.Nodes`."""
 
     def encoding(self) -> None:
-        """Note that a handle is encoded, perhaps into a message. Raises UsageError."""
+        """Note that a handle is encoded, possibly into a message. Raises UsageError."""
 
     def method(self, handle: Any, name: str) -> Any:
-        """Return what ``handle.<name>`` is. Raises AttributeError, UsageError."""
+        """Return the value of ``handle.<name>``. Raises AttributeError, UsageError."""
 
 
 class _Current(threading.local):
-    life: HandlesLife | None = None  # what is read now belongs to it
+    life: HandlesLife | None = None  # the owner of values that are decoded now
 
 
 current = _Current()
 
 
 class _Handle(Generic[T]):
-    """Right to call one node. ``_immortal_of``: (owner, key, the node's class or None, where it is used)."""
+    """Right to call one node. ``_immortal_of``: (owner, key, the node's class or None, the instance that uses it)."""
 
     __slots__ = ("_immortal_of",)
 
@@ -76,7 +76,7 @@ class _Handle(Generic[T]):
 
 
 def handle_label(key: bytes) -> str:
-    """Label a handle for people: it says which one it is, and nothing of its key."""
+    """Return a label of a handle for people: it identifies the handle and reveals nothing of its key."""
     return hashlib.blake2b(key, digest_size=4).hexdigest()
 
 
@@ -104,7 +104,7 @@ def _encode(handle: _Handle[Any]) -> msgspec.msgpack.Ext:
 
 
 def read_extension(code: int, data: Any) -> Any:
-    """Decode a handle of no class yet, or what :mod:`protocol.values` reads; any other extension stays one.
+    """Decode a handle without a class, or what :mod:`protocol.extension_values` reads; return the rest unchanged.
 
     Raises ValueError.
     """
@@ -112,7 +112,7 @@ def read_extension(code: int, data: Any) -> Any:
     if code != EXTENSION_CODE or not found.startswith(MARK) or len(found) <= len(MARK) + KEY_SIZE_BYTES:
         return extension_values.read_extension(code, found, read_extension)
     key, owner = found[len(MARK) : len(MARK) + KEY_SIZE_BYTES], found[len(MARK) + KEY_SIZE_BYTES :]
-    if 0 in owner or len(owner) > NAME_SIZE_BYTES_MAX:  # word of it goes there
+    if 0 in owner or len(owner) > NAME_SIZE_BYTES_MAX:  # messages about the handle are sent to its owner
         raise ValueError(f"a handle whose owner is {owner[:20]!r}, which no instance can be called")
     return _Handle(owner.decode(), key, None, current.life)
 
@@ -136,7 +136,7 @@ _HANDLE = Codec(_encode, _decode, show=repr, problem=_problem)
 
 
 def handles_in(data: bytes) -> list[tuple[str, bytes]]:
-    """Return (owner, key) of each handle in MessagePack, in order; of unreadable data, those before the fault."""
+    """Return (owner, key) of each handle in MessagePack data, in order; of damaged data, those before the damage."""
     found: list[tuple[str, bytes]] = []
     if MARK not in data:
         return found

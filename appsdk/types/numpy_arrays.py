@@ -1,8 +1,8 @@
-"""Carries numpy's arrays as {"dtype", "shape", "data"}, and its scalars as numbers.
+"""Codecs of numpy's arrays, which are encoded as {"dtype", "shape", "data"}, and of its scalars, encoded as numbers.
 
-An array is read into memory of its own: it is aligned, whatever stands before it in its message, and the handler may
-write into it, as it may after a recovery. Sums over floating-point numbers depend on the layout in memory, so a
-column-major array stays one ("order": "F").
+A decoded array has its own memory: it is aligned wherever it stood in its message, and the handler can write to it, as
+it can after a recovery. A column-major array keeps its order ("order": "F"), since sums of floating-point numbers
+depend on the layout in memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from immortal.appsdk.types.registry import Codec, describe_received
 
-_KINDS = frozenset("biufcmMSU")  # as np.dtype.kind has them: all but objects, and structures, whose gaps hold anything
-_PADDED = frozenset("gG")  # np.longdouble: as above
+_KINDS = frozenset("biufcmMSU")  # np.dtype.kind: all but objects, and structures, whose gaps hold any bytes
+_PADDED = frozenset("gG")  # np.longdouble: its padding holds any bytes
 _SCALARS = frozenset(np.dtype(char).type for char in "?bBhHiIlLqQefd")
 _ABSTRACT = frozenset(
     base
@@ -58,7 +58,7 @@ def _encode(array: np.ndarray[Any, Any]) -> _Form:
         raise TypeError(problem)
     is_column_major = array.flags.f_contiguous and not array.flags.c_contiguous
     flat = array.T if is_column_major else np.ascontiguousarray(array)
-    # no copy, if there are no gaps: the encoder takes it from the array's own memory
+    # without gaps there is no copy: the encoder reads the array's own memory
     octets: Any = flat.reshape(-1).view(np.uint8) if array.nbytes else b""
     data: Any = memoryview(octets)
     return _Form(array.dtype.str, list(array.shape), data, "F" if is_column_major else "C")
@@ -99,7 +99,7 @@ def _from_form(form: _Form) -> np.ndarray[Any, Any]:
 
 
 def _from_list(items: list[Any], scalar: type[np.generic] | None) -> np.ndarray[Any, Any]:
-    """Make an array of nested lists, as JSON has them."""
+    """Make an array from nested lists, as in JSON."""
     found = np.asarray(items)
     if problem := _dtype_problem(found.dtype):
         raise ValueError(f"a list of lists of the same length was expected, of one type: {problem}")
@@ -108,7 +108,7 @@ def _from_list(items: list[Any], scalar: type[np.generic] | None) -> np.ndarray[
     wanted = np.dtype(scalar)
     fits = found.size == 0 or found.dtype.kind + wanted.kind in ("ii", "iu", "uu", "ui", "if", "uf", "ff", "UM")
     if not fits:
-        return found  # which is refused
+        return found  # and the caller refuses it
     try:
         return np.asarray(items, wanted)
     except OverflowError as error:
@@ -121,7 +121,7 @@ def _show(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _wanted(annotation: Any) -> tuple[type[np.generic] | None, int | None]:
-    """Return the scalar type and the number of dimensions that ``np.ndarray[shape, np.dtype[scalar]]`` asks for."""
+    """Return the scalar type and the number of dimensions of an annotation ``np.ndarray[shape, np.dtype[scalar]]``."""
     shape, dtype = (*typing.get_args(annotation), None, None)[:2]
     sizes = typing.get_args(shape)
     scalar = next(iter(typing.get_args(dtype)), None)

@@ -1,4 +1,4 @@
-"""Carries pandas' frames as Arrow tables with the index and the dtypes that pandas notes in them."""
+"""Codec of pandas' frames, which are encoded as Arrow tables with the index and dtypes that pandas notes in them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from immortal.appsdk.types.registry import Codec
 from immortal.protocol import decoding
 
 _OBJECTS = frozenset(("string", "bytes", "date", "time", "decimal", "boolean", "empty"))
-"""Kinds that a column of objects may hold, as pandas infers them: other objects would not come back the same."""
+"""Kinds of objects that a column can hold, as pandas infers them: others would not come back the same."""
 
-_OF_VERSIONS = ("creator", "pandas_version")  # of libraries: the same frame is to have the same bytes after an upgrade
+_OF_VERSIONS = ("creator", "pandas_version")  # of libraries: a frame must have the same bytes after an upgrade of them
 
 
 def codec_of(cls: type) -> Codec | None:
@@ -51,7 +51,7 @@ def _decode(annotation: Any, plain: Any) -> pd.DataFrame:
     from immortal.appsdk.types.arrow_tables import read_table
 
     frame: pd.DataFrame = read_table("DataFrame", plain).to_pandas()
-    return frame.copy()  # what refers to the stream can't be written to
+    return frame.copy()  # a frame that refers to the stream is read-only
 
 
 def _show(frame: pd.DataFrame) -> dict[str, Any]:

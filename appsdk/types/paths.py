@@ -1,4 +1,4 @@
-"""Carries paths as text."""
+"""Codec of paths, which are encoded as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries pydantic's models (version 2) as maps from field to value; the model's own rules are applied when read."""
+"""Codec of pydantic's models (version 2): maps of fields and values. Decoding applies the model's own rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from immortal.appsdk.types.registry import Codec
 
 
 def codec_of(cls: type) -> Codec | None:
-    if issubclass(cls, pydantic.BaseModel):  # a model of version 1 is below another class of that name
+    if issubclass(cls, pydantic.BaseModel):  # a model of version 1 has another base class of that name
         return Codec(_encode, _decode, problem=_problem)
     if issubclass(cls, pydantic.AnyUrl):
         return Codec(str, _reader(cls, cls.__qualname__))
@@ -30,7 +30,7 @@ def _reader(annotation: Any, name: str) -> Callable[[Any, Any], Any]:
 
 
 def _encode(model: pydantic.BaseModel) -> Any:
-    """Encode a model by field names, without computed fields. A value that does not fit its field is an error."""
+    """Encode a model by field names, without computed fields. Raises ValueError if a value does not fit its field."""
     try:
         return model.__pydantic_serializer__.to_python(model, round_trip=True, by_alias=False, warnings="error")
     except pydantic_core.PydanticSerializationError as error:
@@ -42,15 +42,15 @@ def _decode(annotation: Any, plain: Any) -> Any:
 
 
 def validated(validator: Any, name: str, plain: Any) -> Any:
-    """Validate a plain value. Raises ValueError, in one line. ``name``: for people.
+    """Validate a plain value. ``name``: of its type, for messages. Raises ValueError with a text of one line.
 
-    Fields go by name; from callers who write JSON, by alias as well.
+    Fields are found by name, and also by alias, for callers that write JSON.
     """
     try:
         return validator.validate_python(plain, by_name=True, by_alias=True)
     except pydantic.ValidationError as error:
         problem = error
-    try:  # to a strict field the text of a datetime is one in JSON only
+    try:  # a strict field accepts the text of a datetime only in JSON
         return validator.validate_json(pydantic_core.to_json(plain), by_name=True, by_alias=True)
     except (pydantic.ValidationError, ValueError):
         raise ValueError(_in_words(name, problem)) from None
@@ -69,7 +69,7 @@ def _in_words(name: str, error: pydantic.ValidationError) -> str:
 def _problem(cls: Any) -> str | None:
     try:
         cls.model_rebuild()
-        cls.model_json_schema()  # there is none of fields that hold any object
+        cls.model_json_schema()  # fails for fields that hold any object
     except pydantic.errors.PydanticUserError as error:
         return f"{cls.__qualname__}: {str(error).splitlines()[0]}"
     return None

@@ -1,6 +1,6 @@
-"""Carries Python's types that msgspec does not know: deques and special dicts, numbers, zones, patterns, addresses.
+"""Codecs of Python's types that msgspec does not know: deques, special dicts, numbers, zones, patterns, addresses.
 
-Where an annotation names them they are encoded as their parts, in Any as extension values: one table has both,
+An annotated value of these is encoded as its parts, a value in Any as an extension value. One table has both:
 :data:`immortal.protocol.extension_values.KINDS`.
 """
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Bounded(msgspec.Struct, Generic[T]):
-    """Encoded form of a deque with a largest length; a deque without one is encoded as a list."""
+    """Encoded form of a deque with a maximum length. A deque without one is encoded as a list."""
 
     items: list[T]
     maxlen: int
@@ -49,7 +49,7 @@ def _codec_of_kind(kind: Kind, cls: type) -> Codec:
 
 
 def _parameters(annotation: Any, count: int) -> tuple[Any, ...]:
-    """Return the types in an annotation's brackets; Any where it has none."""
+    """Return the types in an annotation's brackets, or Any if it has none."""
     return typing.get_args(annotation) or (Any,) * count
 
 
@@ -76,7 +76,7 @@ def _counter_form(annotation: Any) -> Any:
 
 
 def _factory(annotation: Any) -> Callable[[], Any] | None:
-    """Return the factory of a defaultdict: the class of its values, of a union the first one; None: no class."""
+    """Return the factory of a defaultdict: the class of its values, of a union the first; None: no such class."""
     value = _parameters(annotation, 2)[1]
     while typing.get_origin(value) in (Annotated, typing.Union, types.UnionType):
         value = typing.get_args(value)[0]
@@ -97,7 +97,7 @@ def _factory_problem(annotation: Any) -> str | None:
 
 
 def _unfit_factory(annotation: Any, value: Any) -> str | None:
-    """Say why a defaultdict would not come back: a recovery makes the annotation's factory; functions are not kept."""
+    """Return why a defaultdict would change (a recovery takes the factory from the annotation); None: it would not."""
     wanted, given = _factory(annotation), getattr(value, "default_factory", None)
     if wanted is given or (_parts_of(wanted) == _parts_of(given)):
         return None

@@ -1,8 +1,8 @@
-"""Registry of codecs by type; it loads those for libraries on demand, and knows former module paths.
+"""Registry of codecs by type. It loads codecs for libraries on demand, and knows former module paths.
 
-A codec makes a plain value of a value, which is encoded in its place, and reads it back by the annotation. What msgspec
-knows never comes here, so it costs nothing there. The codecs of libraries are loaded with the first class of theirs
-that is asked for: an app that names none of numpy, pyarrow, pandas or pydantic imports none of them.
+A codec converts a value to a plain one, which is encoded in its place, and converts it back by the annotation. Types
+that msgspec knows need no codec and cost nothing here. The codecs of a library are loaded with its first class that
+needs one: an app without numpy, pyarrow, pandas or pydantic types imports none of these.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def _no_problem(annotation: Any) -> str | None:
 
 
 class Codec(Struct, frozen=True):
-    """Codec for values of one class. Each function but ``problem`` may raise any exception.
+    """Codec for values of one class. Each function but ``problem`` can raise any exception.
 
-    ``encode``: to what is encoded in its place. ``decode``: from (annotation, that). ``show``: to what people are
-    shown, where that is not what is encoded. ``problem``: why an annotation that names the class can't be carried; None
-    if it can. ``form``: from the annotation to that of what is encoded, which ``decode`` gets as that says; None: what
-    is encoded is plain. ``unfit``: from (annotation, value) to why the value would come back as something else.
+    ``encode``: returns the plain value that is encoded. ``decode``: takes (annotation, plain value). ``show``: returns
+    what people see, if that is not the plain value. ``problem``: returns why an annotation with the class can't be
+    supported; None if it can. ``form``: returns the annotation of the plain value, to which it is converted before
+    ``decode`` gets it; None: it stays plain. ``unfit``: takes (annotation, value) and returns why the value would
+    change; None if it would not.
     """
 
     encode: Callable[[Any], Any]
@@ -57,18 +58,18 @@ _LIBRARIES = {
     "pyarrow": "immortal.appsdk.types.arrow_tables",
     "pydantic": "immortal.appsdk.types.pydantic_models",
 }
-"""By the package that a class or one of its bases is of: the module that has ``codec_of(cls) -> Codec | None``."""
+"""Module with ``codec_of(cls) -> Codec | None``, by the package of a class or of one of its bases."""
 
 _registered: dict[type, Codec] = {}
-_found: dict[type, Codec] = {}  # all that were asked for
+_found: dict[type, Codec] = {}  # all classes that were looked up and have one
 
 
 def find_codec(cls: Any) -> Codec | None:
-    """Return the codec of a class; None if it has none. Subclasses need one of their own."""
+    """Return the codec of a class; None if it has none. A codec of a base class does not count."""
     try:
         if (codec := _found.get(cls)) is not None:
             return codec
-    except TypeError:  # can't be a key, so it is no class
+    except TypeError:  # not hashable, so it is no class
         return None
     if not isinstance(cls, type):
         return None
@@ -91,18 +92,18 @@ def _of_library(cls: type) -> Codec | None:
 def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callable[[Plain], T], form: Any = Any) -> None:
     """Register ``cls`` as a type of arguments, results and state.
 
-    ``encode`` makes a plain value of one (numbers, str, bytes, lists, dicts, dataclasses, ...), the same for equal
-    values in each process; ``decode`` makes one of that. ``form`` is the plain value's type: what comes in and does not
-    have it is refused before ``decode`` sees it. ``decode`` raises ValueError for what is no value of ``cls``.
+    ``encode`` makes a plain value (numbers, str, bytes, lists, dicts, dataclasses, ...), the same for equal values in
+    each process; ``decode`` makes a ``cls`` of it, and raises ValueError if it can't. ``form`` is the type of the plain
+    value: a received value without that type is refused before ``decode`` gets it.
 
-    Call it in the module of ``cls``, before a class of :class:`immortal.Immortal` names it. Raises DefinitionError.
+    Call it in the module of ``cls``, before a class below :class:`immortal.Immortal` uses it. Raises DefinitionError.
     """
     if not isinstance(cls, type):
         raise DefinitionError(f"register_type({cls!r}): a class was expected")
     name = cls.__qualname__
     if cls in _registered:
         raise DefinitionError(f"register_type({name}): it is registered already: remove one of the two")
-    is_pythons = importlib.import_module(_PYTHON).codec_of(cls) is not None  # apps of 0.1.0 may have one for it
+    is_pythons = importlib.import_module(_PYTHON).codec_of(cls) is not None  # apps of 0.1.0 can have a codec for it
     if not _is_custom(cls) or (_of_library(cls) is not None and not is_pythons):
         raise DefinitionError(f"register_type({name}): its values are carried already, without a codec: remove this")
     if problem := unsupported_type(form):
@@ -120,15 +121,15 @@ def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callabl
 def _is_custom(cls: type) -> bool:
     try:
         return isinstance(msgspec.inspect.type_info(cls), msgspec.inspect.CustomType)
-    except TypeError:  # a dataclass, for one, with a field that can't be carried
+    except TypeError:  # for example a dataclass with a field that has no codec
         return False
 
 
-# --- what msgspec calls -----------------------------------------------------------------------------------------------
+# --- functions that msgspec calls -------------------------------------------------------------------------------------
 
 
 def encode_custom(value: Any) -> Any:
-    """Return the value that is encoded in place of ``value``. Raises TypeError, ValueError, MemoryError."""
+    """Return the plain value that is encoded in place of ``value``. Raises TypeError, ValueError, MemoryError."""
     return _applied(value, _codec_for(value).encode)
 
 
@@ -155,7 +156,7 @@ def _applied(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def decode_custom(annotation: Any, plain: Any) -> Any:
-    """Return the value that ``plain`` stands for. Raises ValueError, TypeError: msgspec adds where it is."""
+    """Return the value of a plain value. Raises ValueError, TypeError, to which msgspec adds the place in the data."""
     cls = typing.get_origin(annotation) or annotation
     if (codec := find_codec(cls)) is None:
         raise ValueError(f"{cls.__qualname__} is no type that can be read")
@@ -163,10 +164,10 @@ def decode_custom(annotation: Any, plain: Any) -> Any:
         if type(plain) is _Key:
             plain = str(plain)
         if codec.form is not None:
-            plain = codec.encode(plain) if type(plain) is cls else plain  # it came as an extension
+            plain = codec.encode(plain) if type(plain) is cls else plain  # it was encoded as an extension
             plain = converted_custom(plain, codec.form(annotation))
         return codec.decode(annotation, plain)
-    except msgspec.ValidationError as error:  # msgspec would pass it on as it is, without where in the data this is
+    except msgspec.ValidationError as error:  # msgspec would raise it again without the place in the data
         text, _, place = str(error).partition(" - at `$")
         raise ValueError(f"{text} (at {place.removesuffix('`')} of it)" if place else text) from None
     except (TypeError, ValueError, MemoryError):
@@ -176,7 +177,7 @@ def decode_custom(annotation: Any, plain: Any) -> Any:
 
 
 class _Key(str):
-    """Text as a key of a custom type: ``msgspec.convert`` passes a plain one to no codec (msgspec's issue 775)."""
+    """Text that is a key of a custom type: ``msgspec.convert`` calls no codec for a str (msgspec's issue 775)."""
 
 
 def converted_custom(plain: Any, annotation: Any) -> Any:
@@ -215,7 +216,7 @@ def _keys_marked(plain: Any, info: Any) -> Any:
 
 
 def describe_received(plain: Any) -> str:
-    """Name the type of a plain value, in msgspec's words."""
+    """Return the name of a plain value's type, in msgspec's words."""
     names = {dict: "object", list: "array", type(None): "null"}
     return f"`{names.get(type(plain), type(plain).__name__)}`"
 
@@ -224,7 +225,7 @@ def describe_received(plain: Any) -> str:
 
 
 class _UnionType(type):
-    """Type that stands for a union: its codec decides which classes values have."""
+    """Metaclass of types that stand for a union. Its codec decides which classes values have."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return True
@@ -234,9 +235,9 @@ _unions: dict[Any, Any] = {}
 
 
 def readable_type(annotation: Any) -> Any:
-    """Return the type that msgspec reads for ``annotation``: itself, or for a union with pydantic models a type that
-    reads it whole. msgspec allows a union one custom type beside None.
-    """
+    """Return the type that msgspec reads for ``annotation``: itself, or one type for a union with pydantic models.
+
+    msgspec allows a union only one custom type beside None."""
     union = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     arms = typing.get_args(union) if typing.get_origin(union) in (typing.Union, types.UnionType) else ()
     if len([arm for arm in arms if arm is not type(None)]) < 2 or not any(map(_is_model, arms)):
@@ -255,9 +256,7 @@ def _is_model(cls: Any) -> bool:
 
 
 def may_hold_handles(annotation: Any) -> bool:
-    """Tell whether a value of the annotation may hold an :class:`immortal.Handle`: it names the class, or allows
-    anything.
-    """
+    """Return True if a value of the annotation can contain an :class:`immortal.Handle`, by name or in Any."""
     for info in _types_in(type_info(readable_type(annotation))):
         cls = info.cls if isinstance(info, msgspec.inspect.CustomType) else None
         if isinstance(info, msgspec.inspect.AnyType) or find_codec(typing.get_origin(cls) or cls) is _handle_codec():
@@ -266,7 +265,7 @@ def may_hold_handles(annotation: Any) -> bool:
 
 
 def may_hold_untyped(annotation: Any) -> bool:
-    """Tell whether a part of a value of the annotation has no declared type."""
+    """Return True if a part of a value of the annotation has no declared type (Any)."""
     return any(isinstance(info, msgspec.inspect.AnyType) for info in _types_in(type_info(readable_type(annotation))))
 
 
@@ -289,7 +288,7 @@ def _types_in(first: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
 
 
 def unsupported_type(annotation: Any) -> str | None:
-    """Say what in ``annotation`` can't be encoded and read back; None if all of it can."""
+    """Return what in ``annotation`` can't be encoded and decoded, as text; None if nothing."""
     for model in filter(_is_model, typing.get_args(annotation)):
         if problem := _custom_problem(model):
             return problem
@@ -323,7 +322,7 @@ def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
 
 
 class _Translator(msgspec.inspect._Translator):
-    """Translator like that of ``msgspec.inspect``, but it keeps what custom types have in brackets."""
+    """Translator of ``msgspec.inspect`` that also keeps the parameters in brackets of custom types."""
 
     def translate(self, annotation: Any) -> Any:
         info = super().translate(annotation)  # type: ignore[no-untyped-call]
@@ -338,14 +337,14 @@ def type_info(annotation: Any) -> msgspec.inspect.Type:
     return found
 
 
-@functools.cache  # the same for the same annotation, so that a type may refer to itself
+@functools.cache  # always the same object, so that a type can refer to itself
 def info_of_form(annotation: Any) -> msgspec.inspect.Type | None:
-    """Return the type that is encoded in place of a custom type; None where its codec does not say."""
+    """Return the type of the plain value of a custom type; None if its codec does not say."""
     codec = find_codec(typing.get_origin(annotation) or annotation)
     return None if codec is None or codec.form is None else type_info(codec.form(annotation))
 
 
-# Module paths from before the one import root `immortal`: checkpoints, registrations, projects still name them.
+# Module paths older than the one import root `immortal`: checkpoints, registrations and projects still name them.
 
 
 _FORMER_ROOT = "appsdk"
@@ -367,9 +366,9 @@ _MOVED = {
 
 
 def current_module(name: str) -> str:
-    """Return today's path of the module ``name``: ``appsdk.patterns.queue`` is ``immortal.appsdk.patterns.queue``.
+    """Return the current path of the module ``name``: ``appsdk.patterns.queue`` is ``immortal.appsdk.patterns.queue``.
 
-    Any other name comes back as it is, also one below a package `appsdk` of the user's own that the SDK does not have.
+    Return any other name unchanged, also one in a package `appsdk` of the user's own.
     """
     if name in _MOVED:
         return _MOVED[name]

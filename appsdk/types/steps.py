@@ -1,7 +1,7 @@
-"""Steps for values of one class in one place of an annotation: see :mod:`immortal.appsdk.types.encoding`.
+"""Steps that check and encode values of one class in one place of an annotation.
 
-Each kind of values is a :class:`Step`: it looks at all that stand in its place together, knows what is in them, and
-what is encoded in their place.
+A :class:`Step` handles all values of its kind in one place together: it finds their parts and returns what is encoded
+in their place. :mod:`immortal.appsdk.types.encoding` uses them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from immortal.protocol import decoding
 from immortal.protocol.extension_values import encode_extension, is_beyond, zone_problem
 
 EXTENSIONS_DEPTH_MAX = 32
-"""Tuples and sets in one another that are extensions: to read one takes four levels of Python's recursion, of 1,000."""
+"""Limit of nested tuples and sets as extensions: to read one takes four levels of Python's recursion, of 1,000."""
 
 _KEY_CHARACTERS_MAX = 60
 
 encoder = msgspec.msgpack.Encoder(enc_hook=encode_custom)
-"""The only encoder, of arguments and state: sets, dicts and so on are written in the order they have."""
+"""Encoder of all arguments and state. It writes sets, dicts and so on in their own order."""
 
 
 class NotRoundTrippableError(TypeError):
-    """Raised for a value that would not come back as what it is. ``path``: to it, as in Python: ``['eu'][3].price``."""
+    """Raised for a value that would not be read back the same. ``path``: of the part (``['eu'][3].price``)."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(f"{path}: {problem}" if path else problem)
@@ -43,7 +43,7 @@ class NotRoundTrippableError(TypeError):
 
 
 class Tagged:
-    """Stands in for a value that is encoded as an extension: an Ext can't be a key of a dict."""
+    """Stand-in for a value that is encoded as an extension, since an Ext can't be a key of a dict."""
 
     __slots__ = ("extension",)
 
@@ -52,7 +52,7 @@ class Tagged:
 
     @classmethod
     def holding(cls, value: Any, tag: Callable[[Any], Any]) -> Self:
-        """Make a stand-in for a value that holds others. ``tag``: for its contents. Raises NotRoundTrippableError."""
+        """Make a stand-in for a container. ``tag``: called for its contents. Raises NotRoundTrippableError."""
         tagged = cls.__new__(cls)
         _depth.now += 1
         try:
@@ -85,18 +85,18 @@ class _Depth(threading.local):
 _depth = _Depth()
 
 
-# --- what is done with the values of one class in one place -----------------------------------------------------------
+# --- values of one class in one place ---------------------------------------------------------------------------------
 
 Column = Any
-"""A list, a tuple, or a view of a dict."""
+"""List, tuple, or view of a dict."""
 Level = list[tuple["Form", Column]]
 
 
 class Form:
-    """Form of one place of an annotation: an :class:`immortal.appsdk.types.encoding.AnnotatedForm`."""
+    """Form of one place of an annotation; see :class:`immortal.appsdk.types.encoding.AnnotatedForm`."""
 
     def look(self, column: Column, below: Level) -> bool:
-        """Check values of any classes, as :meth:`Step.look`."""
+        """Check values of any classes, as :meth:`Step.look` does."""
         raise NotImplementedError
 
     def step(self, cls: type) -> Step:
@@ -104,19 +104,19 @@ class Form:
         raise NotImplementedError
 
     def tag(self, value: Any) -> Any:
-        """Return what is encoded in place of the value: the same if nothing in it needs an extension."""
+        """Return what is encoded in place of the value: the value itself if nothing in it needs an extension."""
         return self.step(type(value)).tag(value)
 
     def are_plain(self, classes: Iterable[type]) -> bool:
-        """Tell whether any values of these classes come back as they are."""
+        """Return True if all values of these classes are encoded as they are."""
         return all(type(self.step(cls)) in (Step, Integers) for cls in classes)
 
 
 class Step:
-    """Step for plain values: they come back as they are."""
+    """Step for plain values, which are encoded as they are."""
 
     def look(self, column: Column, below: Level) -> bool:
-        """Tell whether a value of ``column`` needs a tag; add its parts to ``below``. Raises NotRoundTrippableError."""
+        """Return True if a value of ``column`` needs a tag; add parts to ``below``. Raises NotRoundTrippableError."""
         return False
 
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
@@ -148,14 +148,14 @@ class Literals(Step):
 
 
 class Integers(Step):
-    """Step for integers: the encoder itself finds those of more than 64 bits."""
+    """Step for integers. The encoder itself detects those of more than 64 bits."""
 
     def tag(self, value: Any) -> Any:
         return Tagged(value) if is_beyond(value) else value
 
 
 class Extensions(Step):
-    """Step for classes that are always written as extensions where no annotation says their type."""
+    """Step for classes that are always encoded as extensions if no annotation says their type."""
 
     def look(self, column: Column, below: Level) -> bool:
         return True
@@ -168,9 +168,9 @@ class Extensions(Step):
 
 
 class Moments(Step):
-    """Step for datetimes and times: plain if without a zone, or in UTC, and not in an hour that comes a second time.
+    """Step for datetimes and times, which are plain if they have no zone or UTC, and are not in a repeated hour.
 
-    ``typed``: the annotation says what they are; else only a datetime in UTC is plain.
+    ``typed``: the annotation says their class; otherwise only a datetime in UTC is plain.
     """
 
     def __init__(self, *, typed: bool) -> None:
@@ -192,9 +192,9 @@ class Moments(Step):
 
 
 class Custom(Step):
-    """Step for values with a codec, which says what comes back: ``cls``, or what it makes of others.
+    """Step for values with a codec, which makes ``cls`` of them when they are read.
 
-    ``inside``: the form of what is encoded, where the codec says it.
+    ``inside``: the form of the plain value, if the codec says it.
     """
 
     def __init__(self, cls: Any, given: type, anything: Form, inside: Form | None = None) -> None:
@@ -227,7 +227,7 @@ class Custom(Step):
 
 
 class Items(Step):
-    """Step for lists, tuples, sets and the like, of any number of items. ``is_odd``: they are tagged themselves."""
+    """Step for lists, tuples, sets and the like with any number of items. ``is_odd``: they need a tag themselves."""
 
     def __init__(self, item: Form, *, is_odd: bool = False) -> None:
         self._item = item
@@ -253,7 +253,7 @@ class Items(Step):
 
 
 class Mappings(Step):
-    """Step for dicts and the like. ``is_odd``: they are to be tagged themselves."""
+    """Step for dicts and the like. ``is_odd``: they need a tag themselves."""
 
     def __init__(self, key: Form, value: Form, *, is_odd: bool = False) -> None:
         self._key = key
@@ -283,7 +283,7 @@ class Mappings(Step):
 
 
 class Records(Step):
-    """Step for dicts whose keys each have a type."""
+    """Step for dicts of a TypedDict."""
 
     def __init__(self, fields: dict[str, Form]) -> None:
         self._fields = fields
@@ -309,7 +309,7 @@ class Records(Step):
 
 
 class Tuples(Step):
-    """Step for tuples of a fixed length; ``names``: of named ones."""
+    """Step for tuples of a fixed length. ``names``: the fields of named tuples."""
 
     def __init__(self, forms: Sequence[Form], names: Sequence[str] = ()) -> None:
         self._forms = forms
@@ -352,7 +352,7 @@ class Objects(Step):
 
     def _require_no_more(self, value: Any) -> None:
         for name in vars(value).keys() - self._names:
-            if not isinstance(getattr(self._cls, name, None), functools.cached_property):  # which is made again
+            if not isinstance(getattr(self._cls, name, None), functools.cached_property):  # it is computed again
                 raise NotRoundTrippableError(
                     f"{self._cls.__qualname__} has an attribute {name!r} that is no field of it, so a recovery would "
                     f"lose it"

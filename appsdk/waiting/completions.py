@@ -1,4 +1,4 @@
-"""Ends of waits and handlers: replies that arrive, answers to callers, orders of operators."""
+"""Ends of waits and of handlers: replies that arrive, answers to callers, orders of operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from immortal.protocol.verdicts import Cause, Verdict
 
 
 class Endings:
-    """Ends handlers of one instance. All methods raise the HandlerError of a handler that does not fail alone."""
+    """Ends handlers of one instance. All methods raise the HandlerError of a handler that can't fail alone."""
 
     def __init__(self, context: Context, answers: Answers, handler_runs: HandlerRuns) -> None:
         self._context = context
@@ -47,10 +47,10 @@ class Endings:
         self._handler_runs = handler_runs
 
     def tell(self, task: Task) -> None:
-        """Answer the caller of a handler that is done."""
+        """Answer the caller of a handler that has ended."""
         value, error = task.result()
         task.clear_up()
-        if (reason := task.cancelled_with) is not None:  # as it was told to: no failure of its own, and no dead letter
+        if (reason := task.cancelled_with) is not None:  # as ordered: no failure of its own, and no dead letter
             self.note(task.number, "cancelled", reason, task)
             self.tell_cancelled(task.handler, task.caller, task.call_number, reason)
             return
@@ -75,7 +75,7 @@ class Endings:
             self.note(task.number, state, encoded if error is None else shown, task)
         except HandlerError as problem:
             self._failed(task, problem)
-        except UsageError as problem:  # it has a handle that can't be passed on
+        except UsageError as problem:  # it contains a handle that can't be passed on
             self._failed(task, task.failure(problem))
 
     def tell_cancelled(self, handler: Handler[Any, Any], caller: str | None, call_number: int, reason: str) -> None:
@@ -86,7 +86,7 @@ class Endings:
             self._answers.answer(handler, caller, call_number, True, encode_failed(CANCELLED, reason, where))
 
     def _failed(self, task: Task, error: HandlerError) -> None:
-        """Tell who waits for a failed async handler. It has changed no state by itself, so there is nothing to undo."""
+        """Answer the caller of a failed async handler. It changed no state by itself, so nothing must be undone."""
         failure = error.failure
         if failure is None:
             raise error
@@ -107,7 +107,7 @@ class Endings:
             executions.ended(number, state, result, entries, self._context.record_time_ns, place)
 
 
-# Input for calls that wait: their answers, or the word that whoever was called has been expelled.
+# Input for calls that wait: their answers, or the message that the called member of a group was expelled.
 
 
 WHAT = "an answer"
@@ -124,15 +124,15 @@ class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
 
 _take_call_number = decoding.Decoder(list[msgspec.Raw]).decode
 _RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED
-# ... found faster than an enum's attributes
+# ... aliases, which are found faster than an enum's attributes
 _decode_value = decoding.Decoder(_ReturnedValue).decode
 _decode_nothing = decoding.Decoder(_ReturnedNothing).decode
 
 
 class Incoming:
-    """Delivers results to waits of one instance.
+    """Gives results to the waits of one instance.
 
-    ``failed``: encoded error in place of all results; None: the results.
+    ``failed``: encoded error that replaces each result; None: results stay.
     """
 
     def __init__(self, tasks: Host) -> None:
@@ -143,7 +143,7 @@ class Incoming:
 
     @contextmanager
     def failing(self, verdict: Verdict) -> Iterator[None]:
-        """Let each result that comes meanwhile be a failure, as ``verdict`` says."""
+        """Inside this context, turn each result that arrives into a failure with the text of ``verdict``."""
         where = reference(self._context.instance_name, verdict.sequence_id, verdict.message_index)
         self.failed = encode_failed(verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where)
         try:
@@ -152,7 +152,7 @@ class Incoming:
             self.failed = None
 
     def answered(self, kind: RpcKind, data: bytes) -> None:
-        """Take in an answer. One that nobody waits for any more is left alone. Raises HandlerError."""
+        """Take in an answer; ignore it if nobody waits for it any more. Raises HandlerError."""
         context = self._context
         try:
             if kind is _RETURNED_VALUE:
@@ -166,7 +166,7 @@ class Incoming:
         except (ValueError, IndexError) as error:
             raise refused(context, WHAT, Cause.UNUSABLE, f"an answer that can't be read: {error}") from None
         if (call := self._calls.get(number)) is not None:
-            if context.source and not call.went_to(context.source):  # what the instance says itself is true
+            if context.source and not call.went_to(context.source):  # what the instance tells itself is true
                 if self.failed is None:
                     text = f"an answer of {context.source!r} to call {number}, which went to somebody else"
                     raise refused(context, WHAT, Cause.SENDER, text)
@@ -179,9 +179,10 @@ class Incoming:
             context.nodes.accounts.not_taken(data)
 
     def expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
-        """Answer for ``member``, expelled, says ``source``, another member, behind all of its answers before that: who
-        waits for the answer of ``member`` to a call of a multicast gets ``value`` in its place. What ``source`` has not
-        answered was cancelled, and has ``value`` as all of its answers."""
+        """Answer calls of multicasts in place of the expelled ``member``, as another member, ``source``, reports.
+
+        Callers that wait for ``member`` get ``value``; its earlier answers come before this. A multicast that
+        ``source`` has not answered was cancelled: all of its answers are ``value``."""
         done: set[int] = set()
         for call in list(self._calls.values()):
             if not isinstance(call, MulticastCall) or call.scope is None or not call.scope.reaches(*astuple(scope)):
@@ -204,14 +205,14 @@ class Incoming:
 
 # Orders of an operator: to cancel a waiting handler, to signal an event to it, to expel a member of a group.
 #
-# An order comes in by the log, so each replay obeys it at the same place. What it has come to is kept for whoever asks.
+# An order comes through the log, so each replay obeys it at the same place. Its outcome is kept for the operator.
 
 
-OUTCOMES_MAX = 1000  # that are kept: they are asked for as soon as the order is durable
+OUTCOMES_MAX = 1000  # kept outcomes: they are asked for as soon as the order is durable
 
 
 class Orders:
-    """Carries out orders of operators. Outcomes are plain values: ``done`` says whether the order was carried out."""
+    """Carries out orders of operators. Outcomes are plain values; ``done``: True if the order was carried out."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -222,7 +223,7 @@ class Orders:
         return self._outcomes.get((sequence_id, message_index), unknown)
 
     def obey(self, order: Order) -> None:
-        """Raises HandlerError."""
+        """Carry out an order. Raises HandlerError."""
         context = self._context
         key = context.sequence_id, context.message_index
         done, text = self._obey(order)
@@ -258,7 +259,7 @@ class Orders:
         return (False, f"{tasks.definition.name} takes part in no groups") if expel is None else expel(group, member)
 
     def _signal(self, task: Task, order: Order) -> tuple[bool, str]:
-        """Signal an event that this very handler waits for, whoever else does."""
+        """Signal an event to this handler alone, even if others wait for it."""
         events = [one for one in task.pending.values() if isinstance(one, Event)]
         event = next((one for one in events if one.name == order.text), None)
         if event is None:

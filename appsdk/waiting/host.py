@@ -1,4 +1,4 @@
-"""Shared by all ``async def`` handlers: pending operations, answers, ``def`` runs, concurrency limits."""
+"""Parts that all ``async def`` handlers share: pending operations, answers, runs of ``def`` handlers, limits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from immortal.protocol.verdicts import MessageKey, Verdict
 
 
 class Host:
-    """Interface of an instance to its tasks. ``definition`` and ``instance`` are of the class that runs."""
+    """Interface of an instance to its tasks. ``definition`` and ``instance``: of the class that runs."""
 
     definition: Definition
 
@@ -54,59 +54,59 @@ class Host:
         self.context = context
         self.instance: Any = None
         self.running: Any = None  # the task whose coroutines run now
-        self.executions: Any = None  # an immortal.appsdk.running.executions.ExecutionWriter, or None: nobody lists them
+        self.executions: Any = None  # an immortal.appsdk.running.executions.ExecutionWriter, or None: no list
         self.open_labels: dict[str, str] | None = None  # of the listed 'def' handler that runs
-        self.ready: deque[asyncio.Handle] = deque()  # of all handlers, of which one runs at a time: a deque is large
+        self.ready: deque[asyncio.Handle] = deque()  # of all handlers (one runs at a time): a deque is large
         self.calls: dict[int, Call] = {}
         self.clock = Clock()
         self.effects = WaitingEffects(context)
         self.queries = Queries(context)
-        self.starts_first = False  # it is the instance's first start, and no replay
+        self.starts_first = False  # it is the instance's first start, not a replay
         self.handler_runs = HandlerRuns(context, self.queries)
         self.answers = Answers(context)
         self.events = Events(self.later, self._signalled)
         self._queue: deque[Callable[[], None]] = deque()
-        self.one_by_one = False  # who is woken goes on by let_one_go_on, once it is said that it does
+        self.one_by_one = False  # woken handlers run by let_one_go_on, after an announcement
         self._next_number = 1
         self._forks: dict[tuple[str, int], Callable[..., None]] = {}
-        self.members: dict[str, Target | Peer] = {}  # what handlers have found of their class, by name
+        self.members: dict[str, Target | Peer] = {}  # members of the class that handlers have used, by name
         self.peer_targets: dict[tuple[Peer, str], Target] = {}
         self._event_decoders: dict[Any, Callable[[bytes], Any]] = {}
 
     def make_self(self, task: Any) -> Any:
-        """Make the ``self`` of the handler that ``task`` runs."""
+        """Return the ``self`` for the handler that ``task`` runs."""
         raise NotImplementedError
 
     def began(self, task: Any) -> None:
-        """Note that a task starts again from its beginning, with other arguments."""
+        """Note that a task starts from its beginning, possibly again with other arguments."""
         raise NotImplementedError
 
     def copied(self) -> None:
         """Note that a copy of the state was taken: no rewind begins before it."""
 
     def rewinds(self) -> None:
-        """Note that messages since the copy are handled once more."""
+        """Note that messages since the copy are handled again."""
 
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
-        """Give ``operation`` its result. Raises HandlerError."""
+        """Complete ``operation`` with its result. Raises HandlerError."""
         raise NotImplementedError
 
     def _signalled(self, event: Event, value: bytes) -> None:
         self.resolve(event, False, value)
 
-    # --- who goes on ------------------------------------------------------------------------------------------------
+    # --- order of handlers ------------------------------------------------------------------------------------------
 
     def later(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once whoever runs now has come to a stop."""
+        """Call ``action`` after the code that runs now has come to a stop."""
         self._queue.append(action)
 
     def drain(self) -> None:
-        """Let all handlers go on that were woken. Raises HandlerError."""
+        """Let all woken handlers run. Raises HandlerError."""
         queue = self._queue
         while queue and not self.one_by_one:
             queue.popleft()()
 
-    # --- what is waited for -----------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------------------------
 
     def draw_number(self, operation: Operation | None = None) -> int:
         """Return the next number, for ``operation`` or, if None, for a handler that starts."""
@@ -115,7 +115,7 @@ class Host:
         return number
 
     def perform(self, operation: Operation) -> tuple[bool, bytes] | None:
-        """Perform an operation, not at a rebuild: (whether it raised, what came encoded), or None if that comes later.
+        """Perform an operation (not in a rebuild); return (True if it raised, result), or None if that comes later.
 
         Raises HandlerError, UsageError.
         """
@@ -125,7 +125,7 @@ class Host:
             operation.sent = operation.arguments
             self.answers.send_multicast(operation.all_of_it)
         elif isinstance(operation, Step):
-            # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
+            # Copies go in and come out, as in a rebuild: nobody else must hold objects of the state.
             target = operation.target
             arguments = target.codec.decode(operation.encoded)
             return self._run_step(operation, target.called, arguments)
@@ -150,7 +150,7 @@ class Host:
             events._set_running_loop(loop)
 
     def register(self, operation: Operation) -> None:
-        """Register an operation, so that the result for its number finds it."""
+        """Register an operation, so that the result with its number finds it."""
         if isinstance(operation, Call):
             self.calls[operation.number] = operation
             if self.executions is not None and not operation.task.is_silent:
@@ -166,7 +166,7 @@ class Host:
             self.effects.add(operation)
 
     def unregister(self, operation: Operation) -> None:
-        """Unregister an operation: no result is to find it any more."""
+        """Unregister an operation, so that no result finds it any more."""
         if isinstance(operation, Call):
             self.calls.pop(operation.number, None)
         elif isinstance(operation, Timer):
@@ -176,7 +176,7 @@ class Host:
         elif isinstance(operation, Effect):
             self.effects.remove(operation)
 
-    # --- what a handler's self finds --------------------------------------------------------------------------------
+    # --- for a handler's self ---------------------------------------------------------------------------------------
 
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
         return self.definition.codec(handler)
@@ -199,26 +199,26 @@ class Host:
         return fork
 
 
-# Calls that are sent for somebody who waits, and the answers to those who wait here.
+# Calls of waiting handlers, and answers to waiting callers.
 #
-# A call that waits for an answer has the RPC type ASYNC, and [caller's name ("" is oneself), number of the call,
-# arguments ...] as its arguments. The answer goes to the caller with the same method ID: RETURNED_VALUE [number,
-# value], RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
+# A call that waits for an answer has the RPC type ASYNC, and the arguments [caller's name ("" is oneself), number of
+# the call, arguments ...]. The answer goes to the caller with the same method ID: RETURNED_VALUE [number, value],
+# RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
 
 
 _RETURNED_VALUE, _RETURNED_NOTHING = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING
-# ... found faster than an enum's attributes
+# ... aliases, which are found faster than an enum's attributes
 
 
 class Answers:
-    """Sends the calls of one instance's async handlers, and answers to its callers."""
+    """Sends the calls of one instance's async handlers, and the answers to its callers."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._senders: dict[tuple[str, int, RpcKind], Send] = {}
 
     def send_call(self, call: Call, arguments: tuple[Any, ...]) -> None:
-        """Raises UsageError."""
+        """Send a call whose answer is awaited. Raises UsageError."""
         target = call.target
         caller = self._context.instance_name if target.destination else ""
         if target.destination and not caller:
@@ -265,7 +265,7 @@ class Answers:
             self._sender(to, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
 
     def answer_value(self, caller: Caller, value: bool) -> None:
-        """Answer a call of a method of the SDK's own."""
+        """Answer a call of one of the SDK's own methods."""
         self._send(caller, _RETURNED_VALUE, value)
 
     def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
@@ -278,20 +278,20 @@ class Answers:
 
     @staticmethod
     def addressed(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
-        """Return the destination of an answer and its first arguments: all answers to clients go one way."""
+        """Return the destination of an answer and its first arguments: answers to all clients have one destination."""
         return (CLIENTS, (caller, number)) if caller.startswith(CLIENTS) else (caller, (number,))
 
 
-# Runs of ``def`` handlers for somebody who waits: for callers, and as steps of ``async def`` handlers.
+# Runs of ``def`` handlers whose result is awaited: by callers, or as steps of ``async def`` handlers.
 
 
 AnyHandler: TypeAlias = Handler[Any, Any] | LocalFunction
 
 
 class HandlerRuns:
-    """Runs handlers. ``definition`` and ``instance`` are of the class that runs; ``verdicts`` are those that are known.
+    """Runs handlers. ``definition`` and ``instance``: of the class that runs; ``verdicts``: the known ones.
 
-    ``tell``: of one verdict more, and the error behind it; False: the message can't fail alone.
+    ``tell``: reports a new verdict and its error; returns False if the message can't fail alone.
     """
 
     definition: Definition
@@ -302,7 +302,7 @@ class HandlerRuns:
         self.queries = queries
         self.verdicts: Mapping[MessageKey, Verdict] = {}
         self.tell: Callable[[Verdict, HandlerError], bool] = lambda verdict, error: False
-        self.check: Callable[[], StateError | None] | None = None  # the state, behind each handler that may change it
+        self.check: Callable[[], StateError | None] | None = None  # the state, after each handler that can change it
 
     def use(self, definition: Definition, instance: Any) -> None:
         """Run this class's code from here on."""
@@ -319,8 +319,9 @@ class HandlerRuns:
         node: Any = None,
         caller: str | None = None,
     ) -> tuple[bool, bytes]:
-        """Run a ``def`` handler, the instance's or of ``node``, for somebody who ``waits``: (whether it raised, what
-        for them). ``caller``: for people. Raises HandlerError."""
+        """Run a ``def`` handler, the instance's or of ``node``; return (True if it raised, encoded result).
+
+        ``waits``: a caller or handler waits for the result. ``caller``: for messages. Raises HandlerError."""
         try:
             if handler.is_query:
                 value = self.queries.run(handler, self.instance, *arguments)  # type: ignore[arg-type]  # a local function is none
@@ -345,12 +346,12 @@ class HandlerRuns:
         return False, self.encoded(handler, arguments, partial(self.result, handler, value))
 
     def _require_savable(self, handler: AnyHandler) -> None:
-        """Raises HandlerError."""
+        """Check that the state can be saved after ``handler``. Raises HandlerError."""
         if self.check is not None and not handler.is_query and (problem := self.check()) is not None:
             raise self.unsavable(handler, problem, max(self.context.message_index, 0))
 
     def unsavable(self, handler: AnyHandler | None, problem: StateError, message_index: int) -> HandlerError:
-        """Make the error of a handler (None: unknown) that has left an unsavable state: its call is undone."""
+        """Return the error of a handler (None: unknown) that left an unsavable state: its call is undone."""
         context, definition = self.context, self.definition
         policy = "undo" if handler is None else definition.policy(handler)
         name = "a message" if handler is None else handler.function.__qualname__
@@ -366,7 +367,7 @@ class HandlerRuns:
         return made
 
     def result(self, handler: AnyHandler, value: Any) -> bytes:
-        """Encode a result for the caller; checked here, so that a misfit is this handler's failure."""
+        """Encode a result for the caller. It is checked here, so that a misfit is a failure of this handler."""
         codec = handler if isinstance(handler, LocalFunction) else self.definition.codec(handler)
         data = codec.encode_result(value)
         if value is not None or not codec.returns_nothing:
@@ -387,7 +388,7 @@ class HandlerRuns:
     def failed(
         self, handler: AnyHandler, arguments: tuple[Any, ...], error: BaseException, task: int = 0
     ) -> HandlerError:
-        """Make the HandlerError of a handler that raised ``error``. ``task``: number of one that waits."""
+        """Return the HandlerError of a handler that raised ``error``. ``task``: number of an async handler."""
         context, definition = self.context, self.definition
         name = handler.function.__qualname__
         index = max(context.message_index, 0)
@@ -401,15 +402,15 @@ class HandlerRuns:
     def declared(
         self, handler: AnyHandler, arguments: tuple[Any, ...], caller: str | None, error: BaseException
     ) -> None:
-        """Tell people that ``handler`` raised what it declares."""
+        """Report that ``handler`` raised an exception that it declares."""
         if self.context.reporter is not None:
             describe = partial(describe_arguments, arguments, _names(handler))
             self.context.reporter.declared(self.context, handler.function.__qualname__, describe, caller, error)
 
     def run_step(self, task: int, step: int, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
-        """Run a ``def`` handler that the ``async def`` handler with the number ``task`` awaits: as :meth:`run_handler`.
+        """Run a step of the ``async def`` handler ``task``, like :meth:`run_handler`.
 
-        One that has failed is not called again.
+        A step with a verdict is not called again.
         """
         context = self.context
         key = context.sequence_id, context.message_index, task, step
@@ -429,14 +430,14 @@ class HandlerRuns:
 
 
 def _names(handler: AnyHandler) -> Iterable[str]:
-    signature = getattr(handler, "signature", None)  # a local function has none, nor a node's hook
+    signature = getattr(handler, "signature", None)  # a local function has none, and a node's hook neither
     return () if signature is None else signature.parameters
 
 
-# How many ``async def`` handlers run at once: of the class, of one handler, of one handler for each key.
+# Limits on ``async def`` handlers that run at once: of the class, of one handler, of one handler for each key.
 #
-# A call that may not begin yet waits here for its turn, in the order of the log. It begins where another one ends,
-# which the log decides as well.
+# A call that can't begin yet waits here for its turn, in the order of the log. It begins when another one ends, which
+# the log decides as well.
 
 
 Group: TypeAlias = tuple[int, bytes]  # a method ID, and the key among its calls
@@ -454,7 +455,7 @@ class Limits:
         self._groups_of: dict[int, list[tuple[Group, int]]] = {}
 
     def use(self, definition: Definition) -> None:
-        """Apply this class's limits from here on. Nothing runs and nothing waits that was told of before."""
+        """Apply this class's limits from here on, without running or queued calls."""
         self._definition = definition
         self._running.clear()
         self._groups_of.clear()
@@ -476,7 +477,7 @@ class Limits:
                 del self._running[group]
 
     def take_next(self) -> SavedTask | None:
-        """Remove and return the oldest queued call that may begin now."""
+        """Remove and return the oldest queued call that can begin now."""
         definition = self._definition
         whole = definition.concurrent_handlers
         if whole is not None and self._running[_ALL] >= whole:
@@ -487,7 +488,7 @@ class Limits:
         return None
 
     def describe(self, saved: SavedTask) -> str:
-        """Describe for people what a queued call waits for."""
+        """Return as text what a queued call waits for."""
         handler = self._definition.by_method_id[saved.method_id]
         full = [limit for group, limit in self._groups(handler, saved.arguments) if self._running[group] >= limit]
         return f"its turn: {full[0]} run at once" if full else "its turn"

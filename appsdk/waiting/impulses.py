@@ -37,9 +37,9 @@ def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
 
 
 class ToldTime(msgspec.Struct, array_like=True, frozen=True):
-    """Message with the time, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
+    """Impulse with the time, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
 
-    ``jumped_ns``: the clock was stepped ahead by that, to ``time_ns``; 0: it was not.
+    ``jumped_ns``: how far the clock was stepped forward, to ``time_ns``; 0: it was not.
     """
 
     time_ns: int
@@ -52,7 +52,7 @@ class Deadline(msgspec.Struct, frozen=True):
 
     number: int
     began_ns: int
-    detail: int  # when it is due, as a timer has it
+    detail: int  # the time when it is due, as in a timer
 
 
 Due: TypeAlias = Timer | Deadline
@@ -61,20 +61,20 @@ Due: TypeAlias = Timer | Deadline
 class Clock:
     """Timers and schedules. ``schedules``: when each handler is due next, in ns since the Unix epoch, by method ID.
 
-    ``jumps``: (since, by): what began before ``since`` is due later by as much, for the clock was stepped in between.
+    ``jumps``: (since, by): waits that began before ``since`` are due later by ``by``, as the clock was stepped then.
     """
 
     def __init__(self) -> None:
-        self.is_needed = False  # something may wait for a time
+        self.is_needed = False  # a handler can wait for a time
         self.schedules: dict[int, int] = {}
         self.jumps: list[tuple[int, int]] = []
-        self.jumped_to_ns = 0  # by the last jump that the log has
+        self.jumped_to_ns = 0  # by the last jump in the log
         self._timers: dict[int, Due] = {}
-        self._due: list[tuple[int, int]] = []  # a heap of (when, number of the timer), cancelled ones among them
+        self._due: list[tuple[int, int]] = []  # a heap of (when, number of the timer), cancelled ones included
         self._scheduled: list[Handler[Any, Any]] = []
 
     def use(self, definition: Definition) -> None:
-        """Use this class's handlers from here on. Handlers that sleep may be in records that are still to come."""
+        """Use this class's handlers from here on. Records with handlers that sleep can still follow."""
         handlers = definition.handlers.values()
         self._scheduled = [handler for handler in handlers if handler.schedule]
         self.is_needed = bool(self._scheduled) or any(handler.is_async for handler in handlers)
@@ -109,7 +109,7 @@ class Clock:
         return timer.detail + sum(by_ns for since_ns, by_ns in self.jumps if began_ns < since_ns)
 
     def jumped(self, since_ns: int, by_ns: int) -> None:
-        """Make later by ``by_ns`` what is to last a while, and what runs in each period: the clock was stepped."""
+        """Delay running durations and periods by ``by_ns``: the clock was stepped."""
         self.jumps = [*self.jumps_that_count(), (since_ns, by_ns)]
         self.jumped_to_ns = since_ns
         self._make_heap()
@@ -118,14 +118,14 @@ class Clock:
                 self.schedules[handler.method_id] += by_ns
 
     def jumps_that_count(self) -> list[tuple[int, int]]:
-        """Return the clock jumps before which some timer began."""
+        """Return the clock jumps that came after the beginning of some timer."""
         if not self.jumps:
             return []
         first_ns = min((timer.began_ns for timer in self._timers.values() if timer.began_ns is not None), default=None)
         return [] if first_ns is None else [jump for jump in self.jumps if first_ns < jump[0]]
 
     def next_due_ns(self) -> int | None:
-        """Return when there is something to do next; None: never. A schedule that has not begun is due at once."""
+        """Return the next due time; None: never. A schedule that has not begun is due at once."""
         while self._due and self._due[0][1] not in self._timers:
             heapq.heappop(self._due)
         due_ns = self._due[0][0] if self._due else None
@@ -134,7 +134,7 @@ class Clock:
         return due_ns
 
     def describe(self) -> list[dict[str, object]]:
-        """Return each handler with a schedule, in plain values; ``due_ns`` None: it has not begun."""
+        """Describe each handler with a schedule, in plain values; ``due_ns`` None: it has not begun."""
         return [
             {
                 "handler": handler.function.__qualname__,
@@ -151,12 +151,12 @@ class Clock:
         while self._due and self._due[0][0] <= time_ns:
             _, number = heapq.heappop(self._due)
             timer = self._timers.get(number)
-            if timer is not None and self.due_ns(timer) <= time_ns:  # a deadline may have been put off
+            if timer is not None and self.due_ns(timer) <= time_ns:  # a deadline can have been delayed
                 found.append(timer)
         return found
 
     def decide(self, time_ns: int) -> dict[int, int]:
-        """Return when the handlers with cron expressions that are due at ``time_ns`` are next due. Not for replays."""
+        """Return the next times of handlers with cron expressions that are due at ``time_ns``. Not for replays."""
         return {
             handler.method_id: handler.schedule.next_ns(time_ns)
             for handler in self._scheduled
@@ -164,9 +164,9 @@ class Clock:
         }
 
     def take_schedules(self, time_ns: int, decided: Mapping[int, int]) -> list[Handler[Any, Any]]:
-        """Return the handlers that are due at ``time_ns``, each once, however often it would have been its turn.
+        """Return the handlers that are due at ``time_ns``, each once, however many of its times have passed.
 
-        ``decided``: see :meth:`decide`. A schedule that the log knows nothing of, in a replay, has not begun.
+        ``decided``: see :meth:`decide`. A schedule without a time in the log, in a replay, has not begun.
         """
         found, schedules = [], {}
         for handler in self._scheduled:
@@ -186,17 +186,17 @@ class Clock:
 
 
 class TimeImpulses:
-    """Logs the time as impulses to this instance: once something is due, and if the clock was stepped.
+    """Logs the time as impulses to this instance: when something is due, and if the clock was stepped.
 
-    None before :meth:`start`. Times in ns since the Unix epoch.
+    It logs nothing before :meth:`start`. Times in ns since the Unix epoch.
     """
 
     def __init__(self, context: Context, clock: Clock) -> None:
         self._context = context
         self._clock = clock
         self._is_primary = False
-        self._told_ns: int | None = None  # the time in one that is on its way
-        self._jumps: list[tuple[int, int]] = []  # to be told once it is primary
+        self._told_ns: int | None = None  # the time of an impulse that is in flight
+        self._jumps: list[tuple[int, int]] = []  # to be logged once the app is primary
 
     @property
     def next_due_ns(self) -> int | None:
@@ -206,7 +206,7 @@ class TimeImpulses:
         return earlier(self._clock.next_due_ns(), self._context.multicasts.due_ns)
 
     def start(self) -> None:
-        """Begin to log the time: the app is primary. What this logs comes back as input."""
+        """Begin to log the time: the app is primary. Each logged time comes back as input."""
         self._is_primary = True
         self._tell_jumps()
 
@@ -226,7 +226,7 @@ class TimeImpulses:
         self._tell_jumps()
 
     def _tell_jumps(self) -> None:
-        """Log clock jumps, so that no sleep becomes shorter by them, in any replay."""
+        """Log clock jumps, so that they shorten no sleep, in any replay."""
         if self._is_primary:
             for time_ns, jumped_ns in self._jumps:
                 if self._clock.is_needed and time_ns > self._clock.jumped_to_ns:  # else the log has it
@@ -235,11 +235,11 @@ class TimeImpulses:
             self._jumps.clear()
 
 
-# Effects that handlers wait for, and the results that the log brings.
+# Effects that handlers wait for, and their results in the log.
 #
-# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value, words,
-# execution]: ``what`` and ``detail`` are those of the journal, so that it is never taken for the result of another
-# effect. Only people read the rest: which effect it was, with which arguments, and of which execution of a handler.
+# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, True if it raised, value, words,
+# execution]. ``what`` and ``detail`` are those of the journal, so that it is never taken for the result of another
+# effect. The rest is only for people: which effect it was, its arguments, and the execution of its handler.
 
 
 WORDS_CHARACTERS_MAX = 200
@@ -247,7 +247,7 @@ _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType
 
 
 class EffectResult(msgspec.Struct, array_like=True, frozen=True):
-    """Result of an effect that the log brings. ``value`` is encoded: the returned value, or the exception.
+    """Result of an effect in the log. ``value``: encoded: the returned value, or the exception.
 
     ``words``: ``unlock(bike=7) of Ride.ride(17)``; ``execution``: its number. "" and 0 in a log of an earlier version.
     """
@@ -291,7 +291,7 @@ class Effect(Operation):
 
 
 def words_of(effect: Effect) -> str:
-    """Return which effect it is, of which handler, for people."""
+    """Return a text on an effect and its handler, for people."""
     return encodable(f"{effect.function.describe(effect.encoded)} of {effect.task.described_call}")[
         :WORDS_CHARACTERS_MAX
     ]
@@ -302,7 +302,7 @@ def _told(effect: Effect, words: str, raised: bool, value: bytes) -> tuple[Any, 
 
 
 def encode_result(effect: Effect, raised: bool, value: bytes) -> bytes:
-    """Encode the impulse with the result of an effect. Raises UsageError for one that is too large."""
+    """Encode the impulse with the result of an effect. Raises UsageError if it is too large."""
     return encode_call(_write_result, _told(effect, words_of(effect), raised, value))
 
 
@@ -317,18 +317,18 @@ class WaitingEffects:
         self._runner: EffectRunner | None = None
         self._paused_runner: EffectRunner | None = None
         self._misfit = ""
-        self.begun: list[tuple[int, str, int]] | None = None  # numbers, what and detail, where somebody looks
+        self.begun: list[tuple[int, str, int]] | None = None  # numbers, what and detail, in an inspected run
 
     @property
     def count(self) -> int:
         return len(self._waiting)
 
     def function(self, function: Callable[..., Any]) -> EffectFunction:
-        """Raises UsageError, DefinitionError."""
+        """Return the EffectFunction of a function. Raises UsageError, DefinitionError."""
         try:
             if (found := self._functions.get(function)) is None:
                 found = self._functions[function] = EffectFunction(function)
-        except TypeError:  # an object that can be called and can't be a key; or a DefinitionError, which comes again
+        except TypeError:  # a callable that can't be a key; or a DefinitionError, which is raised again
             found = EffectFunction(function)
         return found
 
@@ -354,7 +354,7 @@ class WaitingEffects:
 
     @property
     def retried(self) -> list[EffectRequest]:
-        """Requests that have failed and are tried again."""
+        """Requests that have failed and are retried."""
         return [request for request in self._requests.values() if request.failure]
 
     def try_now(self, number: int) -> bool:
@@ -371,9 +371,9 @@ class WaitingEffects:
         self._waiting.clear()
 
     def start(self, runner: EffectRunner | None) -> None:
-        """Run all effects that wait, the oldest first: the app is primary. Raises JournalError.
+        """Run all waiting effects, the oldest first: the app is primary. ``runner`` None: they stay waiting.
 
-        None: they wait on.
+        Raises JournalError.
         """
         if self._misfit:
             raise JournalError(f"{self._misfit}; the app stops\n{WAYS_OUT}")
@@ -381,11 +381,11 @@ class WaitingEffects:
         self.resume()
 
     def pause(self) -> None:
-        """Begin no effects until :meth:`resume`: messages are handled again. Running ones go on."""
+        """Begin no effects until :meth:`resume`: messages are handled again. Running effects continue."""
         self._paused_runner, self._runner = self._runner or self._paused_runner, None
 
     def resume(self) -> None:
-        """Run those that wait and do not run yet, and none that nobody waits for."""
+        """Run the waiting effects that do not run yet, and cancel those that nobody waits for."""
         runner, self._paused_runner = self._paused_runner, None
         if runner is None:
             return
@@ -408,7 +408,7 @@ class WaitingEffects:
         return self._waiting
 
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
-        def send(raised: bool, value: bytes) -> None:  # any thread; raises UsageError for what is too large
+        def send(raised: bool, value: bytes) -> None:  # any thread; raises UsageError if the value is too large
             self._context.outbox.impulses.append_own(_write_result, _told(effect, words, raised, value))
 
         words = words_of(effect)
@@ -416,8 +416,8 @@ class WaitingEffects:
         runner.start(request)
 
     def make_request(self, effect: Effect, send: Callable[[bool, bytes], None]) -> EffectRequest:
-        """Make a request for a runner, which gives the result to ``send``: (whether it raised, value)."""
-        task = effect.task  # which may have gone on by the time at which the key is asked for
+        """Make a request for a runner, which passes the result to ``send``: (True if it raised, value)."""
+        task = effect.task  # it can have continued before the key is asked for
         return EffectRequest(
             effect.number,
             effect.function,
@@ -431,8 +431,9 @@ class WaitingEffects:
         )
 
     def _key(self, given: str | None, task_number: int, generation: int, step: int) -> str:
-        """Return the given key, or one that is the same for the same step of the same handler of the same life, and
-        for no other's. Any thread."""
+        """Return the given key, or one that is the same only for the same step of the same handler of the same life.
+
+        For any thread."""
         if given is not None:
             return given
         digest = hashlib.blake2b(key=self._context.seed, digest_size=16)
@@ -440,18 +441,18 @@ class WaitingEffects:
         return str(uuid.UUID(bytes=digest.digest(), version=4))
 
     def _report(self, effect: Effect, error: BaseException, attempts: int) -> None:
-        """Report an effect that has failed. Any thread."""
+        """Report an effect that has failed. For any thread."""
         if self._context.reporter is not None:
             self._context.reporter.effect_failed(self._context.instance_name, effect, error, attempts)
 
     def take(self, result: EffectResult) -> Effect | None:
-        """Remove and return the effect that ``result`` is of, if it is still waited for."""
+        """Return the effect of ``result``, if it is still waited for."""
         effect = self._waiting.get(result.number)
         if effect is None:
             return None
         if not effect.fits(result):
-            # In a replay of changed code it is an effect that the log knows nothing of. For one's own recovery it is
-            # too late to say so by the time at which it is known not to be such a replay.
+            # In a replay of changed code the log does not know this effect. In a recovery this is an error, but when it
+            # is known not to be such a replay, it is too late to raise it here.
             self._misfit = self._misfit or (
                 f"{effect.task.name} waits for {described(effect)}, and record {self._context.sequence_id} has the "
                 f"result of {described(result)} for it"
@@ -460,10 +461,10 @@ class WaitingEffects:
         return effect
 
 
-# Events that handlers wait for, and signals: each is for one waiter, the one that has waited longest for its name.
+# Events that handlers wait for, and signals: each is for one waiter, the oldest for its name.
 
 
-KEPT_SIGNALS_MAX = 100_000  # that wait for nobody: they are part of each checkpoint, and some 100 bytes each in memory
+KEPT_SIGNALS_MAX = 100_000  # without a waiter: they are part of each checkpoint, and some 100 bytes each in memory
 KEPT_SIGNALS_BYTES_MAX = 64 << 20  # ... and their values together
 
 
@@ -473,8 +474,8 @@ class Events:
     def __init__(self, later: Callable[[Callable[[], None]], None], resolve: Callable[[Event, bytes], None]) -> None:
         self.kept: dict[str, deque[bytes]] = {}
         self._waiting: dict[str, dict[int, Event]] = {}  # by name and number
-        self._given: Counter[str] = Counter()  # signals that find their waiters once the handler has come to a stop
-        self._count = self._size_bytes = 0  # of those and of what is kept
+        self._given: Counter[str] = Counter()  # signals that reach their waiters once the handler has come to a stop
+        self._count = self._size_bytes = 0  # of these and of the kept ones
         self._later = later
         self._resolve = resolve
 
@@ -496,11 +497,11 @@ class Events:
         self._size_bytes = sum(len(value) for values in self.kept.values() for value in values)
 
     def sort(self) -> None:
-        """Sort waits after a rebuild: those that waited first come first again."""
+        """Sort waits after a rebuild: the oldest comes first again."""
         self._waiting = {name: dict(sorted(waiting.items())) for name, waiting in self._waiting.items()}
 
     def require_room(self, name: str, value: bytes) -> None:
-        """Check that there is room for one more signal, unless somebody waits for it. Raises UsageError."""
+        """Check that there is room for one more signal, unless a handler waits for it. Raises UsageError."""
         if len(self._waiting.get(name, ())) > self._given[name]:
             return
         if self._count >= KEPT_SIGNALS_MAX or self._size_bytes + len(value) > KEPT_SIGNALS_BYTES_MAX:
@@ -518,7 +519,7 @@ class Events:
         self._later(partial(self._give, name, value))
 
     def offer(self, name: str) -> None:
-        """Give the oldest kept signal to who waits for it."""
+        """Give the oldest kept signal to the handler that waits for it."""
         if kept := self.kept.get(name):
             value = kept.popleft()
             self._count -= 1

@@ -1,8 +1,8 @@
 """Asyncio event loop of one run of an ``async def`` handler.
 
-A replay repeats its turns: ready callbacks run first in, first out, the clock is that of the log's records, and a delay
-is a timer in the handler's journal, which outlives crashes. There is no selector and no thread. All that comes from
-outside is a :class:`LazyFuture`: a call, an effect, an event.
+A replay repeats its turns: ready callbacks run first in, first out; the clock is that of the log's records; a delay is
+a timer in the handler's journal, which outlives crashes. There is no selector and no thread. All outside results come
+through a :class:`LazyFuture`: a call, an effect, an event.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 Ts = TypeVarTuple("Ts")
 
 
-# Shared empty values: most of the time a loop has none of these. A used dict takes 300 bytes in each waiting handler.
+# Shared empty values: mostly a loop needs no others. A used dict takes 300 bytes in each waiting handler.
 _NO_FUTURES: dict[int, LazyFuture[Any]] = {}
 _NO_SUBTASKS: dict[asyncio.Task[Any], contextvars.Context] = {}
 _NO_GENERATORS: Sequence[weakref.ref[AsyncGenerator[Any, Any]]] = ()
@@ -38,11 +38,11 @@ _NO_GENERATORS: Sequence[weakref.ref[AsyncGenerator[Any, Any]]] = ()
 class HandlerLoop(asyncio.AbstractEventLoop):
     """Asyncio loop for the coroutines of one run. ``ready``: callbacks that can run, of all loops of an instance.
 
-    One loop of an instance runs at a time, until nothing of it is ready. ``number``: its own in the life of the
-    instance. ``main``: the task of the handler itself. ``must_end``: no more callbacks are to run, as the handler is
-    over, whatever its coroutines do about it. ``subtasks``: those that the handler has made and that have not ended,
-    with their contexts. ``left``: of those, the ones that were cancelled as the handler ended; None before.
-    ``unbegun``: futures that were made and never awaited, by identity, oldest first.
+    One loop of an instance runs at a time, until it has no ready callback. ``number``: unique in the life of the
+    instance. ``main``: the task of the handler itself. ``must_end``: run no more callbacks: the handler is over,
+    whatever its coroutines do about it. ``subtasks``: tasks of the handler that have not ended, with their contexts.
+    ``left``: of those, the ones that were cancelled when the handler ended; None before. ``unbegun``: futures that were
+    created and never awaited, by identity, oldest first.
     """
 
     __slots__ = (
@@ -86,7 +86,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     def run_ready(self, wake: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
         """Call ``wake(*arguments)``, then run all callbacks until none is ready, or the handler's own task has ended.
 
-        Raises what ``wake`` raises, and what no user code may catch (ControlFlowSignal, an interrupt).
+        Raises what ``wake`` raises, and what user code must not catch (ControlFlowSignal, an interrupt).
         """
         outer, hooks = events._get_running_loop(), sys.get_asyncgen_hooks()
         events._set_running_loop(self)
@@ -102,7 +102,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
                     self._run(self.ready.popleft())
                 if is_last_turn:
                     break
-                is_last_turn = self.left is None and self.main.done()  # asyncio.run stops one turn behind the end
+                is_last_turn = self.left is None and self.main.done()  # asyncio.run stops one turn after the end
         finally:
             events._set_running_loop(outer)
             sys.set_asyncgen_hooks(*hooks)
@@ -140,7 +140,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> NoReturn:
-        # NotImplementedError is what libraries expect of a loop that no other thread may disturb.
+        # NotImplementedError is what libraries expect of a loop that other threads must not disturb.
         raise NotImplementedError(
             f"{self.name}: the log alone wakes a handler: another thread can't give it anything, as no replay would"
         )
@@ -148,14 +148,14 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        """Set a timer of the handler, ``delay`` seconds from now: it outlives crashes."""
+        """Set a timer of the handler, ``delay`` seconds from now, which outlives crashes."""
         due_ns = TIME_NS_MAX if delay == math.inf else self.now_ns() + round(delay * 1e9)
         return self._set_timer(due_ns, callback, args, context)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        """Set a timer of the handler, for ``when`` by :meth:`time`: it outlives crashes."""
+        """Set a timer of the handler, for ``when`` by :meth:`time`, which outlives crashes."""
         return self._set_timer(TIME_NS_MAX if when == math.inf else round(when * 1e9), callback, args, context)
 
     def _set_timer(
@@ -170,7 +170,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             self.ready.append(handle)
         else:
             handle.timer = self.start_timer(due_ns, handle)
-            handle._scheduled = True  # type: ignore[attr-defined]  # asyncio's mark: cancel() then tells the loop
+            handle._scheduled = True  # type: ignore[attr-defined]  # asyncio's mark, so that cancel() tells the loop
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -187,7 +187,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         return HandlerFuture(self)
 
     def create_task(self, coro: Any, *, name: object = None, **options: Any) -> asyncio.Task[Any]:
-        """Make a task of a coroutine, or of anything else that a handler awaits, such as a call."""
+        """Make a task of a coroutine, or of anything else that a handler can await, such as a call."""
         if isinstance(coro, asyncio.Future):
             coro = _await(coro)
         elif sys._getframe(1).f_code in _OF_ENSURE_FUTURE and _is_of_a_set(sys._getframe(2)):
@@ -205,12 +205,12 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         return task
 
     def next_future_number(self) -> int:
-        """Return a number for a future of this loop: the same at each replay."""
+        """Return a number for a future of this loop, the same at each replay."""
         self._futures_count += 1
         return self._futures_count
 
     def next_task_number(self) -> int:
-        """Return a number for a task of this loop: the same at each replay."""
+        """Return a number for a task of this loop, the same at each replay."""
         self._tasks_count += 1
         return self._tasks_count
 
@@ -234,7 +234,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             self.create_task(generator.aclose())
 
     def end_subtasks(self) -> None:
-        """Cancel what the handler has left running, as asyncio.run does: the handler ends when those have ended."""
+        """Cancel the tasks that the handler left running, like asyncio.run: the handler ends after them."""
         self.left = [task for task in self.subtasks if not task.done()]
         alive: list[Any] = [found for one in self._asyncgens if (found := one()) is not None]
         self._asyncgens = _NO_GENERATORS
@@ -242,7 +242,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             task.cancel()
         self.left += [self.create_task(found.aclose()) for found in alive if found.ag_frame is not None]
 
-    # --- what asyncio and libraries ask a loop ------------------------------------------------------------------------
+    # --- methods that asyncio and libraries call ----------------------------------------------------------------------
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         if not isinstance(executor, InlineExecutor):
@@ -290,13 +290,13 @@ def _outside(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in vars(asyncio.AbstractEventLoop).keys() - vars(HandlerLoop).keys():
-    if not _name.startswith("_"):  # sockets, processes, signals, threads: the log does not have what they bring
+    if not _name.startswith("_"):  # sockets, processes, signals, threads: the log does not have their input
         setattr(HandlerLoop, _name, _outside(_name))
-HandlerLoop.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]  # those are all of them
+HandlerLoop.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]  # these are all of them
 
 
 def raise_signal(task: asyncio.Task[Any]) -> None:
-    """Raise on what ended ``task`` and is for no user code: asyncio has kept it as the task's error."""
+    """Raise the ControlFlowSignal that ended ``task``, if one did: asyncio has kept it as the task's error."""
     if isinstance(error := task._exception, ControlFlowSignal):  # exception() marks it as seen
         raise error
 
@@ -305,7 +305,7 @@ HASH_FACTOR = 1_000_003
 
 
 class _Numbered:
-    """Future or task whose place in a set is the same at each replay: asyncio makes sets of them."""
+    """Base of futures and tasks whose place in a set is the same at each replay: asyncio makes sets of them."""
 
     __slots__ = ()
 
@@ -339,7 +339,7 @@ _OF_ENSURE_FUTURE = (asyncio.ensure_future.__code__, getattr(asyncio.tasks, "_en
 
 
 def _is_of_a_set(frame: FrameType | None) -> bool:
-    """Tell whether asyncio.as_completed is among the three callers from ``frame`` up."""
+    """Return True if asyncio.as_completed is among the three callers from ``frame`` up."""
     for _ in range(3):
         if frame is None:
             return False
@@ -367,7 +367,7 @@ class _TimerHandle(asyncio.TimerHandle):
 
 
 class InlineExecutor(Executor):
-    """Tells a handler's loop to run functions at once, in the handler's thread: for libraries that want an executor."""
+    """Executor by which a handler's loop runs functions at once, in its own thread: for libraries that need one."""
 
 
 async def _await(future: asyncio.Future[T]) -> T:
@@ -375,7 +375,7 @@ async def _await(future: asyncio.Future[T]) -> T:
 
 
 class LazyFuture(_Numbered, asyncio.Future[T]):
-    """Future that begins when it is first awaited, or first given to asyncio.gather, wait, create_task, ..."""
+    """Future that begins when it is first awaited, or passed to asyncio.gather, wait, create_task, ..."""
 
     __slots__ = ("_is_begun", "_number", "_of")
 
@@ -418,7 +418,7 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
         super().add_done_callback(*args, **options)
 
     def begin(self) -> None:
-        """Begin, once. If that is not possible, the future is done with the error."""
+        """Begin, once. If that is not possible, the future ends with the error."""
         if self._is_begun or self.done():
             return
         self._of.unbegun.pop(id(self), None)
@@ -438,13 +438,13 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
         raise NotImplementedError
 
     def _drop(self) -> None:
-        """Release what a cancelled future waits for."""
+        """Release the resources of a cancelled future."""
 
     def complete(self, value: Any, error: BaseException | None = None) -> None:
         """End with ``value``, or with ``error``, unless it has ended."""
         if not self.done():
-            if isinstance(error, StopIteration):  # which no future can have
-                replacement = RuntimeError("generator raised StopIteration")  # as Python has it
+            if isinstance(error, StopIteration):  # no future can have it
+                replacement = RuntimeError("generator raised StopIteration")  # like Python
                 replacement.__cause__ = error
                 error = replacement
             if error is None:
@@ -499,9 +499,9 @@ class Together(LazyFuture[list[Any]]):
 
 
 class Race(LazyFuture[Winner[Any]]):
-    """Future that is done when the first of its parts is; the others are cancelled, and have ended by then.
+    """Future that ends when the first of its parts has ended; it cancels the others, and waits until they have ended.
 
-    What one of those raises as it is cancelled, the race raises.
+    If one of the others raises an error when it is cancelled, the race raises that.
     """
 
     __slots__ = ("_error", "_first", "_open", "_parts", "_reason")
@@ -509,10 +509,10 @@ class Race(LazyFuture[Winner[Any]]):
     def __init__(self, loop: HandlerLoop, parts: Sequence[Awaitable[Any]]) -> None:
         super().__init__(loop)
         self._parts: list[Any] = list(parts)
-        self._open: dict[asyncio.Future[Any], int] = {}  # that have begun and not ended, with their index
+        self._open: dict[asyncio.Future[Any], int] = {}  # begun and not ended, with their index
         self._first: tuple[int, asyncio.Future[Any]] | None = None
-        self._error: BaseException | None = None  # of one that lost
-        self._reason: tuple[Any] | None = None  # it was cancelled with this message
+        self._error: BaseException | None = None  # of a part that lost
+        self._reason: tuple[Any] | None = None  # the race was cancelled with this message
 
     def __str__(self) -> str:
         return f"race({', '.join(map(str, self._parts))})"
@@ -521,7 +521,7 @@ class Race(LazyFuture[Winner[Any]]):
         parts, self._parts = self._parts, []
         for index, part in enumerate(parts):
             future: asyncio.Future[Any] = asyncio.ensure_future(part, loop=self._of)
-            if self._first is not None:  # one that was done at once has decided it
+            if self._first is not None:  # a part that was done at once has decided it
                 future.cancel()
                 continue
             self._open[future] = index

@@ -1,4 +1,4 @@
-"""Operations that a journal knows: calls, calls of nodes, steps, timers, events, signals; a rebuild compares with them.
+"""Operations that a journal records: calls, calls of nodes, steps, timers, events, signals; and the rebuild over it.
 
 Effects are in :mod:`immortal.appsdk.waiting.impulses`.
 """
@@ -40,20 +40,19 @@ READ_SIZE_BYTES_MAX = 64 << 10  # of an attribute that an async handler reads: i
 
 
 class Owner(HandlerLoop):
-    """Interface of a run of an ``async def`` handler to what it waits for: an
-    :class:`immortal.appsdk.waiting.task.Task`.
+    """Run of an ``async def`` handler, as its operations see it: a :class:`immortal.appsdk.waiting.task.Task`.
 
-    ``number``: its own in the life of the instance. ``generation``: how often it has gone on with continue_as.
+    ``number``: unique in the life of the instance. ``generation``: how often it has begun again with continue_as.
     """
 
     __slots__ = ("generation",)
 
     generation: int
-    runs_local_step: bool  # its self is the app itself meanwhile
+    runs_local_step: bool  # while True, its self is the app itself
 
     @property
     def is_silent(self) -> bool:
-        """True if operations are not to be carried out: this run repeats what was done."""
+        """True if operations must not be carried out: this run repeats earlier ones."""
         raise NotImplementedError
 
     @property
@@ -62,7 +61,7 @@ class Owner(HandlerLoop):
 
     @property
     def described_call(self) -> str:
-        """Handler's name and arguments as text, without secrets; the arguments are not made anew."""
+        """Handler's name and arguments as text, without secrets and without the arguments' own types."""
         raise NotImplementedError
 
     def begin(self, operation: Operation) -> None:
@@ -75,10 +74,9 @@ class Owner(HandlerLoop):
 
 
 class Operation(LazyFuture[Any]):
-    """Operation. ``number``: its own in the life of the instance; 0: none, as it is done at once or is in the journal.
+    """Operation of a handler. ``number``: unique in the instance's life; 0: done at once, or in the journal.
 
-    ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`. ``since_ns``: when it began, where it is waited
-    for.
+    ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`. ``since_ns``: when it began, if it waits.
     """
 
     __slots__ = ("detail", "number", "since_ns", "step", "task", "what")
@@ -106,15 +104,15 @@ class Operation(LazyFuture[Any]):
         return False
 
     def decode(self, value: bytes) -> Any:
-        """Raises msgspec.DecodeError."""
+        """Decode a result. Raises msgspec.DecodeError."""
         return None
 
     def decode_error(self, value: bytes) -> Exception:
-        """Raises msgspec.DecodeError, LookupError."""
+        """Decode an error. Raises msgspec.DecodeError, LookupError."""
         return decode_raised({}, self.what, value)
 
     def outcome(self, raised: bool, value: bytes) -> tuple[Any, Exception | None]:
-        """Return (what came, None) or (None, the exception). Raises what the decoders raise."""
+        """Return (result, None) or (None, the exception). Raises what the decoders raise."""
         return (None, self.decode_error(value)) if raised else (self.decode(value), None)
 
     def pending(self) -> Pending:
@@ -125,9 +123,9 @@ class Operation(LazyFuture[Any]):
 
 
 class Target:
-    """Handler that can be waited for, of one destination ("" is the own instance): what all calls of it share.
+    """Awaitable handler of one destination ("" is the own instance): the data that all calls of it share.
 
-    ``handler`` is what the log calls, ``called`` what runs: an overridden one, by ``super()``.
+    ``handler``: the method that the log calls; ``called``: the one that runs, with ``super()`` an overridden one.
     """
 
     __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "send", "what")
@@ -146,11 +144,11 @@ class Target:
 
     @property
     def method_id(self) -> int:
-        """Method ID that the log has for the call."""
+        """Method ID of the call in the log."""
         return self.handler.method_id
 
     def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the log's method. Raises UsageError."""
+        """Return the arguments for the method in the log. Raises UsageError."""
         return arguments
 
 
@@ -171,7 +169,7 @@ class _HandlerOperation(Operation):
         self.arguments, self.encoded = (), b""
 
     def encode(self) -> None:
-        """Raises TypeError."""
+        """Encode the arguments. Raises TypeError."""
         self.arguments, self.encoded = self.target.codec.encoded(self.arguments)
         self.detail = crc64(self.encoded)
 
@@ -193,7 +191,7 @@ class Step(_HandlerOperation):
 
 
 class LocalFunction:
-    """Local function or lambda that `immortal.step` runs, with what a ``def`` handler has for whoever runs it."""
+    """Local function or lambda of `immortal.step`, with the attributes of a ``def`` handler."""
 
     __slots__ = ("_form", "decode_result", "function", "keywords", "name")
 
@@ -209,7 +207,7 @@ class LocalFunction:
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
         try:
             annotation = resolve_hints(function).get("return", Any)
-        except (NameError, TypeError):  # of names that are local, or of no function
+        except (NameError, TypeError):  # of local names, or of an object that is no function
             annotation = Any
         self._form = form_of(annotation) if may_hold_untyped(annotation) else None
         self.decode_result = ValueDecoder(annotation).decode
@@ -218,7 +216,7 @@ class LocalFunction:
         return self.function(*arguments, **self.keywords)
 
     def encode_result(self, value: Any) -> bytes:
-        """Raises what the encoder raises."""
+        """Encode a result. Raises what the encoder raises."""
         return encode_value(value) if self._form is None else self._form.encode(value)
 
 
@@ -249,7 +247,7 @@ class LocalStep(Operation):
 
 
 class Read(Operation):
-    """Read of an attribute of the state by an async handler: it gets a copy, the same when it is run again."""
+    """Read of an attribute of the state by an async handler: it gets a copy, the same in a rebuild."""
 
     __slots__ = ("name", "schema")
 
@@ -266,7 +264,7 @@ class Read(Operation):
         return self.schema.decode_attribute(self.name, value)
 
     def encoded(self, value: Any) -> bytes:
-        """Raises StateError for what can't be saved, UsageError for what is too large."""
+        """Encode a copy of the value. Raises StateError if it can't be saved, UsageError if it is too large."""
         data = self.schema.encode_attribute(self.name, self.schema.kept(self.name, value))
         if len(data) > READ_SIZE_BYTES_MAX:
             raise UsageError(
@@ -277,7 +275,7 @@ class Read(Operation):
 
 
 class Call(_HandlerOperation):
-    """Call of another instance's handler, or through the log of an ``async def`` of the own class."""
+    """Call of another instance's handler, or of an own ``async def`` handler through the log."""
 
     __slots__ = ()
 
@@ -290,7 +288,7 @@ class Call(_HandlerOperation):
 
 
 class MulticastCall(Call):
-    """Call of a multicast, which begins with the last of its calls, ``all_of_it``. ``to``: the receiver's name."""
+    """Call of a multicast, which is sent when the last of its calls, ``all_of_it``, begins. ``to``: the receiver."""
 
     __slots__ = ("all_of_it", "scope", "sent", "to")
 
@@ -315,7 +313,7 @@ class MulticastCall(Call):
 class Timer(Operation):
     """Timer that ends at the time ``detail``, in ns since the Unix epoch.
 
-    ``began_ns``: since when, for one that is to last a while whatever the clock is set to; None: for one that is not.
+    ``began_ns``: start of a duration, which steps of the clock do not change; None: it ends at a fixed time.
     """
 
     __slots__ = ("began_ns",)
@@ -326,7 +324,7 @@ class Timer(Operation):
 
 
 class Event(Operation):
-    """Wait for somebody to signal the event ``name``."""
+    """Wait for a signal of the event ``name``."""
 
     __slots__ = ("_decode", "name")
 
@@ -343,7 +341,7 @@ class Event(Operation):
 
 
 class NodeTarget(Target):
-    """Handler of the node that ``handle`` leads to."""
+    """Handler of the node of ``handle``."""
 
     __slots__ = ("handle", "nodes")
 
@@ -352,7 +350,7 @@ class NodeTarget(Target):
         super().__init__(nodes.destination(handle), handler, handler, codec)
         self.nodes = nodes
         self.handle = handle
-        self.is_call = True  # also of one's own node: by its handle it is called through the log
+        self.is_call = True  # also of an own node: by its handle it is called through the log
         self.what = f"call node {handler.function.__qualname__} of {self.destination or 'self'}"
         name = handler.function.__qualname__
         self.send = nodes.context.outbox.make_sender(self.destination, name, NODE_METHOD_ID, RpcKind.CALL)
@@ -362,7 +360,7 @@ class NodeTarget(Target):
         return NODE_METHOD_ID
 
     def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Raises UsageError."""
+        """Return the arguments for the method in the log. Raises UsageError."""
         self.nodes.require_usable(self.handle)
         return self.nodes.wrapped([self.handle._immortal_of[1]], self.handler, arguments)
 
@@ -377,11 +375,11 @@ def make_node_call(
     return Call(task, target, bound)
 
 
-# The values of signals, from who signals to who waits.
+# Values of signals, from the sender to the waiter.
 
 
 def event_name(what: str, name: object) -> str:
-    """Return an event's name as a plain str. ``what``: for people. Raises UsageError."""
+    """Return an event's name as a plain str. ``what``: for messages. Raises UsageError."""
     if not isinstance(name, str):
         raise UsageError(f"{what}({name!r}): the name of an event is a str")
     if not is_encodable(name):
@@ -390,7 +388,7 @@ def event_name(what: str, name: object) -> str:
 
 
 def encode_signal(name: str, value: object) -> bytes:
-    """Raises TypeError."""
+    """Encode the value of a signal. Raises TypeError."""
     try:
         return encode_value(value)
     except Exception as error:
@@ -398,21 +396,21 @@ def encode_signal(name: str, value: object) -> bytes:
 
 
 def event_decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Raises UsageError for a type that can't be encoded."""
+    """Return the decoder of an event's values. Raises UsageError for a type that can't be encoded."""
     if problem := unsupported_type(kind):
         raise UsageError(f"immortal.event(..., {kind!r}): {problem}")
     return ValueDecoder(kind).decode
 
 
-# A handler that waited is run again over its journal: what it does is compared with that, and taken from there.
+# A rebuild runs a waiting handler again over its journal: operations are compared with it, results taken from it.
 
 
 MISFITS = (DecodeError, LookupError)
-"""Errors of :meth:`Operation.outcome` for a result that is not of the declared type."""
+"""Errors of :meth:`Operation.outcome` for a result without the declared type."""
 
 
 class Rebuild:
-    """Rebuild over the journal of ``saved``. ``next_entry``: the first not used up yet. ``title``: of the handler."""
+    """Rebuild over the journal of ``saved``. ``next_entry``: the first unused one. ``title``: of the handler."""
 
     def __init__(self, saved: SavedTask, title: Callable[[], str]) -> None:
         self.pending = {pending.step: pending for pending in saved.pending}
@@ -426,7 +424,7 @@ class Rebuild:
         self.next_entry = next(self._entries, None)
 
     def check(self, operation: Operation) -> None:
-        """Check that an operation is the one that had this step, and give it the number under which it waits.
+        """Check that an operation is the one that had this step, and give it its earlier number.
 
         Raises JournalError.
         """
@@ -445,7 +443,7 @@ class Rebuild:
         return entry
 
     def outcome(self, operation: Operation, entry: Entry) -> tuple[Any, Exception | None]:
-        """Decode an outcome, as :meth:`Operation.outcome`. Raises JournalError."""
+        """Decode an outcome, like :meth:`Operation.outcome`. Raises JournalError."""
         try:
             return operation.outcome(entry.raised, entry.value)
         except MISFITS as error:
@@ -464,7 +462,7 @@ class Rebuild:
         )
 
     def wrong_end(self, waits: Mapping[int, Operation], steps_count: int, got: str) -> JournalError:
-        """Make the error of a journal that is used up while the handler ``waits`` for other things than before."""
+        """Return the error for a used up journal while the handler ``waits`` for other operations than before."""
         missing = [pending for step, pending in self.pending.items() if step not in waits]
         extra = [operation for step, operation in waits.items() if step not in self.pending]
         step = (missing or extra)[0].step if missing or extra else steps_count

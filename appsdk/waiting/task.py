@@ -1,4 +1,4 @@
-"""Runs an ``async def`` handler from its call to its end, with its journal, and runs it again over that."""
+"""Run of an ``async def`` handler from its call to its end, with its journal, and the rebuild over that."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from immortal.protocol import decoding
 
 
 class _Ending(ControlFlowSignal):
-    """Signal to end a handler; no coroutine is to catch it."""
+    """Signal to end a handler. No coroutine must catch it."""
 
     def __init__(self, error: Any) -> None:
         super().__init__(str(error))
@@ -49,11 +49,11 @@ class Stopped(_Ending):
 
 
 class Abandoned(_Ending):
-    """Raised to end the handler with ``error``, whatever its coroutines would do about it."""
+    """Raised to end the handler with ``error``, whatever its coroutines do about it."""
 
 
 class ContinueAs(ControlFlowSignal):
-    """Raised to begin the handler again with ``arguments`` and no journal. No coroutine is to catch it."""
+    """Raised to begin the handler again with ``arguments`` and an empty journal. No coroutine must catch it."""
 
     def __init__(self, arguments: bytes) -> None:
         super().__init__("continue_as")
@@ -79,7 +79,7 @@ class _Alarm(Timer):
 
 
 def _explained(error: BaseException) -> BaseException:
-    """Return ``error``; of asyncio.gather([a, b]), one that says what is wrong."""
+    """Return ``error``, or a clearer one for asyncio.gather([a, b])."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -98,10 +98,10 @@ def _is_of_user(frame: FrameType) -> bool:
 
 
 class Task(Owner):
-    """Run of an ``async def`` handler: the asyncio loop of its coroutines, and the journal of what they had.
+    """Run of an ``async def`` handler: the asyncio loop of its coroutines, and the journal of their results.
 
-    ``call`` began it. ``number`` is its own in the life of the instance. ``time_ns``: what ``immortal.now()`` says.
-    ``main``: the asyncio task of the handler itself.
+    ``call``: the call that began it. ``number``: unique in the life of the instance. ``time_ns``: the value of
+    ``immortal.now()``. ``main``: the asyncio task of the handler itself.
     """
 
     __slots__ = (
@@ -157,9 +157,9 @@ class Task(Owner):
         self._steps_count = 0
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
-        self._copies: list[tuple[Read, Any, bytes]] | None = None  # of the state, as they were read in this turn
+        self._copies: list[tuple[Read, Any, bytes]] | None = None  # of the state, read in this turn
         self.runs_local_step = False
-        self._error: BaseException | None = None  # with which the handler ends, whatever its coroutines do
+        self._error: BaseException | None = None  # with it the handler ends, whatever its coroutines do
         self.left, self.must_end = None, False
         self._futures_count = self._tasks_count = 0
         coroutine = self.handler.call(self.tasks.make_self(self), *self.decoded_arguments())
@@ -193,14 +193,12 @@ class Task(Owner):
 
     @property
     def cancelled(self) -> list[Entry]:
-        """Cancellations after which the handler went on: each has the reason, and who ordered it."""
+        """Cancellations after which the handler continued: each has the reason, and who ordered it."""
         return [entry for entry in self.entries if entry.step == CANCEL_STEP]
 
     @property
     def is_silent(self) -> bool:
-        """True if operations are not to be carried out: they were done before, or Python clears the coroutine
-        away.
-        """
+        """True if operations must not be carried out: they were done before, or Python clears the coroutine away."""
         return self._rebuild is not None or not self._is_running
 
     @property
@@ -224,7 +222,7 @@ class Task(Owner):
     # --- running ----------------------------------------------------------------------------------------------------
 
     def advance(self, wake: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()) -> None:
-        """Call ``wake(*arguments)``, which may wake somebody, and run until all of it waits, or it is done.
+        """Call ``wake(*arguments)``, which can wake coroutines, and run until all of them wait, or the handler is done.
 
         Raises HandlerError (of a step), JournalError.
         """
@@ -266,7 +264,7 @@ class Task(Owner):
             self._end_with(UsageError(f"its coroutines wait for each other, and for nothing that could come: {where}"))
 
     def _end_with(self, error: BaseException) -> None:
-        """End the handler with ``error``; none of its coroutines goes on."""
+        """End the handler with ``error``; none of its coroutines continues."""
         self._error = error
         self._close()
 
@@ -276,7 +274,7 @@ class Task(Owner):
             for task, variables in {self.main: self._variables, **self.subtasks}.items():
                 if not task.done():
                     coroutine: Any = task.get_coro()
-                    with contextlib.suppress(BaseException):  # what it does about that is of no interest any more
+                    with contextlib.suppress(BaseException):  # errors in its clean-up do not matter any more
                         variables.run(coroutine.close)
         self.drop_pending()
         self.subtasks = {}
@@ -303,7 +301,7 @@ class Task(Owner):
         self.advance(operation.complete, outcome)
 
     def cancel(self, reason: str, who: str, time_ns: int) -> None:
-        """Raise CancelledError where the handler waits: go on with that. Raises HandlerError."""
+        """Raise CancelledError where the handler waits, and run it. Raises HandlerError."""
         self._cancel(self.cancellation_entry(reason, who, time_ns))
 
     @staticmethod
@@ -311,7 +309,7 @@ class Task(Owner):
         return Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, who)), time_ns)
 
     def _cancel(self, entry: Entry) -> None:
-        """Cancel the handler. The entry stands in the journal among the results, at its place."""
+        """Cancel the handler. The entry is in the journal among the results, at its place."""
         reason, _ = self.cancellation(entry)
         self.time_ns = entry.time_ns
         self._resumed_count += 1
@@ -319,7 +317,7 @@ class Task(Owner):
         self.advance(self._cancel_tasks, (reason,))
 
     def _cancel_tasks(self, reason: str) -> None:
-        if not self.main.cancel(reason):  # it has ended, and what it left behind has not
+        if not self.main.cancel(reason):  # it has ended, and its subtasks have not
             for task in list(self.subtasks):
                 task.cancel(reason)
 
@@ -329,19 +327,19 @@ class Task(Owner):
         return decoding.decode(entry.value, type=tuple[str, str])
 
     def clear_up(self) -> None:
-        """End what the handler, which has ended, has left behind: tasks of its last moment, and pending operations."""
+        """End what an ended handler has left: tasks of its last moment, and pending operations."""
         if self.subtasks or self.pending:
             self._close()
 
     def drop_pending(self) -> None:
-        """Forget all that the handler waits for: none of its code goes on."""
+        """Forget all operations that the handler waits for: none of its code continues."""
         with self._as_running_loop():
             for operation in list(self.pending.values()):
                 operation.cancel()
         self.ready.clear()
 
     def result(self) -> tuple[Any, BaseException | None]:
-        """Return (value, None) or (None, error); something that was never awaited is an error too."""
+        """Return (value, None) or (None, error). A future that was never awaited is an error too."""
         if self._error is not None:
             return None, self._error
         try:
@@ -357,7 +355,7 @@ class Task(Owner):
 
     @property
     def cancelled_with(self) -> str | None:
-        """Reason of the cancellation by which the handler has ended; None: it has not, or of its own accord."""
+        """Reason of the cancellation that ended the handler; None: it has not ended, or not by that."""
         if self._error is not None or not self.main.cancelled() or not self.cancelled:
             return None
         return self.cancellation(self.cancelled[-1])[0]
@@ -375,7 +373,7 @@ class Task(Owner):
         """Give ``operation`` its step number, and do it, or take it from the journal. Raises Stopped, Abandoned."""
         if (ending := self._stopped or self._abandoned) is not None:
             raise ending
-        if not self._is_running:  # a 'finally' that Python runs as it clears the coroutine away
+        if not self._is_running:  # a 'finally' that Python runs when it clears the coroutine away
             raise GeneratorExit
         self._steps_count += 1
         operation.step = self._steps_count
@@ -399,9 +397,9 @@ class Task(Owner):
             operation.complete(*self._take_outcome(operation, *outcome))
 
     def _is_given(self, operation: Operation) -> bool:
-        """Give ``operation`` the result that this step of the origin had, in place of carrying it out.
+        """Complete ``operation`` with the result that this step of the origin had; return True if there is one.
 
-        Only with the message that began this handler: nothing of it is left for a checkpoint.
+        Only while the message is handled that began this handler: so no checkpoint has to keep such results.
         """
         context = self.tasks.context
         entry = self.given.pop(operation.step, None)
@@ -417,7 +415,7 @@ class Task(Owner):
         return True
 
     def _take_outcome(self, operation: Operation, raised: bool, value: bytes) -> tuple[Any, ...]:
-        """Put a result into the journal. One that does not fit its declaration is a failure of who sent it."""
+        """Put a result into the journal. If it does not fit its declaration, its sender has failed."""
         try:
             outcome = operation.outcome(raised, value)
         except MISFITS as error:
@@ -446,8 +444,7 @@ class Task(Owner):
             self.tasks.register(operation)
 
     def clear_away(self, *, closes: bool = True) -> None:
-        """Give the handler's place to another task, or none: what its coroutines do as they are closed counts for
-        nothing."""
+        """Remove the handler from its place: actions of its coroutines when they are closed have no effect."""
         self._is_cleared_away = True
         if closes:
             self._close()
@@ -467,13 +464,13 @@ class Task(Owner):
         raise self._continuation
 
     def abandon(self, error: BaseException) -> Abandoned:
-        """Let the handler end with ``error``, whatever its coroutines do about what is to be raised."""
+        """End the handler with ``error``, whatever its coroutines do about it; return the signal to raise."""
         self.must_end = True
         self._abandoned = self._abandoned or Abandoned(error)
         return self._abandoned
 
     def stop_app(self, error: AppError) -> Stopped:
-        """Let the app stop with ``error``, whatever the coroutines do about what is to be raised."""
+        """Stop the app with ``error``, whatever the coroutines do about it; return the signal to raise."""
         self.must_end = True
         self._stopped = self._stopped or Stopped(error)
         return self._stopped
@@ -489,12 +486,12 @@ class Task(Owner):
         return value
 
     def look(self, schema: StateSchema, name: str) -> Any:
-        """Return a copy of an attribute for a debugger: nothing of it is in the journal. Raises StateError."""
+        """Return a copy of an attribute for a debugger, without a journal entry. Raises StateError."""
         value = getattr(self.tasks.instance, name)
         return schema.decode_attribute(name, schema.encode_attribute(name, schema.kept(name, value)))
 
     def _check_copies(self) -> None:
-        """Let the handler fail that has changed a copy of the state since it was read."""
+        """Check that the handler has not changed copies of the state that it read; otherwise it fails."""
         copies, self._copies = self._copies, None
         for operation, value, data in copies or ():
             name = operation.name
@@ -506,7 +503,7 @@ class Task(Owner):
                     )
                 )
 
-    # --- what differs from run to run -------------------------------------------------------------------------------
+    # --- values that differ from run to run -------------------------------------------------------------------------
 
     def now_ns(self) -> int:
         if not self.time_ns:
@@ -514,7 +511,7 @@ class Task(Owner):
         return self.time_ns
 
     def random_at(self, frame: FrameType, method: str | None, purpose: bytes = b"random") -> random.Random:
-        """Return a random stream, as Context.random_at; the run between two waits is what a message is there."""
+        """Return a random stream like Context.random_at; the run between two waits counts like a message there."""
         context = self.tasks.context
         if self._streams is None:
             self._streams = {}
@@ -526,7 +523,7 @@ class Task(Owner):
         return stream
 
     def label(self, labels: Mapping[str, str]) -> None:
-        """Label this execution in the list of all; in a rebuild it is there already."""
+        """Label this execution in the list of executions, if the label is not there already from before a rebuild."""
         executions = self.tasks.executions
         if executions is not None and (executions.is_new or not self.is_silent):
             executions.labelled(self.number, labels)
@@ -552,7 +549,7 @@ class Task(Owner):
 
     @classmethod
     def rebuild(cls, tasks: Host, handler: Handler[Any, Any], saved: SavedTask) -> Task:
-        """Make the task as it was saved. Raises JournalError."""
+        """Return the task as it was saved. Raises JournalError."""
         try:
             task = cls(tasks, handler, saved, saved.started_ns)
         except decoding.DecodeError as error:
@@ -598,7 +595,7 @@ class Task(Owner):
         return ", ".join(map(described, self.pending.values())) or "nothing that it waits for"
 
     def failure(self, error: BaseException) -> HandlerError:
-        """Make the HandlerError for ``error``: this handler fails alone, or the app stops."""
+        """Return the HandlerError for ``error``: this handler fails alone, or the app stops."""
         return self.tasks.handler_runs.failed(self.handler, self.decoded_arguments(), error, self.number)
 
     def _title(self) -> str:

@@ -1,9 +1,9 @@
-"""Stand-in for ``self`` in an ``async def`` handler: calls to wait for in place of attributes.
+"""Stand-in for ``self`` in an ``async def`` handler, with awaitable calls in place of attributes.
 
-It looks like the app: its class is that of the app, so that ``super()`` and ``isinstance`` work, and its methods are
-those of the class, with this ``self``. What is different is that its handlers and peers give something to await, that
-attributes are copies, which the journal keeps, and that setting them is refused: others change them while a handler
-waits, and a recovery runs it again later. In the function of an `immortal.step` it is the app itself.
+It looks like the app: its class is the app's, so that ``super()`` and ``isinstance`` work, and its methods are those of
+the class, with this ``self``. There are three differences. Calls of handlers and peers return awaitables. Attributes
+are copies, which the journal keeps. Setting an attribute is refused: others change attributes while a handler waits,
+and a recovery runs it again later. In the function of an `immortal.step` it is the app itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TYPED = ("<stdin>", "<string>")  # files of expressions that a debugger evaluat
 
 
 class TaskSelf:
-    """Stands for the app in the run of a handler."""
+    """Stand-in for the app in the run of a handler."""
 
     __slots__ = ("_immortal_task",)
 
@@ -91,7 +91,7 @@ class TaskSelf:
                 raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
         if name in schema.fields and schema.serializer == "msgspec":
             frame = sys._getframe(1)
-            is_looked_at = frame.f_code.co_filename in _TYPED or in_debugger(frame)  # no rebuild would read there again
+            is_looked_at = frame.f_code.co_filename in _TYPED or in_debugger(frame)  # no rebuild reads it there again
             return task.look(schema, name) if is_looked_at else task.read(schema, name)
         raise _refused(task, "reads", name, sys._getframe(1))
 
@@ -120,7 +120,7 @@ def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
 
 
 class TaskHandler:
-    """Handler: calling it gives something to await, and `immortal.step` runs it if it is a ``def`` of its own."""
+    """Handler: a call of it returns an awaitable, and `immortal.step` runs it if it is an own ``def``."""
 
     __slots__ = ("_target", "_task")
 
@@ -139,7 +139,7 @@ class TaskHandler:
                 f"own is a step there: await immortal.step(self.{self.__name__}, ...)"
             )
         bound = target.codec.bind(arguments, keywords)
-        _ = target.codec.decode_result  # raises here, where the call is made
+        _ = target.codec.decode_result  # raises here, at the place of the call
         return Call(task, target, bound)
 
     @property
@@ -156,7 +156,7 @@ class TaskHandler:
             function = MethodType(target.called.function, task.tasks.instance)
             return LocalStep(task, LocalFunction(function, keywords), arguments)
         bound = target.codec.bind(arguments, keywords)
-        _ = target.codec.decode_result  # raises here, where the step is made
+        _ = target.codec.decode_result  # raises here, at the place of the step
         return Step(task, target, bound)
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
@@ -192,7 +192,7 @@ class TaskPeer:
 
 
 class TaskMulticast:
-    """Proxy of several instances: it has each handler that all have. ``scope``: they are the members of a group."""
+    """Proxy of several instances, with each handler that all have. ``scope``: set if they are members of a group."""
 
     __slots__ = ("_destinations", "_immortal_task", "_scope")
 
@@ -209,7 +209,7 @@ class TaskMulticast:
 
 
 class TaskMulticastMethod:
-    """Handler of several instances: ``all(...)`` gives all answers to await, in the order of the instances."""
+    """Handler of several instances: ``all(...)`` returns an awaitable of all answers, in the order of the instances."""
 
     __slots__ = ("_destinations", "_handler", "_scope", "_task")
 
@@ -239,7 +239,7 @@ class TaskMulticastMethod:
             else:
                 target = task.tasks.target("" if to == own_name else to, handler, handler)
             bound = target.codec.bind(arguments, keywords)
-            _ = target.codec.decode_result  # raises here, where the call is made
+            _ = target.codec.decode_result  # raises here, at the place of the call
             MulticastCall(task, target, to, bound, calls, self._scope)
         return Together(task, list(calls))
 
@@ -250,7 +250,7 @@ class TaskMulticastMethod:
 
 
 class _Namespaces:
-    """Stands in for a Context where a property of the class looks itself up by its key."""
+    """Stand-in for a Context for properties of the class that look themselves up by their key."""
 
     __slots__ = ("_task",)
 

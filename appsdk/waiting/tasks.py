@@ -1,11 +1,9 @@
-"""Waiting ``async def`` handlers of an instance, what they wait for, and the answers to those who wait for them.
+"""Waiting ``async def`` handlers of an instance, the operations that they wait for, and answers to their callers.
 
 All of it follows from the log: a message starts a handler, answers a call, tells the time or runs a ``def`` handler
-that signals an event. Each handler goes on until it waits again before the next one does, first woken first.
+that signals an event. Each woken handler runs until it waits again before the next one runs, first woken first.
 
-Views of waiting handlers for operators, and the retry of their effects.
-
-Nothing here changes anything, and no handler sees it.
+The views of waiting handlers for operators, and the retry of effects, change nothing that handlers see.
 """
 
 from __future__ import annotations
@@ -60,9 +58,9 @@ from immortal.protocol.client_frames import Caller
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, HANDLERS_COUNT_MAX, REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import VerdictKind
 
-DEADLINE = "its timeout"  # who has cancelled a handler that had none left
+DEADLINE = "its timeout"  # name of the canceller, for a handler whose time is over
 
-_buried: list[object] = []  # coroutines that are to run no more, kept: as Python clears one away it runs its 'finally'
+_buried: list[object] = []  # coroutines that must not run, kept: when Python clears one away it runs its 'finally'
 
 
 class Tasks(Host):
@@ -71,10 +69,10 @@ class Tasks(Host):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._tasks: dict[int, Task] = {}
-        # Tasks whose caller waits, oldest first. The caller chooses the numbers, so two may have the same one.
+        # Tasks whose caller waits, oldest first. Callers choose the numbers, so two can have the same one.
         self._by_call: dict[tuple[str, int], list[Task]] = {}
         self.limits = Limits()
-        self.next_said: Task | SavedTask | None = None  # who is about to go on, see let_one_go_on
+        self.next_said: Task | SavedTask | None = None  # the handler that runs next, see let_one_go_on
         self._may_go_on = False
         self.time_impulses = TimeImpulses(context, self.clock)
         self.incoming = Incoming(self)
@@ -88,7 +86,7 @@ class Tasks(Host):
         return TaskSelf(task)
 
     def use(self, definition: Definition, instance: Any) -> None:
-        """Use this class's code from here on. Raises JournalError if it is not what those that wait ran."""
+        """Use this class's code from here on. Raises JournalError if it is not the code that waiting handlers ran."""
         saved = self.save()
         self.definition, self.instance = definition, instance
         self.limits.use(definition)
@@ -102,11 +100,11 @@ class Tasks(Host):
             self.restore(saved)
 
     def clear_away(self) -> None:
-        """Clear away the handlers that wait: they are not needed any more."""
+        """Clear away the waiting handlers: they are not needed any more."""
         for task in self._tasks.values():
             task.clear_away()
 
-    # --- what waits -------------------------------------------------------------------------------------------------
+    # --- waiting handlers -------------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
@@ -121,7 +119,7 @@ class Tasks(Host):
         return self._tasks.get(number)
 
     def save(self) -> SavedTasks | None:
-        """Return what a checkpoint keeps; None for nothing, as in an app without ``async def`` and schedules."""
+        """Return the data for a checkpoint; None if there is none, as in an app without ``async def`` and schedules."""
         if self._next_number == 1 and not self.events.kept and not self.clock.schedules:
             return None
         return SavedTasks(
@@ -135,7 +133,7 @@ class Tasks(Host):
         )
 
     def restore(self, saved: SavedTasks) -> None:
-        """Run all that waited again. Raises JournalError."""
+        """Run all saved waiting handlers again. Raises JournalError."""
         self.clear_away()
         self._queue.clear()
         self.next_said = None
@@ -153,7 +151,7 @@ class Tasks(Host):
         for one in saved.queued:
             self._handler_of(one)
             self.limits.queued[one.number] = one
-        if saved.queued:  # limits of another version may let more of them begin, with what comes next
+        if saved.queued:  # limits of another version can let more of them begin, with the next input
             self.later(self._begin_next)
         self.events.sort()
 
@@ -168,14 +166,14 @@ class Tasks(Host):
         return handler
 
     def list_restored(self, saved: SavedTasks | None) -> None:
-        """Tell the list of executions from where on input is handled again."""
+        """Tell the list of executions from which record on input is handled again."""
         if self.executions is not None:
             saved = saved or SavedTasks()
             waiting = [(one, self._handler_of(one)) for one in (*saved.tasks, *saved.queued)]
             self.executions.restored(saved.next_number, self.context.sequence_id, waiting)
 
     def restart(self, order: Order) -> tuple[bool, str]:
-        """Begin an execution again, with the same or other arguments; returns whether it was begun, and that in words.
+        """Begin an execution again, with the same or other arguments; return (True if it was begun, outcome as text).
 
         Raises HandlerError.
         """
@@ -193,7 +191,7 @@ class Tasks(Host):
         self.start(handler, arguments, None, 0, order.task, given)
         return True, f"{handler.function.__qualname__} has begun again, as {number}"
 
-    # --- what handlers do -------------------------------------------------------------------------------------------
+    # --- requests of handlers ---------------------------------------------------------------------------------------
 
     def signal(self, name: str, value: Any) -> None:
         """Signal an event from a ``def`` handler."""
@@ -208,10 +206,10 @@ class Tasks(Host):
         encoded = encode_signal(name, value)
         self.events.require_room(name, encoded)
         self.events.signal(name, encoded)
-        if not self.definition.has_tasks:  # so nobody waits, and nobody else lets it through
+        if not self.definition.has_tasks:  # so nobody waits, and no later code lets it through
             self.drain()
 
-    # --- what the log brings ----------------------------------------------------------------------------------------
+    # --- input from the log -----------------------------------------------------------------------------------------
 
     def start(
         self,
@@ -222,9 +220,9 @@ class Tasks(Host):
         origin: int | None = None,
         given: Sequence[Entry] = (),
     ) -> None:
-        """Start an ``async def`` handler, for ``caller`` or (None) nobody. ``origin``: the execution that it repeats;
-        ``given``: the results that steps of that had. Raises HandlerError.
-        """
+        """Start an ``async def`` handler, for ``caller`` or (None) nobody. Raises HandlerError.
+
+        ``origin``: the execution that it repeats; ``given``: results of steps of that."""
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
         place = context.sequence_id, context.message_index
@@ -239,7 +237,7 @@ class Tasks(Host):
         self.drain()
 
     def _begin(self, call: SavedTask, handler: Handler[Any, Any], given: Sequence[Entry] = ()) -> None:
-        """Raises HandlerError."""
+        """Begin the run of a handler. Raises HandlerError."""
         if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
             return
         task = Task(self, handler, call, self.context.record_time_ns or 0)  # type: ignore[abstract]  # see HandlerLoop
@@ -265,7 +263,7 @@ class Tasks(Host):
             call = None
 
     def began(self, task: Task) -> None:
-        """Count a run for limits, and start its timeout; with continue_as each run counts anew."""
+        """Count a run for limits, and start its timeout; with continue_as each run counts separately."""
         self.limits.ended(task.number)
         self.limits.began(task.number, task.handler, task.arguments)
         if task.generation and self.executions is not None:
@@ -280,7 +278,7 @@ class Tasks(Host):
         self.clock.add(Deadline(task.number, task.started_ns, due_ns))
 
     def _expire(self, deadline: Deadline) -> None:
-        """Raises HandlerError."""
+        """Cancel a handler whose time is over. Raises HandlerError."""
         if self.clock.has(deadline):
             task = self._tasks[deadline.number]
             if self.one_by_one and self._must_announce(task, partial(self._expire, deadline)):
@@ -291,7 +289,7 @@ class Tasks(Host):
             self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
 
     def give_up(self, number: int, reason: str) -> str | None:
-        """Remove a call that waits for its turn; returns the name of its handler, None if there is no such call."""
+        """Remove a call that waits for its turn; return the name of its handler, None if there is no such call."""
         call = self.limits.queued.pop(number, None)
         if call is None:
             return None
@@ -338,11 +336,12 @@ class Tasks(Host):
             self.resolve(effect, result.raised, bytes(result.value))
             self.drain()
 
-    # --- who ends the app's process ---------------------------------------------------------------------------------
+    # --- handlers that end the app's process ------------------------------------------------------------------------
 
     def let_one_go_on(self) -> bool:
-        """Let the handler woken first go on (``one_by_one``). False: nobody is left. If it sets ``next_said``, nothing
-        was done yet: that handler goes on with the next call. Raises HandlerError."""
+        """Let the handler woken first run (``one_by_one``); return False if no handler is left. Raises HandlerError.
+
+        If it sets ``next_said``, nothing was done yet: that handler runs at the next call."""
         self._may_go_on, self.next_said = self.next_said is not None, None
         if not self._queue:
             return False
@@ -350,8 +349,7 @@ class Tasks(Host):
         return True
 
     def _must_announce(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
-        """Tell whether ``action``, by which a handler goes on (``one_by_one``), has to wait until it was said that it
-        does."""
+        """Return True if ``action``, which runs a handler (``one_by_one``), must wait until that was announced."""
         if self._may_go_on:
             self._may_go_on = False
             return False
@@ -360,7 +358,7 @@ class Tasks(Host):
         return True
 
     def _is_buried(self, task: Task) -> bool:
-        """Tell whether a begun handler has a verdict, as :meth:`_has_ended_the_process`."""
+        """Return True if a begun handler has a verdict, like :meth:`_has_ended_the_process`; then discard it."""
         if not self._has_ended_the_process(task.number, task.handler, task.caller, task.call_number):
             return False
         self._discard(task)
@@ -376,8 +374,9 @@ class Tasks(Host):
     def _has_ended_the_process(
         self, number: int, handler: Handler[Any, Any], caller: str | None, call_number: int
     ) -> bool:
-        """Tell whether a verdict says that this handler ended the process at this message: it runs no more, and who
-        waits for it is told."""
+        """Return True if a verdict says that this handler ended the process at this message: then it runs no more.
+
+        Its caller is told."""
         context = self.context
         verdict = self.handler_runs.verdicts.get((context.sequence_id, context.message_index, number, 0))
         if verdict is None or verdict.kind is not VerdictKind.KILLED:
@@ -387,15 +386,15 @@ class Tasks(Host):
             self.answers.answer_verdict(verdict, Caller(caller, call_number, handler.method_id))
         return True
 
-    # --- what an operator orders ------------------------------------------------------------------------------------
+    # --- orders of an operator --------------------------------------------------------------------------------------
 
     def ordered(self, order: Order) -> None:
-        """Raises HandlerError."""
+        """Carry out an operator's order. Raises HandlerError."""
         self.orders.obey(order)
         self.drain()
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
-        """Cancel an earlier call of ``caller``, which is told whether that still waited. Raises HandlerError."""
+        """Cancel an earlier call of ``caller``, and answer whether it was still open. Raises HandlerError."""
         calls = self._by_call.get((caller, cancelled), [])
         queued = self.limits.queued.values()
         waits = next((one.number for one in queued if (one.caller, one.call_number) == (caller, cancelled)), None)
@@ -409,13 +408,13 @@ class Tasks(Host):
         self.drain()
 
     def cancel(self, task: Task, reason: str, who: str) -> None:
-        """Raises HandlerError."""
+        """Cancel a waiting handler. Raises HandlerError."""
         task.cancel(reason, who, self.context.record_time_ns or 0)
         if task.is_done:
             self._end(task)
 
     def terminate(self, task: Task, reason: str, who: str) -> None:
-        """End a handler whatever it would do about that. Raises HandlerError."""
+        """End a handler without running its code. Raises HandlerError."""
         text = f"terminated: {reason}" if reason else "terminated"
         task.entries.append(task.cancellation_entry(text, who, self.context.record_time_ns or 0))
         self._discard(task)
@@ -425,7 +424,7 @@ class Tasks(Host):
     # --- time -------------------------------------------------------------------------------------------------------
 
     def told_time(self, now: ToldTime) -> None:
-        """Handle the time that the log says: timers and schedules up to then are due. Raises HandlerError."""
+        """Handle a time in the log: timers and schedules up to then are due. Raises HandlerError."""
         if now.jumped_ns:
             self.clock.jumped(now.time_ns, now.jumped_ns)
         self.time_impulses.came_back(now.time_ns)
@@ -442,13 +441,14 @@ class Tasks(Host):
 
 Values = dict[str, Any]
 
-STEPS_MAX = 1000  # of one handler that are told, the last
+STEPS_MAX = 1000  # of one handler: only the last ones are shown
 
 
 def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
-    """Describe the oldest HANDLERS_COUNT_MAX. ``count``: of all. ``multicasts``: whom the instance waits for, if any;
-    ``hooks``: the same for its `@on_primary` hooks.
-    ``groups``: those that its class declares, if it takes part in any. ``schedules``: of its class, if it has any."""
+    """Describe the oldest HANDLERS_COUNT_MAX handlers. ``count``: of all.
+
+    ``multicasts``: the instances that this one waits for, if any, also those that its ``hooks`` wait for. ``groups``:
+    those that its class declares, if any. ``schedules``: of its class, if any."""
     found: list[Task | SavedTask] = sorted(
         [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
     )
@@ -464,7 +464,7 @@ def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
 
 
 def describe_one(tasks: Tasks, number: int) -> Values:
-    """Describe a waiting handler. ``handler`` None: none of that number waits."""
+    """Describe a waiting handler. ``handler`` None: no handler of that number waits."""
     task = tasks.waiting(number)
     if task is None:
         queued = tasks.limits.queued.get(number)
@@ -537,7 +537,7 @@ def _cancellation(entry: Entry) -> Values:
 
 
 def describe_step(entry: Entry) -> Values:
-    """Describe something that an async handler has had."""
+    """Describe a result that an async handler has had."""
     if entry.step == CANCEL_STEP:
         return {"step": 0, "what": "cancelled", **_cancellation(entry), "raised": True}
     try:
@@ -550,7 +550,7 @@ def describe_step(entry: Entry) -> Values:
 
 
 def _raised(shown: Any) -> str:
-    """Return what a call or effect raised: "KeyError: 'x'" of a failure, "Refused(5)" of what is declared."""
+    """Return the text of a raised error: "KeyError: 'x'" for a failure, "Refused(5)" for a declared exception."""
     match shown:
         case ["~failed", [str(kind), str(text), *_], *_] | ["", [_, str(kind), str(text), *_], *_]:
             return f"{kind}: {text}"
@@ -559,7 +559,7 @@ def _raised(shown: Any) -> str:
     return describe_arguments((shown,))[1:-1]
 
 
-# --- where it stands in the code --------------------------------------------------------------------------------------
+# --- places in the code -----------------------------------------------------------------------------------------------
 
 
 def _place(frame: FrameType) -> Values:
@@ -571,15 +571,15 @@ def _place(frame: FrameType) -> Values:
     return {"file": file, "line": line, "function": code.co_qualname, "text": text}
 
 
-# Effects between two attempts, which an operator wants to be tried at once.
+# Retry of effects between two attempts, on request of an operator.
 #
-# No log knows of attempts, only of results: when one is made changes nothing that a replay does.
+# The log has no attempts, only results: the time of an attempt changes nothing that a replay does.
 
 
 def retry_effects(tasks: Tasks, number: int) -> dict[str, Any]:
     """Retry the effects that the handler ``number`` waits for.
 
-    ``retried``: how many were between two attempts; ``text``: the outcome for people.
+    ``retried``: how many were between two attempts; ``text``: the outcome, for people.
     """
     task = tasks.waiting(number)
     if task is None:
