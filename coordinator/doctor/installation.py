@@ -1,4 +1,4 @@
-"""Findings about the installation: versions of packages, what runs compiled, which extras are installed."""
+"""Findings about the installation: versions of packages, compiled parts, installed extras, native libraries."""
 
 from __future__ import annotations
 
