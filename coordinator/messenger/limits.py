@@ -1,4 +1,4 @@
-"""Every limit of the messenger, with its reason."""
+"""Limits of the messenger, each with its reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINKS_MAX = 4096
 # runs, and one for each command that runs with its key.
 PEER_LINKS_MAX = 64
 
-# Connections of one link that a reply is tried on, the newest first; the older ones have just broken.
+# Connections of one link on which a reply is tried, the newest first; the older ones have just broken.
 ROUTES_MAX = 4
 
 # Connections remembered as already told which envelopes are known here.
@@ -68,7 +68,7 @@ CLIENT_SHARE_SIZE_BYTES = 64 * 2**10
 PART_SIZE_BYTES_MAX = 2**30
 PARTS_MAX = 1024
 
-# Size of a message as honest peers send them where none may say more; beyond it the owner is asked.
+# Size of a message up to which the owner is not asked how large an honest sender's can be.
 USUAL_SIZE_BYTES = 64 * 2**20
 RECEIVED_PARTS_MAX = PARTS_MAX + 2  # with the routing ID in front, and one too many
 
@@ -106,8 +106,8 @@ CONNECT_TIMEOUT_MS = 1_000
 KEEPALIVE_S = 5
 KEEPALIVE_COUNT = 3
 
-# Time without any answer after a retransmission before the connection is begun anew: it may lead nowhere, although it
-# stands. Or its receiver is stuck: so each next wait is twice as long, up to this many doublings.
+# Time without any answer after a retransmission before the connection is begun anew: it may be dead, although it is
+# still open. Or its receiver is stuck: so each next wait is twice as long, up to this many doublings.
 SILENCE_NS = 20_000_000_000
 SILENCE_DOUBLINGS_MAX = 5
 
@@ -124,7 +124,7 @@ HANDSHAKE_POLL_MS = 5
 HANDSHAKE_PLAIN_GRACE_MS = 50
 
 # Connections at one listener that are not authenticated: beyond it the oldest is ended. A handshake takes milliseconds,
-# so an honest one is through long before.
+# so an honest one has ended long before.
 HANDSHAKES_MAX = 256
 
 # Pause after a failed handshake, before the link is made anew with the keys that are known of its destination then.
@@ -134,8 +134,8 @@ RECONNECT_REFUSED_NS = 200_000_000
 # takes milliseconds.
 REBIND_NS = 2_000_000
 
-# Time before a message is sent again: until a round trip was measured; after a round trip at least, as a busy process
-# pauses; after a round trip at least where the receiver reports it as missing, while later ones have come.
+# Time before a message is sent again: if no round trip was measured yet; least time beyond a round trip, as a busy
+# process pauses; the same if the receiver reports the message as missing, while later ones have arrived.
 RETRANSMIT_NS_FIRST = 100_000_000
 RETRANSMIT_NS_MIN = 30_000_000
 RETRANSMIT_LIKELY_NS_MIN = 1_000_000
@@ -144,7 +144,7 @@ RETRANSMIT_LIKELY_NS_MIN = 1_000_000
 # ones.
 RETRANSMIT_NS_PER_BYTE = 100
 
-# Longest delay of replies while the owner is patient: they are read with whatever else comes in, or after this time.
+# Longest delay of replies while the owner is patient: they are read with the next other input, or after this time.
 # Below the shortest time before a message is sent again.
 REPLY_DELAY_NS_MAX = 10_000_000
 
