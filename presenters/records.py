@@ -213,7 +213,7 @@ def grouped_lines(described: Iterable[dict[str, Any]], index: ExecutionIndex) ->
 
 
 def _execution_of(message: dict[str, Any], index: ExecutionIndex) -> int | None:
-    """Return the key of the execution that an answer, a result of an effect or an order is for."""
+    """Return the key of the execution to which an answer, an effect's result or an order belongs; None if unknown."""
     values = message.get("values", ())
     number = message.get("call_number") if message.get("kind") != "call" else None
     place = {EFFECT_METHOD_ID: 6, ORDER_METHOD_ID: 1}.get(message.get("method_id", 0))

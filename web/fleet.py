@@ -1,4 +1,4 @@
-"""Status of all instances, at most a second old: asked once for all viewers, who wait for no slow instance."""
+"""Status of all instances, about a second old: asked once for all viewers, who wait for no slow instance."""
 
 from __future__ import annotations
 

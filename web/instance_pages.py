@@ -334,7 +334,7 @@ def warm_up(site: Site) -> None:
 
 
 def login(request: Request) -> Response:
-    """Let the browser in if it has the right token; without a token, ask for it."""
+    """Give the browser a cookie if it has the right token; otherwise ask for the token."""
     site = site_of(request)
     given = request.query_params.get("token", "")
     if site.token.lets_look(given.strip()):

@@ -103,7 +103,7 @@ def ends(reader: LogReader) -> tuple[int, int] | None:
 
 
 def packed(messages: Sequence[Message], origin_ns: int, lanes: dict[str, int]) -> list[list[Any]]:
-    """Pack each message: [record, index, time in µs, sent in µs or null, sender's lane or null, method, words, bytes]."""
+    """Pack each message: [record, index, time (µs), sent (µs or null), sender's lane or null, method, words, bytes]."""
     return [
         [
             one.sequence_id,

@@ -29,7 +29,7 @@ class AppConnection:
     """Connection to the app: a socket for each direction, or one for both."""
 
     def __init__(self, receiver: socket.socket, sender: socket.socket | None = None) -> None:
-        """Take over non-blocking sockets: ``receiver`` is read from; ``sender``, or else ``receiver``, is written."""
+        """Own non-blocking sockets: ``receiver``, to read from, and ``sender`` (None: ``receiver``), to write to."""
         self._receiver = receiver
         self._sender = sender or receiver
         self.receiver_fileno = self._receiver.fileno()
@@ -111,7 +111,7 @@ class AppConnection:
         }
 
     def end_sending(self) -> None:
-        """Close the sending direction: the app reads the end after what was sent, and may still send itself."""
+        """Close the sending direction: the app reads all sent bytes, then the end, and can still send."""
         with contextlib.suppress(OSError):
             self._sender.shutdown(socket.SHUT_WR)
 

@@ -317,7 +317,7 @@ StateDigests = dict[tuple[str, bytes], bytes]
 
 
 class Records(Struct, frozen=True):
-    """Consecutive records from the requested one on, as many as there was room for."""
+    """Consecutive records read from a log, from the requested one on, up to a size limit."""
 
     first_sequence_id: int
     last_sequence_id: int

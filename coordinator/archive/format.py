@@ -138,11 +138,11 @@ def decode_moment(data: bytes, name: str) -> Moment:
 
 
 class ArchiveError(ObjectError):
-    """Raised when this archive does not allow what was requested."""
+    """Raised if this archive does not allow a requested operation."""
 
 
 class ConflictError(ArchiveError):
-    """Raised when another archiver has written the next moment first."""
+    """Raised if the log has changed, or another archiver has written the next moment first."""
 
 
 # Packs: rows of a log as one object. Segments, checkpoint parts and states of moments are packs.
@@ -150,7 +150,7 @@ class ConflictError(ArchiveError):
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
 
-"""Table, key, value; None: the row is gone since the moment before."""
+"""Row of a pack: table, key, value; None: the row was deleted after the moment before."""
 
 _MAGIC = b"IMMPACK1"
 

@@ -83,7 +83,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def default_text(self) -> str:
-        """Default as a file would have it, or a text that says what applies without the setting."""
+        """Default in the form of a settings file, or a text about what applies without the setting."""
         text = str(self.about.get("default", self.in_file(self.default)))
         return text.lower() if self.type is bool or self.default is None else text
 
@@ -106,7 +106,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         return f'{text}, or "{self.about["none"]}"' if "none" in self.about else text
 
     def value_of(self, value: object) -> Any:
-        """Convert ``value`` from a file. Raises WrongValueError."""
+        """Convert ``value`` from the form of a settings file to the attribute. Raises WrongValueError."""
         if "none" in self.about and value == self.about["none"]:
             return None
         read = self.about.get("read")
@@ -169,7 +169,7 @@ class AppSendMode(enum.StrEnum):
 
 
 class AppAuth(enum.StrEnum):
-    """Authentication of the app by its coordinator."""
+    """Method by which the coordinator authenticates its app."""
 
     CHALLENGE = "challenge"  # both prove that they know the coordinator's secret, which is not sent
     SECRET = "secret"  # noqa: S105 (a name) or the app sends the secret in its Hello, if it can't answer a challenge
@@ -429,7 +429,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     def app_unix_address(self) -> str | None:
         """Address ``unix:PATH`` of the app's Unix socket: the one set, or app.sock in the folder; None without one.
 
-        None also for two ports, and for a client of the base protocol, which has one port and no proof.
+        There is none with two ports, nor for a client of the base protocol, which has one port and no proof.
         """
         if self.app_socket is not None:
             return self.app_socket
@@ -439,7 +439,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def app_addresses(self) -> list[str]:
-        """Addresses where the app may connect, the nearest first."""
+        """Addresses at which the app can connect, the nearest first."""
         return [address for address in (self.app_unix_address, self.app_address) if address is not None]
 
     @property

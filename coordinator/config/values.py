@@ -108,7 +108,7 @@ def permission_of(value: object) -> Permission:
 
 
 def _is_method(name: object) -> bool:
-    """Return whether ``name`` is a method, a group, or a role for a subtree, such as "@writer:stocks/nyse"."""
+    """Return True if ``name`` is a method, a group, or a role for a subtree, such as "@writer:stocks/nyse"."""
     if not isinstance(name, str) or name == QUERIES:
         return name == QUERIES
     group, colon, subtree = name.partition(":")
@@ -142,7 +142,7 @@ def _endpoint(value: object) -> str:
 
 
 def _peer_template(value: object) -> str:
-    """Check that ``value`` is an endpoint once {name} is replaced by a name."""
+    """Check that ``value`` becomes an endpoint if {name} is replaced by a name."""
     if not isinstance(value, str) or NAME_PLACE not in value:
         raise WrongValueError
     _endpoint(value.replace(NAME_PLACE, "x"))

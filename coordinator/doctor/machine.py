@@ -40,7 +40,7 @@ INSTANCE_SIZE_BYTES = 64 << 20  # a coordinator and a small app, at rest, with r
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
-_UNLIMITED_SIZE_BYTES = 1 << 60  # what an older kernel says where there is no limit
+_UNLIMITED_SIZE_BYTES = 1 << 60  # an older kernel reports more if there is no limit
 
 
 class _Timex(ctypes.Structure):
@@ -341,7 +341,7 @@ def _room(place: Path) -> Finding:
 
 
 def measure(folder: Path) -> SyncTimes:
-    """Measure overwriting blocks as the log's journal does, synced and unsynced. Raises OSError."""
+    """Measure the times of synced and unsynced overwrites of blocks, as in the log's journal. Raises OSError."""
     path = folder / f".doctor-{os.getpid()}"
     block = os.urandom(BLOCK_SIZE_BYTES)
     blocks_count = 64

@@ -70,7 +70,7 @@ PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as immortal.coordinator.peers.key
 
 LOCK_TIMEOUT_S = 60.0  # a change takes milliseconds, and hundreds of instances may start at once
 
-PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": from where free ports are taken, such as what a firewall lets through
+PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": the range of free ports to take, such as the one that a firewall opens
 
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
 

@@ -5,7 +5,7 @@
     offset  size  field
          0     1  version                 2
          1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept, 4 reply still to come,
-                                          5 what came is not known here, 6 message of a conversation, 7 reply: the
+                                          5 version or kind not known, 6 message of a conversation, 7 reply: the
                                           callback that the message was for is not known
          2     2  skipped count           message: so many IDs right below its own will not be sent again.
                                           reply: 0

@@ -88,7 +88,7 @@ class OwnerThread:
         self._thread = None
 
     def forget_after_fork(self) -> None:
-        """Forget the thread in a forked child, where it does not exist."""
+        """Clear the state of the thread in a forked child, in which the thread does not exist."""
         self._thread, self._runs = None, False
 
     def call(self, function: Callable[[], Result]) -> Result:

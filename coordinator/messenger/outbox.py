@@ -185,11 +185,11 @@ class Outbox(Struct, eq=False):
 
     @property
     def all_sent(self) -> bool:
-        """True if nothing waits to be sent, first or again."""
+        """True if no message waits to be sent, for the first time or again."""
         return not any(message.pending for message in self._queue)
 
     def next_to_send(self) -> PendingMessage | None:
-        """Return the message to be sent now; None if there is none, or the limits on what is in flight are reached."""
+        """Return the next message to send; None if there is none, or the limits on messages in flight are reached."""
         queue = self._queue
         while queue and not queue[0].pending:
             queue.popleft()

@@ -83,7 +83,7 @@ class Role(StrEnum):
     OPERATOR = "operator"  # neither: operators ask on the instance's machine, at its control socket
 
     def may_send(self, clients_frame: bool) -> bool:
-        """Return whether the role may send a client's frame (``clients_frame``), else a peer's message."""
+        """Return True if the role may send a client's frame (``clients_frame``), else a peer's message."""
         if self is Role.INSTANCE:
             return not clients_frame
         return clients_frame and self is not Role.OPERATOR

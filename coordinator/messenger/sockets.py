@@ -53,14 +53,14 @@ class Counters(Struct):
     retried: int = 0  # of them, those that had been given before
     acknowledged: int = 0  # replies that were the first to their message
     received: int = 0  # messages given to a server loop
-    duplicates_dropped: int = 0  # messages and replies that had come before
-    early_kept: int = 0  # messages that came before an earlier one, and wait for it
-    early_dropped: int = 0  # of such messages, those that had no room; they come again
+    duplicates_dropped: int = 0  # messages and replies that had arrived before
+    early_kept: int = 0  # messages that arrived before an earlier one, and wait for it
+    early_dropped: int = 0  # of such messages, those without room; their sender sends them again
     replies_resent: int = 0  # to duplicates
     replies_unsent: int = 0  # the sender's connection is gone or full; it will ask again
-    replies_awaited: int = 0  # answers to retransmissions: the message has arrived, its reply will come
-    silences: int = 0  # connections made anew since nothing was heard on them any more
-    replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
+    replies_awaited: int = 0  # answers to retransmissions: the message has arrived, its reply will follow
+    silences: int = 0  # connections made anew, since nothing was received on them any more
+    replies_expired: int = 0  # acknowledgements without their reply, since it was no longer kept
     callbacks_unknown: int = 0  # messages for callbacks that were not given to their sender, or not kept
     callbacks_forgotten: int = 0  # callbacks given with replies, and dropped for newer ones
     sends_waited: int = 0  # sends that had to wait, as too much was pending
@@ -68,7 +68,7 @@ class Counters(Struct):
     refused: int = 0  # IDs further ahead than a sender may go
     malformed: int = 0  # received messages that are not of this protocol
     strangers_refused: int = 0  # connections of callers that are not admitted, or show no key
-    strangers_dropped: int = 0  # messages that came with a key which may not call any more
+    strangers_dropped: int = 0  # messages with a key that may no longer call
     roles_refused: int = 0  # messages of a kind that the role of their key does not send
     refused_by: Counter[str] = field(default_factory=Counter)  # ... by the name that the key stands for
     last_refused: str = ""  # key and origin of the last connection that was refused by its key
@@ -232,7 +232,7 @@ def check_destination(endpoint: str) -> None:
 
 
 def bind(socket: Socket, endpoint: str) -> str:
-    """Bind and return the real endpoint. Raises EndpointInUseError, EndpointError."""
+    """Bind ``socket`` to ``endpoint``; return the real endpoint. Raises EndpointInUseError, EndpointError."""
     tcp = _TCP.fullmatch(endpoint)
     if tcp is not None and tcp["port"] != "*" and int(tcp["port"]) > 65535:
         raise EndpointError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another

@@ -54,7 +54,7 @@ class StatusMetric(Struct, frozen=True):
         return family(self.name, self.text, labels=[INSTANCE, self.label] if self.label else [INSTANCE])
 
     def values(self, status: Mapping[str, Any]) -> Iterator[tuple[list[str], float]]:
-        """Yield (labels after the instance's, value)."""
+        """Yield the metric's values in a status, each as (labels after the instance's, value)."""
         front, star, back = self.path.partition("*")
         if not star:
             value = _at(status, front)

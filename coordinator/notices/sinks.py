@@ -168,10 +168,10 @@ class JsonLineSink(LineSink):
             front["notice"] = type(notice).__name__
         return printable_json(
             {**front, **notice.fields(), **front}, default=str
-        )  # the common fields come first and win
+        )  # the common fields are at the front, and have priority
 
 
-BURST_MAX = BURST  # notices of one kind that may come in a burst
+BURST_MAX = BURST  # notices of one kind in one burst
 
 
 class RateLimitedSink:

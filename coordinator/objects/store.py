@@ -104,7 +104,7 @@ class Objects:
         return sorted(found)
 
     def folders(self) -> list[str]:
-        """List the folders at the top. Raises StoreError."""
+        """List the names of the folders at the top level. Raises StoreError."""
         with _in_words(self.where):
             listed = obstore.list_with_delimiter(self._store, prefix=self._prefix.rstrip("/") or None)
         return sorted(path.removeprefix(self._prefix).rstrip("/") for path in listed["common_prefixes"])

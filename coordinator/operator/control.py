@@ -45,7 +45,7 @@ _RETRY_S = 0.02  # between two attempts if the kernel's queue of connections is 
 
 
 class ControlError(ImmortalError):
-    """Raised if a coordinator cannot be asked."""
+    """Raised if a coordinator cannot be asked, or gives no usable answer."""
 
 
 class NotRunningError(ControlError):

@@ -112,7 +112,7 @@ class Discovery:
 
 
 class _Destination(Struct):
-    """A peer that is called, and its route."""
+    """Peer that the instance calls, and its route."""
 
     route: Route | None = None
     problem: str = ""  # why there is no route

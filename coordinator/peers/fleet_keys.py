@@ -1,4 +1,4 @@
-"""Keys of a fleet, from one file: its members, their registry folders, and who may call whom.
+"""Keys of a fleet, by one file that lists its members, their registry folders and the allowed callers of each.
 
     expires_days = 365                    how long new keys are valid; without it for ever
     age_days_max = 300                    older keys must be rotated

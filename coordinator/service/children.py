@@ -35,7 +35,7 @@ STATUS_NO_RECOVERY = 3  # of a coordinator whose log can't be replayed: the next
 
 STATUS_FENCED = 4  # of a coordinator whose log another process writes by now
 
-DESCRIPTORS_WANTED = 1 << 16  # as many as a stranger's address has ports
+DESCRIPTORS_WANTED = 1 << 16  # more than the ports of one stranger's address
 
 
 def raise_descriptor_limit() -> None:

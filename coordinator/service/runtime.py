@@ -286,7 +286,7 @@ class Coordinator:
         if self._own_settings is not self._settings:
             summary = store.summary()
             self._clock.take_over(summary)
-            if summary.versions:  # another process may have done the upgrade that was asked for
+            if summary.versions:  # another process may have done the requested upgrade
                 complete_upgrade(self._settings, self._registry, summary.versions[-1].version)
 
     def _poll(self) -> None:

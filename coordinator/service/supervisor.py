@@ -48,7 +48,7 @@ CLEAN_STOP_S = 30.0  # for a last checkpoint, which may have GiB
 # Deaths by a page of the log that the disk can't read, or that is damaged.
 _PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
 # By default a message that kills its process is skipped after the third death
-# (coordinator/core/failures/poison_guard.py). No pauses before that, so that callers behind it wait less.
+# (coordinator/core/failures/poison_guard.py). No pauses before that, so that later callers wait less.
 APP_DEATHS_AT_ONCE = 3
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_SIGNAL = signal.SIGUSR1
