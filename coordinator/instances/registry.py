@@ -261,7 +261,7 @@ class Registry:
         """Store ``app`` ("module:Class") as the last app of ``name``."""
         check_app(app)
         if (known := self.load(name)).app == app:
-            return known  # so at most starts: many at once need not wait for each other
+            return known  # true at most starts: concurrent ones then need no lock
         import tomlkit  # noqa: F401  # before the lock is taken, since its loading takes long
 
         with self.locked():

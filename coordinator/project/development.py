@@ -61,7 +61,7 @@ class Development:
         self._reported_failed: set[str] = set()  # names of services that ended by themselves, which was reported
         self._changed: set[str] = set()  # names of services that must take over new code
         self._all_changed = False
-        self._other_versions: set[str] = set()  # names of services to be asked about once they are ready
+        self._other_versions: set[str] = set()  # names of services to be asked about when they are ready
         self._unread: set[str] = set()  # names of services that were changed while the project could not be read
         self._task: asyncio.Task[None] | None = None
         self._is_committed = False  # the change under way can't be cancelled
