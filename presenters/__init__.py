@@ -1,1 +1,1 @@
-"""Plain values and texts for records, status, handlers and comparisons, which both commands and web pages show."""
+"""Plain values and texts of records, status, handlers and comparisons, which both commands and web pages show."""

@@ -1,4 +1,4 @@
-"""One execution with its steps, its calls across services and what it waits for, as a timeline."""
+"""Views of an execution: its steps, its calls across services and its waits, as a timeline; orders for executions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
         for step in made
     ]
     had = {step["step"] for step in made}
-    view["children"] = [child for child in children if child["step"] not in had]  # that are waited for, or given up
+    view["children"] = [child for child in children if child["step"] not in had]  # not answered yet, or given up
     view["parent"] = _parent(registry, settings.name, found)
     return view
 
@@ -86,7 +86,7 @@ def _record_hint(name: str, key: int) -> str:
 def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
     """Return the state ``before`` an execution's first step and ``after`` its last, as nodes, and the ``changes``.
 
-    It is replayed. Raises ExecutionsError, ReplayError.
+    The log is replayed for this. Raises ExecutionsError, ReplayError.
     """
     if one.record < 0 or (one.state != "waiting" and one.ended_record is None):
         raise ExecutionsError(f"in which record execution {one.id} began and ended is not known")
@@ -103,7 +103,7 @@ def _steps(journal: bytes) -> list[Values]:
 
 
 def _live(settings: InstanceSettings, found: Execution) -> Values:
-    """What the app says of a handler that waits; ``problem``: why it does not."""
+    """Return the app's description of a waiting handler, or ``problem``: the reason why there is none."""
     try:
         answer = control.query(settings.folder, "handlers", ASK_S, argument={"task": found.key})
     except ControlError as error:
@@ -116,7 +116,7 @@ def _live(settings: InstanceSettings, found: Execution) -> Values:
 
 
 def _called(registry: Registry, name: str, to: str, number: int) -> list[Execution]:
-    """What a call has begun there, if that instance is listed here."""
+    """Return the executions that a call began in the instance ``to``, if its index can be read here."""
     found: list[Execution] = []
     with suppress(ImmortalError), _index(registry, to or name) as index:
         found = index.called_by(name if to else "", number)
@@ -124,7 +124,7 @@ def _called(registry: Registry, name: str, to: str, number: int) -> list[Executi
 
 
 def _parent(registry: Registry, name: str, found: Execution) -> Values | None:
-    """Which execution of which instance has called this one; None: none that is known."""
+    """Return the execution that called this one, with its instance; None if it is not known."""
     if found.caller is None or found.caller.startswith("~"):
         return None
     with suppress(ImmortalError), _index(registry, found.caller or name) as index:
@@ -138,7 +138,7 @@ def _index(registry: Registry, name: str) -> AbstractContextManager[ExecutionInd
 
 
 def execution_row(one: Execution) -> tuple[str, ...]:
-    """Return its cells: ID, state, call, caller, began, took, labels."""
+    """Return the cells of an execution's row: ID, state, call, caller, began, took, labels."""
     caller = format_caller({"caller": one.caller})
     return one.id, one.state, one.call, caller, _second(one.began_ns), took(one), described_labels(one.labels) or "-"
 
@@ -192,18 +192,18 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
 
 
 def _linked(child: Values) -> str:
-    """An execution of another one's timeline."""
+    """Return the text of a caller or a child in another execution's timeline."""
     one: Execution = child["execution"]
     return f"{child['instance']} {one.id}: {one.call} {one.state} ('immortal executions {child['instance']} {one.id}')"
 
 
-# What an operator orders, for one or many: the choice, and the request to the coordinator for each.
+# Orders of an operator, for one or many executions: the choice, and the request to the coordinator for each.
 
 
 def chosen(settings: InstanceSettings, verb: str, query: Query, ids: Sequence[str] = ()) -> list[Execution]:
-    """Return what ``verb`` is to be done to: those of ``ids``, else those of ``query``. Raises ExecutionsError.
+    """Return the executions that ``verb`` is for: those of ``ids``, else those of ``query``. Raises ExecutionsError.
 
-    A "restart" by a query leaves out what waits, unless the query has a state; the other verbs are for what waits.
+    A "restart" by a query omits waiting ones, unless the query has a state; the other verbs are only for waiting ones.
     """
     if bool(ids) == (query != Query()):
         raise ExecutionsError(
@@ -225,7 +225,7 @@ def chosen(settings: InstanceSettings, verb: str, query: Query, ids: Sequence[st
 
 
 def order_for(settings: InstanceSettings, verb: str, one: Execution, given: Values) -> Values:
-    """Return the request that does ``verb`` to one. Raises ExecutionsError.
+    """Return the request to the coordinator for ``verb`` on one execution. Raises ExecutionsError.
 
     ``given``: "reason"; or "event" and "value"; or for a restart "arguments", a list or None, and "from_step".
     """

@@ -1,4 +1,4 @@
-"""Plain values and texts of what operators look at and act on: waiting handlers, dead letters, peers."""
+"""Plain values and texts for operators: waiting handlers, dead letters, peers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Peer = dict[str, Any]
 
 
 def retry_problem(name: str, answer: Values) -> str:
-    """Why no effect was tried; "" where one was."""
+    """Return the reason why no effect was retried; "" if one was."""
     if "retried" not in answer:
         return f"the app of {name!r} has an SDK that tries no effect at once: restart it with this one"
     return "" if answer["retried"] else str(answer["text"])
 
 
 def with_times(value: Any) -> Any:
-    """Each time, ns since the Unix epoch, also as text."""
+    """Return ``value`` with each time, in ns since the Unix epoch, also as text."""
     if isinstance(value, list):
         return [with_times(one) for one in value]
     if not isinstance(value, dict):
@@ -39,12 +39,12 @@ def with_times(value: Any) -> Any:
 
 
 def format_waits(one: Values) -> str:
-    """Format one wait of an ordered multicast, with times."""
+    """Format one wait of an ordered multicast, which has its times as text."""
     return printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)")
 
 
 def format_next_run(schedule: Values) -> str:
-    """With times."""
+    """Format the time of a schedule's next run, which has its times as text."""
     return "not begun" if schedule["due_ns"] is None else _second(schedule["due"])
 
 
@@ -79,7 +79,7 @@ def format_step(step: Values) -> str:
 
 
 def step_end(step: Values) -> str:
-    """Return how a step has ended, such as "gave 5"."""
+    """Return a text of a step's end, such as "gave 5"."""
     if not step["step"]:
         return f"by an operator: {step['reason']}"
     if step["raised"]:
@@ -115,7 +115,7 @@ def _second(time: str) -> str:
 
 
 def dead_letter_rows(reader: LogReader, count_max: int) -> list[Values]:
-    """The oldest, with why as text. Raises LogError."""
+    """Return the oldest dead letters, at most ``count_max``, each with its reason as text. Raises LogError."""
     found = (letter_values(letter, reader) for letter in itertools.islice(reader.letters(), count_max))
     return [{**values, "method": letter_method(values), "why": letter_why(values)} for values in found]
 
@@ -164,11 +164,11 @@ def letter_why(values: Values) -> str:
     return f"{values['kind']}: {raised}" if raised else values["kind"]
 
 
-# Peers: what is known of each, and what a reset would lose.
+# Peers: the knowledge of each, and what a reset would lose.
 
 
 def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
-    """List in figures what a reset of ``peer`` may lose or execute twice."""
+    """Yield lines that say, with figures, what a reset of ``peer`` can lose or execute twice."""
     acknowledged, made, received = known["acknowledged"], known["made"], known["received"]
     yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
     if acknowledged is not None:

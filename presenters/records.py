@@ -1,4 +1,4 @@
-"""Describes a record of the log for people: its messages, and where each batch came from."""
+"""Descriptions of a log's records for people: the messages of each, and the source of each batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARGUMENTS_SHOWN_BYTES_MAX = 48
 
 
 def describe_record(logged: LoggedValue, committer_id: int, methods: Methods | None = None) -> dict[str, Any]:
-    """Return the record as plain values; of a damaged one, only the "problem".
+    """Return the record as plain values; for a damaged one only the "problem".
 
     ``methods``: the methods of the instance's class; with them, messages have names, and their arguments as values.
     """
@@ -161,7 +161,7 @@ def _parts(rpc: IncomingRpc, values: list[Any]) -> dict[str, Any]:
 
 
 def _shown(data: bytes) -> str:
-    """Return the bytes as Python writes them, shortened."""
+    """Return the bytes as a Python literal without quotes, shortened."""
     if len(data) <= ARGUMENTS_SHOWN_BYTES_MAX:
         return repr(data)[2:-1]
     return f"{repr(data[:ARGUMENTS_SHOWN_BYTES_MAX])[2:-1]}..."
@@ -214,7 +214,7 @@ def grouped_lines(described: Iterable[dict[str, Any]], index: ExecutionIndex) ->
 
 
 def _execution_of(message: dict[str, Any], index: ExecutionIndex) -> int | None:
-    """Return the key of the execution that an answer, a result of an effect or an order is for."""
+    """Return the key of the execution to which an answer, an effect's result or an order belongs; None if unknown."""
     values = message.get("values", ())
     number = message.get("call_number") if message.get("kind") != "call" else None
     place = {EFFECT_METHOD_ID: 6, ORDER_METHOD_ID: 1}.get(message.get("method_id", 0))
@@ -249,7 +249,7 @@ def _message_text(message: dict[str, Any]) -> str:
     )
 
 
-# One logged message in words: its method and arguments, by the class that handles it where that is known.
+# Description of one logged message: its method and arguments, by the class that handles it if that is known.
 
 
 BYTES_SHOWN_MAX = 64  # of data that can't be decoded
@@ -267,8 +267,8 @@ def rpc_of(message: bytes) -> IncomingRpc | None:
 def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[str, Any]:
     """Return plain JSON values: "method" (None: unknown), "type", and "arguments", or "bytes" with the "problem".
 
-    "arguments" are an object by parameter name, or where no class is known an array. "$caller" and "$call" tell who
-    waits for the answer, and its number.
+    "arguments" are an object by parameter name, or an array if no class is known. "$caller" and "$call": who waits for
+    the answer, and its number.
     """
     if not message:
         return {"method": None, "problem": "the message is not kept: it is too large"}
@@ -321,7 +321,7 @@ def _hex(data: bytes) -> str:
 
 
 def cell(value: Any) -> str:
-    """Format a value of a table for people."""
+    """Format a value of a table as text."""
     if value is None:
         return "-"
     return value.hex(" ") if isinstance(value, bytes) else str(value)

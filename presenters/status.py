@@ -33,7 +33,7 @@ STARTING = "starting"
 UNKNOWN = "unknown"
 RUNNING = "running"
 FAILED = "failed"
-KEPT = (STARTING, "restarting", FAILED)  # states that nobody but the process of the project knows
+KEPT = (STARTING, "restarting", FAILED)  # states that only the process of the project knows
 _VERDICTS = {"kept": " (what they had done before stands)"}
 _STATES = {"normal": RUNNING, "taking a checkpoint": RUNNING}
 
@@ -42,9 +42,9 @@ APP_TIMEOUT_S = 2.0
 
 
 def instance_status(registry: Registry, name: str, stopped: Values | None = None) -> dict[str, Any]:
-    """The fields of a live instance's own answer, or as many of them as the log holds; "error" if there are none.
+    """Return the status of an instance: its own answer, else the fields that its log has, else an "error".
 
-    "state" says how it is, for all who show it. ``stopped``: :func:`stopped_status`, if it is known.
+    "state" is its state as a text to show. ``stopped``: the result of :func:`stopped_status`, if it is known.
     """
     try:
         settings = registry.load(name)
@@ -76,8 +76,8 @@ def multicasts(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
-    """The process of `immortal run`, if there is one; between two starts it is all that runs. Without it, what the
-    process that runs the project knows."""
+    """Return the process ID of `immortal run`, if it runs; between two starts, only that process runs. Without it,
+    return the state that the project's process knows."""
     found = control.supervisor(settings.folder)
     if found is not None:
         return {"supervisor_pid": found.pid} | ({} if "pid" in row else {"phase": STARTING})
@@ -87,7 +87,7 @@ def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, An
 
 
 def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
-    """The upgrade that is asked for, or has failed."""
+    """Return the fields of an upgrade that is requested, or has failed."""
     mark = upgrade_mark.read(settings.folder)
     if mark is None:
         return {}
@@ -95,7 +95,7 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
-    """The fields that the log holds. Raises LogError."""
+    """Return the status fields that the log of an instance has. Raises LogError."""
     if not log_exists(settings.log):
         return {"name": settings.name, "phase": NOT_STARTED}
     with own_logs.open_reader(settings) as reader:
@@ -123,7 +123,7 @@ def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     if ONESELF in sources:  # its receiver is this log
         row["outputs"][settings.name] = {"acknowledged": sources[ONESELF].position}
     if impulses is not None:
-        row["impulses"] = impulses.position  # to oneself, so far
+        row["impulses"] = impulses.position  # the count of impulses so far
     if summary.checkpoints:
         newest = summary.checkpoints[-1]
         row["checkpoint"] = {
@@ -140,7 +140,7 @@ def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _failures(summary: LogSummary) -> dict[str, Any]:
-    """Describe failed messages as a live coordinator does, as far as the log has them."""
+    """Return the status fields of failed messages, as far as the log has them."""
     row: dict[str, Any] = {}
     if summary.verdicts:
         row["verdicts"] = dict(Counter(one.kind.name.lower() for one in summary.verdicts))
@@ -152,7 +152,7 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
 
 
 def problems(row: dict[str, Any]) -> list[str]:
-    """List an instance's problems as text: each with its name and, where one is known, a remedy."""
+    """Return texts of an instance's problems, each with its name and, if one is known, a remedy."""
     found = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
     if row.get("held_up_for"):
         limits = "peer_buffer_mib_max and spill_limit_mb"
@@ -190,7 +190,7 @@ def problems(row: dict[str, Any]) -> list[str]:
 
 
 def format_unsaved(row: dict[str, Any]) -> str:
-    """Since which message there are no checkpoints, what that costs and what helps; "" where there are."""
+    """Return a text of why there are no checkpoints, what that costs and what helps; "" if there are some."""
     unsaved = row.get("unsaved")
     if not unsaved:
         return ""
@@ -199,7 +199,7 @@ def format_unsaved(row: dict[str, Any]) -> str:
 
 
 def clock_problem(clock: dict[str, Any]) -> str:
-    """The machine's clock is not the instance's: what is done about that."""
+    """Return a text of the difference between the machine's clock and the instance's time, and its handling."""
     ahead_s = clock["ahead_s"]
     way = f"{age_text(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the instance's time"
     if clock.get("slowed"):
@@ -209,7 +209,7 @@ def clock_problem(clock: dict[str, Any]) -> str:
 
 
 def _failed(row: dict[str, Any]) -> Iterator[str]:
-    """List handlers that run for long, suspects of crashes, and counts of failed calls."""
+    """Yield texts of handlers that run for long, suspects of crashes, and counts of failed calls."""
     handling, suspect = row.get("handling"), row.get("suspect")
     letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
     if handling:
@@ -249,7 +249,7 @@ def _place(suspect: dict[str, Any]) -> str:
 
 
 def age_text(age_s: float) -> str:
-    """In its largest unit: "3 d", "4 h", "5 min", "6 s"."""
+    """Format an age in its largest unit: "3 d", "4 h", "5 min", "6 s"."""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= length_s:
             return f"{age_s / length_s:.0f} {unit}"

@@ -50,8 +50,8 @@ _WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 
 class Report:
-    """Report on a what-if. ``blob_paths``: the states at the end. ``reader``: the log, for inputs that are shown.
-    ``at_least``: how many messages must have been compared before it says "no difference".
+    """Report on a what-if. ``blob_paths``: files of the states at the end. ``reader``: the log, for the inputs shown.
+    ``at_least``: number of messages that must have been compared for the verdict "no difference".
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the SDK's warnings about the new code."""
+        """Warnings of the SDK about the new code."""
         new = self._outcome.results.get(Side.NEW)
         return [] if new is None else new.warnings
 
@@ -130,7 +130,7 @@ class Report:
         )
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
-        """Return the handlers of the new code that wait for answers the log lacks: none unless the states differ."""
+        """Return the new code's handlers that wait for answers which the log lacks; none if the states are equal."""
         if not self.state or self._outcome.results[Side.NEW].description is None:
             return []
         return unanswered(self._class(Side.NEW), blob_path, self._apps[Side.NEW].code)
@@ -141,7 +141,7 @@ class Report:
 
     @property
     def _state_is_known(self) -> bool:
-        """Tell whether an equal state proves that there is no difference."""
+        """True if an equal state proves that there is no difference."""
         return self.state_problem is None and not any(one.hides_state for one in self.not_worked_out)
 
     def _class(self, side: Side) -> str:
@@ -156,7 +156,7 @@ class Report:
 
     @cached_property
     def _methods(self) -> Methods:
-        """Return the method names of both sides; for a method that both name, the new side's name."""
+        """Method names of both sides; for a method that both name, the new side's name."""
         methods: dict[tuple[str, int], str] = {("", INITIAL_METHOD_ID): "the initial message"}
         for side in Side:
             result = self._outcome.results.get(side)
@@ -185,7 +185,7 @@ class Report:
 
     @cached_property
     def _groups(self) -> list[tuple[Key | None, list[Finding]]]:
-        """Return the first findings, grouped by execution, each with the key of the input that began it; None if all of
+        """First findings, grouped by execution, each group with the key of the input that began it; None if all of
         its findings are of that input itself.
         """
         groups: dict[Key, list[Finding]] = {}
@@ -472,7 +472,7 @@ def _blob_text(result: ReplayResult) -> str:
 
 
 def _value_text(difference: Values, side: Side) -> str:
-    """Return a value of the state, shortened; "absent" where that side has none."""
+    """Return a value of the state as text, shortened; "absent" if that side has none."""
     if side.value not in difference:
         return "absent"
     path, value = difference["path"], difference[side.value]

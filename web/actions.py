@@ -28,7 +28,7 @@ Values = Mapping[str, str]
 
 
 class Field(Struct, frozen=True):
-    """Field of an action's form. ``is_given``: its value comes with the link and is not asked for."""
+    """Field of an action's form. ``is_given``: the link has its value, so that nobody types it."""
 
     name: str
     label: str
@@ -37,7 +37,8 @@ class Field(Struct, frozen=True):
 
 
 class Action(Struct, frozen=True):
-    """``request``: of the fields. ``done``: the answer in words; it raises WebError where nothing was done."""
+    """Action on an instance. ``request``: makes the verb's argument from the fields. ``done``: returns a text for the
+    answer; raises WebError if nothing was done."""
 
     verb: str
     title: str
@@ -49,7 +50,7 @@ class Action(Struct, frozen=True):
 
 
 def do(settings: InstanceSettings, action: Action, fields: Values) -> tuple[list[str], list[str]]:
-    """Ask the coordinator, which notes it in the audit log; what was done, and what was not, in words."""
+    """Request ``action`` from the coordinator, which audits it; return texts of what was done, and of what was not."""
     try:
         return [action.done(ask(settings, action.verb, action.request(fields)))], []
     except ImmortalError as error:
@@ -57,7 +58,7 @@ def do(settings: InstanceSettings, action: Action, fields: Values) -> tuple[list
 
 
 def ask(settings: InstanceSettings, verb: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Ask as this user. Raises WebError, ControlError."""
+    """Send a request to the coordinator in this user's name; return the answer. Raises WebError, ControlError."""
     if verb not in ("checkpoint", "reset-peer"):
         request["who"] = f"{operator_name()} by immortal web"
     answer = control.query(settings.folder, verb, ANSWER_S, argument=request)
@@ -267,7 +268,7 @@ ACTIONS = {
 }
 
 
-# Doing something: a page that says what will happen, and a form that does it.
+# Confirmation and execution of an action: a page that says what will happen, and a form that does it.
 
 
 def routes() -> list[Route]:
@@ -275,7 +276,7 @@ def routes() -> list[Route]:
 
 
 def require_actions(request: Request, actions: Mapping[str, Action], key: str) -> Action:
-    """Return the action that the path names. Raises WebError for one that there is not, or may not be done here."""
+    """Return the action that the path names. Raises WebError if it does not exist, or actions are not allowed."""
     if not site_of(request).allow_actions:
         raise WebError("this page only shows: 'immortal web --allow-actions' lets it do something", 403)
     found = actions.get(request.path_params[key])
@@ -321,7 +322,7 @@ async def carry_out(
     tab: str,
     do: Callable[[InstanceSettings, Action, Values], tuple[list[str], list[str]]],
 ) -> Response:
-    """Do what a form says, and show what ``do`` tells: what was done, and what was not, in words."""
+    """Carry out the action of a form by ``do``, and show the texts that it returns about done and failed parts."""
     action, settings = require_actions(request, actions, key), settings_of(request)
     form = await form_of(request)
     said, problems = await to_thread.run_sync(lambda: do(settings, action, form))

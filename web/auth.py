@@ -1,12 +1,11 @@
 """Authentication of requests, before any page is made.
 
-A cookie lets look, no more: a browser sends it to each port of its host, so others may have it. What a form does needs
-the token itself.
+A cookie lets its owner look, and no more: a browser sends it to each port of its host, so others can have it. A form
+that acts needs the token itself.
 
-A browser is made to ask by whatever page it shows. So the Host must be ours (another site's name may be pointed at our
-address), what another site embeds is refused, and a form must come from a page of ours. What is made of names,
-arguments and states is escaped; should one get through all the same, the Content-Security-Policy lets no script run
-but the files that are shipped.
+Any page can make a browser send requests. So the Host must be ours (another site's name can point at our address),
+requests that another site embeds are refused, and a form must be from a page of ours. Names, arguments and states are
+escaped; if one gets through all the same, the Content-Security-Policy lets only the shipped scripts run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from immortal.web import WebError
 from immortal.web.connections import PLACE
 
 VISITOR = "immortal.visitor"
-"""Under this name the scope of a request has its Visitor, or None."""
+"""Key of a request's scope under which it has its Visitor, or None."""
 LOGIN_PATH = "/login"
 STATIC_PATH = "/static/"
 BODY_SIZE_BYTES_MAX = 64 << 10  # of a form; the longest field is a signal's value
@@ -42,21 +41,21 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "same-origin",  # with less a form would not say where it comes from
+    "referrer-policy": "same-origin",  # with less a form would not tell its origin
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
 
 
 class Visitor(Struct, frozen=True):
-    """Somebody who may look. ``has_token``: by the token itself, in a header. ``until_s``: when the cookie ends."""
+    """Visitor who may look. ``has_token``: by the token itself, in a header. ``until_s``: when the cookie ends."""
 
     has_token: bool
     until_s: float = math.inf
 
 
 class Guard:
-    """ASGI middleware. ``hosts``: the names, without a port, under which it may be asked for; empty: any."""
+    """ASGI middleware that authenticates requests. ``hosts``: the allowed host names, without a port; empty: any."""
 
     def __init__(self, app: ASGIApp, token: Token, hosts: Collection[str], scheme: str) -> None:
         self._app = app
@@ -120,7 +119,7 @@ class Guard:
             return Visitor(has_token=self._token.is_right(given.strip()))
         host, now_s = headers.get("host", ""), time.time()
         wanted = cookie_name(self._scheme, host)
-        for cookie in headers.get("cookie", "").split(";"):  # there may be others of this name, of other ports
+        for cookie in headers.get("cookie", "").split(";"):  # there can be others of this name, of other ports
             name, _, value = cookie.strip().partition("=")
             if name == wanted:
                 until_s = self._token.cookie_end_s(value, origin_of(self._scheme, host), now_s)
@@ -134,7 +133,7 @@ def origin_of(scheme: str, host: str) -> str:
 
 
 def cookie_name(scheme: str, host: str) -> str:
-    """One for each port of a host; with TLS one that no other host, and nobody without TLS, can set."""
+    """Return the cookie's name, one for each port of a host; with TLS no other host, and no plain HTTP, can set it."""
     try:
         port = urlsplit(f"//{host}").port or 0
     except ValueError:
@@ -157,7 +156,7 @@ def _size_of(headers: Headers) -> int:
 
 # The secret that opens the page. Whoever has it sees all states, and can run code with the rights of the apps' user.
 #
-# So there is one always, also on loopback, where other users of the machine come as well.
+# So there always is one, also on loopback, which other users of the machine reach as well.
 
 
 COOKIE_AGE_S = 12 * 3600
@@ -167,7 +166,7 @@ _OTHERS = 0o077
 
 
 def read_token(path: Path) -> str:
-    """The text of a file that nobody else may read. Raises WebError."""
+    """Read a token from a file that nobody else can read. Raises WebError."""
     try:
         status = path.stat()
         if status.st_mode & _OTHERS:
@@ -194,9 +193,9 @@ def new_token() -> str:
 
 
 class Token:
-    """Values derived from one token: a browser's cookie, and the secret of its forms. ``reader``: one that lets look.
+    """Token of the page, with the cookies and the form secret derived from it. ``reader``: a token that only lets look.
 
-    Raises WebError where both are one.
+    Raises WebError if both are equal.
     """
 
     def __init__(self, token: str, reader: str | None = None) -> None:
@@ -213,11 +212,11 @@ class Token:
         return self.is_right(given) or hmac.compare_digest(given.encode(errors="replace"), reader.encode())
 
     def cookie(self, origin: str, now_s: float) -> str:
-        """For a browser that has asked at ``origin`` (scheme, host and port): it lets look there for 12 hours."""
+        """Return a cookie for a browser at ``origin`` (scheme, host and port): it lets look there for 12 hours."""
         return self._cookie(origin, int(now_s) + COOKIE_AGE_S)
 
     def cookie_end_s(self, given: str, origin: str, now_s: float) -> float | None:
-        """The time at which a cookie ends; None for one that does not let look."""
+        """Return the time at which a cookie ends; None for one that does not let look."""
         until = given.partition(".")[0]
         if not (until.isascii() and until.isdecimal() and len(until) <= 12):
             return None

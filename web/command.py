@@ -1,4 +1,4 @@
-"""web, serve and openapi: the page of a fleet, HTTP in front of instances, and its description."""
+"""Commands web, serve and openapi: the page of a fleet, HTTP in front of instances, and its description."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from immortal.appsdk.handlers.definition import Definition
 
 CONNECTIONS_MAX = 1_000
-STOP_S = 5  # for answers that are on their way
+STOP_S = 5  # for answers that are not complete
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _targets = click.argument("targets", nargs=-1, metavar="[NAME[=MODULE:CLASS]]...")
@@ -38,7 +38,7 @@ class _Address(Struct, frozen=True):
 
 
 def _address_options(port: int, token_help: str, or_else: str) -> Callable[[Function], Function]:
-    """Options that say where to listen; the command gets an ``address``. ``or_else``: what does without TLS."""
+    """Return a decorator with the options of an ``address``. ``or_else``: the way without TLS, for an error."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -127,7 +127,7 @@ def web(registry: Registry, address: _Address, reader_token_file: Path | None, a
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is reached from this machine alone."""
+    """Return True if only this machine reaches an address."""
     if host == "localhost":
         return True
     try:
@@ -195,9 +195,9 @@ def openapi(registry: Registry, targets: tuple[str, ...]) -> None:
 
 
 def find_classes(registry: Registry, targets: tuple[str, ...]) -> dict[str, Definition]:
-    """Return the classes of instances, by name: of all whose class is known, or those that are named.
+    """Return the classes of instances, by name: those of ``targets``, or of all whose class is known.
 
-    Raises FailedError, RegistryError; what a module raises as it is imported passes.
+    Raises FailedError, RegistryError, and the error of a module that can't be imported.
     """
     from immortal.appsdk.errors import LoadError
     from immortal.appsdk.handlers.definition import definition_of

@@ -1,8 +1,8 @@
 """Limits on connections to the page: their number, duration and size.
 
-A stranger is a connection that has shown neither a cookie nor the token yet. Each stranger has little time; where there
-are too many, the oldest one of the address that has most is closed for the next one. No other connection is closed for
-the next one. So however many strangers there are, the operator has a place.
+A stranger is a connection that has shown neither a cookie nor the token yet. Each stranger has little time. If there
+are too many, the oldest one of the address that has most is closed for the next connection, and never another one. So
+the operator always has a place.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from immortal.web import WebError
 CONNECTIONS_MAX = 256
 ADDRESS_MAX = 64  # strangers of one address
 HEADERS_SIZE_BYTES_MAX = 64 << 10
-REQUEST_SIZE_BYTES_MAX = 1 << 20  # with all that comes before it is answered; a form is much smaller
+REQUEST_SIZE_BYTES_MAX = 1 << 20  # with all bytes that arrive before its answer; a form is much smaller
 REQUEST_S = 10.0  # from the first byte to the last; of the first request: from the connection's start
 STRANGER_S = 30.0
-ANSWER_S = 30.0  # in which a reader makes room for what waits to be sent
+ANSWER_S = 30.0  # in which a reader must make room for the waiting bytes
 BACKLOG = 256
 PLACE = "place"
-"""Under this name the state of a request has the Place of its connection."""
+"""Key of a request's state under which it has the Place of its connection."""
 
 _Peer = tuple[Any, ...]
 
 
 class Place:
-    """One open connection, from before its TLS handshake. ``transport``: None until that has been done."""
+    """Place of one open connection, from before its TLS handshake. ``transport``: None until that is done."""
 
     def __init__(self, listener: Listener, peer: _Peer, connection: socket.socket) -> None:
         self.network = _network(str(peer[0]))
@@ -54,7 +54,7 @@ class Place:
         self.limit("stranger", STRANGER_S)
 
     def limit(self, what: str, limit_s: float) -> None:
-        """End the connection after that time, unless :meth:`lift` comes before."""
+        """End the connection after that time, unless :meth:`lift` is called before."""
         if what not in self._limits:
             self._limits[what] = self._loop.call_later(limit_s, self.end)
 
@@ -63,12 +63,12 @@ class Place:
             timer.cancel()
 
     def know(self) -> None:
-        """Note that a cookie or the token was shown."""
+        """Mark the connection as no stranger's: it showed a cookie or the token."""
         self.is_stranger = False
         self.lift("stranger")
 
     def leave(self) -> None:
-        """Give the place back: the connection has ended."""
+        """Release the place of a connection that has ended."""
         for what in list(self._limits):
             self.lift(what)
         if self._listener.places.get(self._peer) is self:
@@ -80,20 +80,20 @@ class Place:
             self.transport.abort()
             return
         with suppress(OSError):  # it may have ended
-            self._connection.shutdown(socket.SHUT_RDWR)  # whoever is at its handshake, hears the end of it
+            self._connection.shutdown(socket.SHUT_RDWR)  # a handshake that is under way then fails
 
 
 class Listener(socket.socket):
-    """The socket that is listened at. It makes room for each connection that it accepts."""
+    """Listening socket that makes room for each connection that it accepts."""
 
     def __init__(self, family: int) -> None:
         super().__init__(family, socket.SOCK_STREAM)
         self.places: dict[_Peer, Place] = {}  # the oldest first
 
     def listen(self, backlog: int = BACKLOG) -> None:
-        """Keep a backlog of our own: asyncio's says how many connections it accepts in one go as well.
+        """Listen with a backlog of our own, since asyncio's is also the number of connections that it accepts at once.
 
-        That is one, so that each connection is read before ADDRESS_MAX others can have come.
+        That number is one, so that each connection is read before ADDRESS_MAX others can arrive.
         """
         super().listen(BACKLOG)
 
@@ -119,13 +119,13 @@ class Listener(socket.socket):
 
 
 class Connection(H11Protocol):
-    """One connection's HTTP, within the limits above. h11 bounds the headers."""
+    """HTTP of one connection, within the limits above. h11 limits the headers."""
 
     def __init__(self, listener: Listener, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._listener = listener
         self._place: Place | None = None
-        self._size_bytes = 0  # of what has come since the last answer
+        self._size_bytes = 0  # received since the last answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -134,7 +134,7 @@ class Connection(H11Protocol):
             transport.abort()
             return
         self._place.transport = transport
-        transport.set_write_buffer_limits(1, 0)  # to hear of all that waits; at 0 TLS never goes on
+        transport.set_write_buffer_limits(1, 0)  # to notice all waiting bytes; at 0 TLS never continues
         self.app_state = {**self.app_state, PLACE: self._place}
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,7 +165,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None:
-            self.cycle.disconnected = True  # what it would say comes too late
+            self.cycle.disconnected = True  # its answer would be too late
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # the answer has begun already
@@ -187,7 +187,7 @@ class Connection(H11Protocol):
 
 
 def _network(address: str) -> str:
-    """The part of an address that is one caller's: all of it, of IPv6 the 64 bits in front."""
+    """Return the part of an address that belongs to one caller: all of it, or the first 64 bits of IPv6."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 4:
         return address
@@ -198,9 +198,9 @@ def _network(address: str) -> str:
 
 
 def make_config(app: ASGIApp, tls: tuple[Path, Path] | None, stop_s: int, **more: Any) -> uvicorn.Config:
-    """Return the settings of a server of HTTP, with ``tls``, a certificate and its key, of HTTPS.
+    """Return the settings of an HTTP server, or with ``tls``, a certificate and its key, of an HTTPS server.
 
-    ``stop_s``: how long answers that are on their way may take at its end, in s. Raises WebError.
+    ``stop_s``: time for incomplete answers at its end, in s. Raises WebError.
     """
     config = uvicorn.Config(
         app,

@@ -46,7 +46,7 @@ def routes() -> list[Route]:
 
 
 def executions(request: Request) -> Response:
-    """Show the newest executions that match the form; with ``began`` and ``before``, those older than that one."""
+    """Show the newest executions that match the form. ``began``, ``before``: only those older than that execution."""
     settings = settings_of(request)
     filters = {key: text_of(request, key) for key in FILTERS}
     found: list[Execution] = []
@@ -119,7 +119,7 @@ def states(request: Request) -> Response:
     return HTMLResponse(render("_states.html", name=settings.name, one=found, **told))
 
 
-# --- what is done to them --------------------------------------------------------------------------------------------
+# --- actions on executions -------------------------------------------------------------------------------------------
 
 
 def _restart(fields: Mapping[str, str]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ ORDERS = {
 
 
 def confirm(request: Request) -> Response:
-    """Ask for confirmation, with the executions that are meant: those of ``ids``, or of a search."""
+    """Show a form that confirms an action on executions: those of ``ids``, or of a search."""
     action, settings = require_actions(request, ORDERS, "verb"), settings_of(request)
     query = _query({key: text_of(request, key) for key in FILTERS})
     found = chosen(settings, action.verb, query, text_of(request, "ids").split())
@@ -201,7 +201,7 @@ async def act(request: Request) -> Response:
 
 
 def _do(settings: InstanceSettings, action: Action, form: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Carry out the action on each execution; return, in words, what was done and what was not."""
+    """Carry out the action on each execution; return texts of what was done, and of what was not."""
     said, problems = list[str](), list[str]()
     given = action.request(form)
     for one in chosen(settings, action.verb, Query(), form.get("ids", "").split()):

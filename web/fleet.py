@@ -1,4 +1,4 @@
-"""All instances as of a second ago: asked once for all who look, who wait for no instance that takes long."""
+"""Status of all instances, about a second old: asked once for all viewers, who wait for no slow instance."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from immortal.web.log_messages import Logs
 from immortal.web.rendering import render
 
 FRESH_S = 1.0
-STOPPED_FRESH_S = 15.0  # what does not run is read from its log, and changes when it is started
-ASKED_AT_ONCE_MAX = 2  # more would keep the interpreter from pages; one that does not answer holds up half of the look
+STOPPED_FRESH_S = 15.0  # a stopped instance is read from its log, and changes when it is started
+ASKED_AT_ONCE_MAX = 2  # more would keep the interpreter from pages; one without an answer delays half of the others
 RATE_SPAN_S = 5.0
-FIRST_WAIT_S = 0.1  # of a page, for instances that nothing is known of yet: what comes later it is sent by itself
+FIRST_WAIT_S = 0.1  # of a page, for instances that are not known yet: later results are sent to the page as events
 
 
 @dataclass(frozen=True)
 class Row:
-    """One instance, as the page shows it. ``tone``: good, busy, off or bad. ``status``: as `immortal status --json`."""
+    """Row of one instance on the page. ``tone``: good, busy, off or bad. ``status``: as of `immortal status --json`."""
 
     name: str
     state: str
@@ -56,7 +56,7 @@ class Row:
 
     @cached_property
     def cells(self) -> Markup:
-        """Return the row's table cells, rendered once for all viewers."""
+        """Table cells of the row, rendered once for all viewers."""
         return Markup(render("_cells.html", row=self))  # noqa: S704 -- escaped by the template
 
 
@@ -64,8 +64,8 @@ class Fleet:
     def __init__(self, registry: Registry, logs: Logs) -> None:
         self._registry = registry
         self._logs = logs
-        self._looking = threading.Condition()  # around the next three; told when a look is over
-        self._rows: dict[str, Row] = {}  # the last that is known of each
+        self._looking = threading.Condition()  # around the next three; notified when a look is over
+        self._rows: dict[str, Row] = {}  # the last known row of each
         self._looked_s = -FRESH_S
         self._background: threading.Thread | None = None
         self._stopped: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -73,7 +73,7 @@ class Fleet:
         self._pool = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "fleet")
 
     def look(self, wait_s: float) -> None:
-        """Ask all again, in the background, if that is more than a second ago, and wait so long at most for it."""
+        """Ask all instances again, in the background, if FRESH_S has passed; wait at most ``wait_s`` for the end."""
         with self._looking:
             if self._background is None and time.monotonic() - self._looked_s >= FRESH_S:
                 self._background = threading.Thread(target=self._look, name="fleet", daemon=True)
@@ -82,7 +82,7 @@ class Fleet:
                 self._looking.wait_for(lambda: self._background is None, wait_s)
 
     def rows(self) -> list[Row]:
-        """In the order of names, as they were known last. One of which nothing is known yet says so."""
+        """Return the last known rows in the order of names, with a placeholder for an instance not known yet."""
         try:
             names = self._registry.names()
         except ImmortalError:  # the folder can't be read now
@@ -94,7 +94,7 @@ class Fleet:
             return [self._rows.get(name) or _unknown(name) for name in names]
 
     def row(self, name: str) -> Row:
-        """One, asked now. Raises RegistryError where it is not registered."""
+        """Ask one instance now and return its row. Raises RegistryError if it is not registered."""
         self._registry.load(name)
         return self._row(name)
 

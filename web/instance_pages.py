@@ -1,4 +1,4 @@
-"""The fleet at a glance, and one instance: what it is at, whom it talks to, which handlers wait."""
+"""Pages of the fleet and of one instance: its state, streams, waiting handlers, dead letters and queries; the login."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from immortal.web.fleet import Row
 from immortal.web.rendering import page, render
 from immortal.web.site import LOOK_S, Site, form_of, instance_page, settings_of, site_of, stream, text_of
 
-ASK_S = 1.5  # an app that is busy for longer is said to be
+ASK_S = 1.5  # an app that does not answer in this time is shown as busy
 HANDLERS_SHOWN_MAX = 200
 FAILED_SHOWN_MAX = 20
 
@@ -67,7 +67,7 @@ def instance_live(request: Request) -> EventSourceResponse:
 
 
 def handler(request: Request) -> Response:
-    """One that waits: its arguments, its steps, its lines."""
+    """Show a waiting handler: its arguments, its steps, the lines at which it waits."""
     settings = settings_of(request)
     number = request.path_params["task"]
     answer = control.query(settings.folder, "handlers", 10.0, argument={"task": number})
@@ -108,7 +108,7 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
 
 
 def _failed(site: Site, settings: InstanceSettings) -> list[Values]:
-    """The last calls that failed, whoever waited for them."""
+    """Return the last calls that failed, for which somebody waited or not."""
     try:
         with site.logs.reader(settings) as reader:
             verdicts = reader.last_verdicts(FAILED_SHOWN_MAX)
@@ -127,7 +127,7 @@ def _failed(site: Site, settings: InstanceSettings) -> list[Values]:
 
 
 def _streams(status: Values, peers: Values) -> list[Values]:
-    """Each other instance, and itself: what goes there and what comes from there."""
+    """Return the streams to and from each other instance, and the instance itself."""
     inputs, outputs = status.get("inputs", {}), status.get("outputs", {})
     names = sorted({*inputs, *outputs}, key=lambda name: (name != status["name"], name))
     found = []
@@ -164,7 +164,7 @@ def _peers(settings: InstanceSettings) -> Values:
 
 
 def _clients(settings: InstanceSettings) -> list[Values]:
-    """Outside callers that were heard last."""
+    """Return the clients that called last."""
     try:
         clients: list[Values] = control.query(settings.folder, "clients", ASK_S).get("clients", [])
     except ControlError:
@@ -173,7 +173,7 @@ def _clients(settings: InstanceSettings) -> list[Values]:
 
 
 class _Waiting(Struct, frozen=True):
-    """Handlers that wait, how many there are in all, and why that is not known; and those with a schedule."""
+    """Waiting handlers, the number of all, the problem if that is unknown, and the handlers with a schedule."""
 
     handlers: list[Values] = field(default_factory=list)
     count: int = 0
@@ -214,7 +214,7 @@ def _wait(name: str, one: Values, wait: Values) -> Values:
     }
 
 
-# The dead letters of an instance: what failed, why, and a hand to try or drop each.
+# Dead letters of an instance: what failed, why, and actions to retry or drop each.
 
 
 LETTERS_SHOWN_MAX = 200
@@ -239,7 +239,7 @@ def letters(request: Request) -> Response:
     )
 
 
-# Queries of an instance that runs: what one of its read-only methods says now.
+# Queries of a running instance: the present result of one of its read-only methods.
 
 
 ANSWER_S = 10.0
@@ -326,7 +326,7 @@ def fleet_routes() -> list[Route]:
 
 
 def warm_up(site: Site) -> None:
-    """Look at all instances, and load what the first page needs, so that it comes fast."""
+    """Ask all instances for their status and load the templates, so that the first page is fast."""
     site.fleet.look(0.0)
     page("login.html", site=site, wrong=False)
     page("fleet.html", site=site, **_shown(site.fleet.rows(), "", ""))
@@ -334,7 +334,7 @@ def warm_up(site: Site) -> None:
 
 
 def login(request: Request) -> Response:
-    """Let the browser in if it has the right token; without a token, ask for it."""
+    """Give the browser a cookie if it has the right token; otherwise ask for the token."""
     site = site_of(request)
     given = request.query_params.get("token", "")
     if site.token.lets_look(given.strip()):

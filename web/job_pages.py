@@ -98,7 +98,7 @@ async def cancel(request: Request) -> Response:
     return RedirectResponse(f"/i/{quote(settings.name)}/what-if/{request.path_params['id']}", 303)
 
 
-# SQL over the logs and states of all instances: what `immortal sql` prints, as a page.
+# SQL over the logs and states of all instances: the output of `immortal sql`, as a page.
 
 
 QUERY_CHARACTERS_MAX = 20_000
@@ -113,7 +113,7 @@ def sql(request: Request) -> Response:
 
 
 async def ask(request: Request) -> Response:
-    """A query never comes by an address: one that somebody sends would run it."""
+    """Run the query of a form. No URL can have a query: a link that somebody sends would run it."""
     site, form = site_of(request), await form_of(request)
     names = tuple(dict.fromkeys(form.get("names", "").replace(",", " ").split()))
     order = SqlOrder(str(site.registry.home), form.get("query", "").strip(), form.get("at", "").strip(), names)

@@ -1,4 +1,4 @@
-"""What-ifs and queries of the page: a process each, a few at a time. A what-if has an address that stays."""
+"""Jobs of the page: what-ifs and SQL queries, each in a process, a few at a time. A what-if keeps its address."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
 from immortal.web import WebError
 
-WHAT_IFS_MAX = 2  # at once; each runs two apps beside one another
+WHAT_IFS_MAX = 2  # at once; each runs two apps
 KEPT_MAX = 200
 LIST_MAX = 20
 QUERIES_MAX = 2  # at once; each may replay several services
@@ -46,7 +46,7 @@ _ID = re.compile(r"[0-9a-f]{12}")
 
 
 class Job(msgspec.Struct):
-    """``state``: running, done, failed, cancelled. ``report``: as `immortal what-if --json`."""
+    """Job of a what-if. ``state``: running, done, failed, cancelled. ``report``: as of `immortal what-if --json`."""
 
     id: str
     order: Order
@@ -59,7 +59,7 @@ class Job(msgspec.Struct):
 
 
 class Jobs:
-    """What-ifs that run, and in ``folder`` those that have, a file each. For all threads."""
+    """Running what-ifs, and earlier ones, each in a file of ``folder``. For all threads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,7 @@ class Jobs:
         self._running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
 
     def start(self, order: Order) -> Job:
-        """Raises WebError where enough of them run."""
+        """Start a what-if. Raises WebError if too many run already."""
         job = Job(secrets.token_hex(6), order, "running", time.time_ns())
         with self._lock:
             if len(self._running) >= WHAT_IFS_MAX:
@@ -79,7 +79,7 @@ class Jobs:
         return job
 
     def job(self, job_id: str) -> Job:
-        """Raises WebError where there is none."""
+        """Return the what-if of an ID. Raises WebError if there is none."""
         with self._lock:
             if job_id in self._running:
                 return self._running[job_id][0]
@@ -96,7 +96,7 @@ class Jobs:
         return job
 
     def of(self, name: str) -> list[Job]:
-        """The last ones of an instance, the newest first."""
+        """Return the last what-ifs of an instance, the newest first."""
         found = []
         for path in self._paths():
             try:
@@ -154,7 +154,7 @@ class Jobs:
             path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
-        """The newest first."""
+        """Return the files of all what-ifs, the newest first."""
 
         def age(path: Path) -> float:
             try:
@@ -174,7 +174,7 @@ class _Answer(msgspec.Struct):
 
 
 class SqlJobs:
-    """Queries that run. For all threads."""
+    """Running SQL queries. For all threads."""
 
     def __init__(self) -> None:
         self._room = threading.Semaphore(QUERIES_MAX)
@@ -182,7 +182,7 @@ class SqlJobs:
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def run(self, order: SqlOrder) -> Found:
-        """Raises WebError."""
+        """Run a query and return its result. Raises WebError."""
         if not self._room.acquire(blocking=False):
             raise WebError(f"{QUERIES_MAX} queries run already: try again when one of them is done", 409)
         try:
@@ -218,7 +218,7 @@ class SqlJobs:
 
 
 def _start(what: str, stderr: int) -> subprocess.Popen[bytes]:
-    """Start this module's :func:`main`; it is ended with all that it has started."""
+    """Start :func:`main` in a process with a session of its own, so that all its children can be killed with it."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "immortal.web.jobs", what],
         stdin=subprocess.PIPE,
@@ -237,20 +237,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 # ``python -m immortal.web.jobs what-if|sql``: one what-if or one query, in a process of its own.
 #
-# Its order is JSON on stdin. A line of JSON says how far a what-if is, {"progress": [DONE, TOTAL]}; the last one what
-# came out: {"report": {...}} of a what-if, {"found": {...}} of a query, or {"error": TEXT}.
+# Its order is JSON on stdin. A what-if writes lines of JSON with its progress, {"progress": [DONE, TOTAL]}. The last
+# line is the result: {"report": {...}} of a what-if, {"found": {...}} of a query, or {"error": TEXT}.
 
 
 PROGRESS_S = 0.2
 ROWS_SHOWN_MAX = 500
 CELL_CHARACTERS_MAX = 300
-MEMORY_MB = 2048  # of the process of a query, which may have half of it
+MEMORY_MB = 2048  # of the process of a query; the query itself can have half of it
 
 Say = Callable[[dict[str, Any]], None]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """``old_app`` "": the one that made the log. ``code``: a folder or a wheel with the new class.
+    """Order of a what-if. ``old_app`` "": the app that made the log. ``code``: a folder or a wheel with the new class.
     ``checkpoint_id``, ``last`` None: the oldest, the newest."""
 
     home: str
@@ -265,7 +265,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def run_what_if_order(order: Order, progress: Any) -> dict[str, Any]:
-    """Return what `immortal what-if --json` prints, with its last line as "verdict". Raises ImmortalError."""
+    """Run a what-if; return the values of `immortal what-if --json`, with its text. Raises ImmortalError."""
     registry = Registry(order.home)
     settings = registry.load(order.name)
     with own_logs.open_reader(settings) as reader, tempfile.TemporaryDirectory(prefix="immortal-") as folder:
@@ -293,7 +293,7 @@ def run_what_if_order(order: Order, progress: Any) -> dict[str, Any]:
 
 
 class SqlOrder(msgspec.Struct, frozen=True):
-    """``at`` "": now. ``names`` (): all instances that have a log."""
+    """Order of an SQL query. ``at`` "": now. ``names`` (): all instances that have a log."""
 
     home: str
     query: str
@@ -302,7 +302,7 @@ class SqlOrder(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct):
-    """``cuts``: (instance, its last record that was shown)."""
+    """Result of an SQL query. ``cuts``: (instance, its last record that was shown)."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -311,7 +311,7 @@ class Found(msgspec.Struct):
 
 
 def run_query(order: SqlOrder) -> Found:
-    """Raises ImmortalError."""
+    """Run an SQL query and return its result. Raises ImmortalError."""
     at: int | Time | None = parse_moment(order.at) if order.at else None
     with open_sql(Registry(order.home), order.names, at, order.query) as database:
         import duckdb
@@ -341,7 +341,7 @@ def _clipped(text: str) -> str:
 
 def main(what: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what users' classes print
+    os.dup2(2, 1)  # users' classes may print
 
     def say(answer: dict[str, Any]) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")

@@ -1,6 +1,6 @@
-"""The messages of a log, one by one, from any place on: never the whole log, whatever its size.
+"""Messages of a log, in pages from any place on; no page reads a whole large log.
 
-A record is described by what `immortal log show` describes it by; here it is only taken apart.
+Records are described by the code of `immortal log show`; here they are only split into messages.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from immortal.replay.app_process import method_names
 from immortal.web import WebError
 
 LIMIT_MAX = 500
-SCAN_S = 1.0  # for one page; then it says how far it came
-BACK_RECORDS = 4  # read at once on the way back, at first; then twice as many each time
+SCAN_S = 1.0  # time for one page; after it the page tells how far it has read
+BACK_RECORDS = 4  # records read at once on the way back, at first; then twice as many each time
 BACK_RECORDS_MAX = 4096
 FIND_RECORDS_MAX = 2000  # between two records with messages of one stream, in a search
 WORDS_CHARACTERS = 400  # of a message in a list
 _NO_INPUT = ("RECORD_TIME", "INSTANCE_NAME")  # not counted as messages: immortal.coordinator.log.record_contents
 
 At = tuple[int, int]
-"""A record, and a message in it, both counted from 0."""
+"""Place of a message: its record, and its index in the record, both from 0."""
 
 
 class Message(Struct):
-    """One logged message. ``kind``: call, answer, exception, initial, other, or damaged. ``source``: who sent it:
-    an instance, "~" and a client's ID, "" for itself, None for nobody (impulses, the first start).
+    """Logged message. ``kind``: call, answer, exception, initial, other, or damaged. ``source``: its sender: an
+    instance, "~" and a client's ID, "" for itself, None for nobody (impulses, the first start).
 
-    ``position``: in the stream from there. ``latency_ns``: from sending to the log. ``text``: its arguments as JSON.
+    ``position``: in the source's stream. ``latency_ns``: from sending to the log. ``text``: its arguments as JSON.
     """
 
     sequence_id: int
@@ -108,8 +108,8 @@ class Filter:
 
 
 class Page(Struct):
-    """``looked_from`` and ``looked_to``: the records that were read; ``is_cut``: time was up before there were enough.
-    ``older`` and ``newer``: where the next pages begin, None where the log does."""
+    """Page of messages. ``looked_from``, ``looked_to``: the records that were read. ``is_cut``: the time was up before
+    the page was full. ``older``, ``newer``: where the next pages begin; None at the log's end."""
 
     messages: list[Message]
     first: int
@@ -122,7 +122,7 @@ class Page(Struct):
 
 
 def messages_of(described: dict[str, Any]) -> Iterator[Message]:
-    """Yield the messages of one record, given as :func:`describe_record` has it."""
+    """Yield the messages of one record, which has the form of :func:`describe_record`."""
     sequence_id = described["sequence_id"]
     if "problem" in described:
         problem, size_bytes = described["problem"], described["size_bytes"]
@@ -187,7 +187,7 @@ def format_source(message: Message) -> str:
 
 
 def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit: int) -> Page:
-    """The first ``limit`` that are wanted, from ``at`` on."""
+    """Return a page of the first ``limit`` wanted messages from ``at`` on."""
     first, last = reader.ends()
     takes, found = wanted.filter().takes, list[Message]()
     end_s, looked_to, is_cut = time.monotonic() + SCAN_S, at[0], False
@@ -209,7 +209,7 @@ def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit
 
 
 def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | None, limit: int) -> Page:
-    """The last ``limit`` that are wanted, before ``at`` (None: before the end), the oldest first."""
+    """Return a page of the last ``limit`` wanted messages before ``at`` (None: before the end), the oldest first."""
     first, last = reader.ends()
     end = (last + 1, 0) if at is None else min(at, (last + 1, 0))
     takes, found = wanted.filter().takes, list[Message]()
@@ -220,7 +220,7 @@ def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | No
             is_cut = True
             break
         lower = max(first, upper - count + 1)
-        read = _messages(reader, methods, lower, min(last, upper + 1))  # a gap is seen by what comes behind it
+        read = _messages(reader, methods, lower, min(last, upper + 1))  # the next record shows a gap
         found[:0] = [_slim(one) for one in read if one.sequence_id <= upper and _at(one) < end and takes(one)]
         upper, count = lower - 1, min(BACK_RECORDS_MAX, count * 2)
     kept = found[-limit:]
@@ -232,7 +232,7 @@ def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | No
 
 
 def message_at(reader: LogReader, methods: Methods, at: At) -> tuple[Message | None, dict[str, Any] | None]:
-    """The message, and the record that it is in; None for what there is not."""
+    """Return a message and its record; None for either if it does not exist."""
     for logged in reader.records(at[0], at[0]):
         described = describe_record(logged, reader.identity.committer_id, methods)
         return next((one for one in messages_of(described) if one.index == at[1]), None), described
@@ -249,7 +249,7 @@ def _at(message: Message) -> At:
 
 
 def _slim(message: Message) -> Message:
-    """Without what a list does not show: 100 messages of 1 MiB are not kept for it."""
+    """Return ``message`` with only the text that a list shows, so that a list does not hold 100 messages of 1 MiB."""
     words = message.words[:WORDS_CHARACTERS]
     return structs.replace(message, text=message.text[:WORDS_CHARACTERS], described={"in_words": words})
 
@@ -292,7 +292,7 @@ def _is_of(batch: BatchSource, source: str) -> bool:
 
 
 def _batches(reader: LogReader, first: int, last: int) -> Iterator[tuple[int, BatchSource, int]]:
-    """(record, batch, the index of its first message)"""
+    """Yield (record, batch, index of the batch's first message)."""
     for logged in reader.records(first, last):
         if logged.problem is not None:
             continue
@@ -303,7 +303,7 @@ def _batches(reader: LogReader, first: int, last: int) -> Iterator[tuple[int, Ba
 
 
 def _next_batch(reader: LogReader, source: str, first: int, last: int) -> tuple[int, int] | None:
-    """The first record with one of the stream, and its position."""
+    """Return the first record with a batch of the stream, and the batch's first position; None if there is none."""
     for record, batch, _ in _batches(reader, first, last):
         if _is_of(batch, source):
             return record, batch.first_position
@@ -314,7 +314,7 @@ def _next_batch(reader: LogReader, source: str, first: int, last: int) -> tuple[
 
 
 class Times:
-    """The times of a log's records, read one by one: a search for a time reads some 20 of them."""
+    """Times of a log's records, read one by one: a search for a time reads some 20 of them."""
 
     def __init__(self, reader: LogReader) -> None:
         self._reader = reader
@@ -322,7 +322,7 @@ class Times:
         self._known: dict[int, int] = {}
 
     def of(self, sequence_id: int) -> int:
-        """ns since the Unix epoch; 0 for a record that is damaged or missing."""
+        """Return a record's time, in ns since the Unix epoch; 0 if the record is damaged or missing."""
         found = self._known.get(sequence_id)
         if found is None:
             with self._reader.view() as view:
@@ -333,7 +333,7 @@ class Times:
         return found
 
     def first_from(self, time_ns: int, low: int | None = None, high: int | None = None) -> int:
-        """The first record at that time or later; behind the last one where there is none."""
+        """Return the first record at ``time_ns`` or later; ``high``, default one after the last, if there is none."""
         low = self.first if low is None else low
         high = self.last + 1 if high is None else high
         while low < high:
@@ -345,15 +345,15 @@ class Times:
         return low
 
 
-# The readers of logs: one at a time for each, since a process can't open one twice; gone when the answer is made.
+# Readers of logs: one at a time for each log, since a process can't open a log twice; closed after the answer.
 
 
 WAIT_S = 20.0
-"""For another request that reads the same log. Each reads a bounded part of it."""
+"""Longest wait for another request that reads the same log. Each reads a limited part of it."""
 
 
 class Logs:
-    """For all threads."""
+    """Readers of logs, one at a time for each log, and the method names of apps. For all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -374,7 +374,7 @@ class Logs:
 
     @contextmanager
     def reader(self, settings: InstanceSettings) -> Iterator[LogReader]:
-        """Raises WebError where there is no log yet, LogError."""
+        """Open a reader of the instance's log during the block. Raises WebError if there is no log yet, LogError."""
         if not log_exists(settings.log):
             raise WebError(f"{settings.name!r} has not been started yet: it has no log", 404)
         with self.locked(settings), own_logs.open_reader(settings, check=False) as reader:

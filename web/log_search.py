@@ -1,7 +1,7 @@
 """Search of logs for the timeline: a lane per instance, with single messages if they are few, else with counts.
 
-So the size of the answer does not depend on the size of the logs: a count is found by searching for the edges of its
-range, each of which costs some 20 reads of a record, and messages are read only if there are at most MESSAGES_MAX.
+So the size of the answer does not depend on the size of the logs. A count needs only the edges of its range, each of
+which costs some 20 reads of a record; messages are read only if there are at most MESSAGES_MAX.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WORDS_CHARACTERS = 120
 
 
 class Lane:
-    """One instance's part of an answer."""
+    """Lane of one instance: its records in a range of times."""
 
     def __init__(self, name: str, reader: LogReader, from_ns: int, to_ns: int) -> None:
         self.name = name
@@ -59,7 +59,7 @@ class Lane:
 
     @property
     def has_records(self) -> bool:
-        """Tell whether the log has any record, in this range or not."""
+        """True if the log has any record, in this range or not."""
         return self._times.first <= self._times.last
 
     def counts(self, buckets: int = BUCKETS) -> list[int]:
@@ -103,7 +103,7 @@ def ends(reader: LogReader) -> tuple[int, int] | None:
 
 
 def packed(messages: Sequence[Message], origin_ns: int, lanes: dict[str, int]) -> list[list[Any]]:
-    """Pack as [record, index, time in µs, sent in µs (null: unknown), sender's lane or null, method, words, bytes]."""
+    """Pack each message: [record, index, time (µs), sent (µs or null), sender's lane or null, method, words, bytes]."""
     return [
         [
             one.sequence_id,
@@ -120,7 +120,7 @@ def packed(messages: Sequence[Message], origin_ns: int, lanes: dict[str, int]) -
 
 
 class Range(Struct, frozen=True):
-    """Range that a timeline asks for: ``lanes`` by name, times in ns."""
+    """Requested range of a timeline: ``lanes`` by name, times in ns."""
 
     lanes: list[str]
     origin_ns: int
@@ -131,7 +131,7 @@ class Range(Struct, frozen=True):
 
 def timeline_lanes(logs: Logs, load: Callable[[str], InstanceSettings], asked: Range) -> list[dict[str, Any]]:
     """Return each lane: {"name", "records", "all", "counts", "messages"}, without messages if they are too many, or
-    {"name", "problem"}. ``all``: whether the log has any record at all."""
+    {"name", "problem"}. ``all``: True if the log has any record at all."""
     numbers = {name: number for number, name in enumerate(asked.lanes)}
     wanted = asked.wanted.filter()
     left: int | None = MESSAGES_MAX  # None: too many, and then no lane shows single ones

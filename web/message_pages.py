@@ -82,7 +82,7 @@ def _text(at: At) -> str:
 
 
 def _wanted(request: Request) -> tuple[Wanted, str]:
-    """Return the filter that the form asks for, and an error text if it can't be read."""
+    """Return the filter of the request, and an error text if it can't be read."""
     try:
         pattern = checked_pattern(text_of(request, "re"))
     except WebError as error:
@@ -96,7 +96,10 @@ def _filter(request: Request, pattern: str) -> Wanted:
 
 
 def _start_place(request: Request, site: Site, settings: InstanceSettings) -> tuple[At | None, bool]:
-    """Return where the page starts, and if it goes back from there. "at" may be a place or a time. Raises WebError."""
+    """Return the place where the page starts, and True if it goes back from there. Raises WebError.
+
+    The parameter "at" is a place or a time.
+    """
     before, at = text_of(request, "before").strip(), text_of(request, "at").strip()
     if before:
         record, index = place_in(before, "before")
@@ -268,7 +271,7 @@ def shown(request: Request) -> Response:
 
 
 def data(request: Request) -> Response:
-    """``from`` and ``to`` in µs behind ``origin``, which is in ns since the Unix epoch; ``lanes`` by comma."""
+    """Send ``lanes`` (comma-separated) as JSON: ``from``, ``to`` in µs after ``origin``, in ns since the Unix epoch."""
     site, settings = site_of(request), settings_of(request)
     lanes = _lanes(site, settings.name, text_of(request, "lanes"))
     origin_ns = number_of(request, "origin", 0) or 0
@@ -284,7 +287,7 @@ def data(request: Request) -> Response:
 
 
 def _lanes(site: Site, name: str, asked: str) -> list[str]:
-    """Return the lanes that are asked for, or this instance and those it talks to. Raises RegistryError."""
+    """Return the requested lanes, or this instance and those with which it has streams. Raises RegistryError."""
     known = site.registry.names()
     if asked:
         lanes = list(dict.fromkeys(asked.split(",")))[:LANES_MAX]

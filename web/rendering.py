@@ -1,4 +1,4 @@
-"""Templates to HTML. Each value is escaped, and what no browser should obey, or show as nothing, is written out."""
+"""Rendering of templates as HTML. Each value is escaped; control and invisible characters are written out."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CLIPPED_CHARACTERS = 160
 
 
 def _finalize(value: Any) -> Any:
-    """Names, arguments and states come from outside."""
+    """Make a value printable, since names, arguments and states are from outside."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return printable(value)
     return "" if value is None else value
 
 
 def _raw(text: str) -> Markup:
-    """Escape a hidden field's value so that it comes back unchanged."""
+    """Escape a hidden field's value so that the form returns it unchanged."""
     return escape(text.encode("utf-8", "replace").decode())
 
 
@@ -97,14 +97,14 @@ def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
     return HTMLResponse(render(template, **values), status)
 
 
-# A value over records, as SVG that is made here: steps, since a value holds until it is written again.
+# Chart of a value over records, as SVG: steps, since a value holds until it is written again.
 
 
 WIDTH, HEIGHT, LEFT, TOP = 960, 200, 8, 8
 
 
 def chart(name: str, path: str, points: Sequence[Sequence[Any]]) -> str:
-    """``points``: [record, text, number or null]; "" where there are no two numbers."""
+    """Return an SVG chart of ``points``, each [record, text, number or null]; "" for fewer than two numbers."""
     numbers = [(record, number) for record, _, number in points if number is not None]
     if len(numbers) < 2:
         return ""

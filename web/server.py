@@ -1,4 +1,4 @@
-"""The routes, and what becomes of errors."""
+"""Server of the page: its routes, its error pages, and its run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ROUTES = [
 
 
 class _Static(StaticFiles):
-    """Files of this version: a browser asks whether they are still the same."""
+    """Static files of this version. A browser asks each time if they have changed."""
 
     def file_response(self, *arguments: object, **options: object) -> Response:
         response = super().file_response(*arguments, **options)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class _Static(StaticFiles):
 
 
 def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
-    """``hosts``: as :class:`immortal.web.auth.Guard`; ``scheme``: "http" or "https"."""
+    """Return the ASGI app. ``hosts``: as of :class:`immortal.web.auth.Guard`; ``scheme``: "http" or "https"."""
     app = Starlette(
         routes=[*ROUTES, Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC))],
         exception_handlers={ImmortalError: _failed, OSError: _failed, HTTPException: _failed, Exception: _broken},
@@ -93,7 +93,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """A mistake of ours: its traceback goes to stderr."""
+    """Answer after a mistake in our code, whose traceback goes to stderr."""
     lines = [f"a mistake in the page itself: {type(error).__name__}", "what 'immortal web' printed says where"]
     return _error_page(request, "error.html", 500, "This could not be done", lines)
 
@@ -106,8 +106,8 @@ def _error_page(request: Request, template: str, status: int, heading: str, line
 
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-SWITCH_INTERVAL_S = 0.0005  # an answer is not to wait for all threads that look at instances, 5 ms for each
-STOP_S = 2  # for answers that are on their way, and streams that never end
+SWITCH_INTERVAL_S = 0.0005  # so that an answer does not wait 5 ms for each thread that asks an instance
+STOP_S = 2  # for answers that are not complete, and streams that never end
 
 
 def serve(
@@ -122,7 +122,7 @@ def serve(
     ready: Callable[[str], None],
 ) -> None:
     """Serve the page until SIGINT or SIGTERM. ``ready`` gets its URL without a path. Raises WebError, RegistryError."""
-    registry.names()  # whether it may be read
+    registry.names()  # raises if the registry can't be read
     listener = listen(host, port)
     scheme = "http" if tls is None else "https"
     address = listener.getsockname()[0]
@@ -152,5 +152,5 @@ def serve(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Streams of events have no end but the server's own."""
+    """Return False for uvicorn's errors about open streams of events, which only end with the server."""
     return "without completing response" not in record.getMessage()

@@ -62,11 +62,11 @@ class Notes:
             try:
                 found.append(decoding.decode_json(line, type=Note))
             except decoding.DecodeError:
-                continue  # a crash in the middle of it
+                continue  # a crash interrupted its writing
         return sorted(found, key=lambda note: (note.record, note.index, note.time_ns))
 
     def add(self, name: str, record: int, index: int, text: str) -> None:
-        """Raises WebError."""
+        """Add a note about a moment. Raises WebError."""
         text = text.strip()
         if not text or len(text) > NOTE_CHARACTERS_MAX:
             raise WebError(f"a note has {len(text)} characters: 1 to {NOTE_CHARACTERS_MAX} were expected")
@@ -84,7 +84,7 @@ class Notes:
 
 
 class Site:
-    """One server's registry, what it has read of it lately, and what runs for it. Methods are called by all threads."""
+    """State of one server: its registry, the data read lately, and the running jobs. All threads call its methods."""
 
     def __init__(self, registry: Registry, token: Token, *, allow_actions: bool = False) -> None:
         self.registry = registry
@@ -98,7 +98,7 @@ class Site:
         self.sql = SqlJobs()
 
     def settings(self, name: str) -> InstanceSettings:
-        """Raises UnknownInstanceError, ConfigError."""
+        """Return the settings of an instance. Raises UnknownInstanceError, ConfigError."""
         return self.registry.load(name)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Site:
         self.sql.close()
 
 
-# What a request says: its site, its instance, its numbers, its form; each checked.
+# Contents of a request: its site, its instance, its numbers, its form; each checked.
 
 
 CSRF_FIELD = "csrf"
@@ -117,7 +117,7 @@ FIELDS_MAX = 50
 TEXT_CHARACTERS_MAX = 2000
 NUMBER_MAX = (1 << 63) - 1
 Place = tuple[int, int | None]
-"""A record, and a message in it; None: the whole record."""
+"""Place in a log: a record, and a message in it; None: the whole record."""
 
 
 def site_of(request: Request) -> Site:
@@ -136,7 +136,7 @@ def instance_page(request: Request, template: str, tab: str, status: int = 200, 
 
 
 def text_of(request: Request, name: str, default: str = "") -> str:
-    """A parameter behind the "?". Raises WebError for one that is too long."""
+    """Return a parameter of the URL. Raises WebError for one that is too long."""
     text = request.query_params.get(name, default)
     if len(text) > TEXT_CHARACTERS_MAX:
         raise WebError(f"{name} has {len(text)} characters: at most {TEXT_CHARACTERS_MAX} were expected")
@@ -144,7 +144,7 @@ def text_of(request: Request, name: str, default: str = "") -> str:
 
 
 def number_of(request: Request, name: str, default: int | None = None) -> int | None:
-    """A count from 0. Raises WebError."""
+    """Return a parameter of the URL as a whole number from 0. Raises WebError."""
     text = text_of(request, name)
     if not text:
         return default
@@ -154,7 +154,7 @@ def number_of(request: Request, name: str, default: int | None = None) -> int | 
 
 
 def place_of(request: Request, name: str = "at") -> Place | None:
-    """ "312" or "312:0". Raises WebError."""
+    """Return a parameter of the URL as a place, such as "312" or "312:0"; None if it is empty. Raises WebError."""
     text = text_of(request, name)
     return place_in(text, name) if text else None
 
@@ -167,7 +167,7 @@ def place_in(text: str, name: str = "at") -> Place:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form that a page of ours has made, and that brings the token. Raises WebError."""
+    """Return the fields of a form. Raises WebError unless one of our pages made it, and it has the token."""
     site, body = site_of(request), bytearray()
     try:
         async for piece in request.stream():
@@ -194,7 +194,7 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def checked_pattern(text: str) -> str:
-    """Raises WebError for a text that is no regular expression."""
+    """Return ``text`` if it is a regular expression. Raises WebError otherwise."""
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
@@ -202,16 +202,16 @@ def checked_pattern(text: str) -> str:
     return text
 
 
-# Server-sent events: a piece of a page, whenever it is another one than before.
+# Server-sent events: a piece of a page, each time that it has changed.
 
 
 LOOK_S = 1.0
 Pieces = Iterable[tuple[str, str]]
-"""(event, HTML)"""
+"""Pieces of a page, each as (event, HTML)."""
 
 
 def stream(request: Request, look: Callable[[], Pieces]) -> EventSourceResponse:
-    """``look`` is called in a thread each second; what it gives, is sent where it has changed, up to a cookie's end."""
+    """Stream a page: call ``look`` in a thread each second and send the changed pieces, up to the cookie's end."""
     visitor = request.scope.get(VISITOR)
     until_s = math.inf if visitor is None else visitor.until_s
 
@@ -222,7 +222,7 @@ def stream(request: Request, look: Callable[[], Pieces]) -> EventSourceResponse:
                 mark = hashlib.blake2b(html.encode("utf-8", "replace"), digest_size=16).digest()
                 if sent.get(event) != mark:
                     sent[event] = mark
-                    await anyio.lowlevel.checkpoint()  # a page that was left is heard of between two pieces
+                    await anyio.lowlevel.checkpoint()  # notice a closed page between two pieces
                     yield ServerSentEvent(html, event=event)
             await anyio.sleep(LOOK_S)
 

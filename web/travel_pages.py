@@ -1,7 +1,7 @@
-"""Pages about any moment of a log: the state there, what a message did, what caused it, what came of it.
+"""Pages about any moment of a log: the state there, a message's cause, its changes and its consequences.
 
-A path (``balances[3]``) only reads; an expression is code. So expressions come only from forms, with a token of one of
-our pages, and never from a URL: a link that somebody sends runs nothing but the app.
+A path (``balances[3]``) only reads; an expression is code. So expressions are accepted only from forms, with a token of
+one of our pages, and never from a URL: a link that somebody sends runs nothing but the app.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from immortal.web.log_messages import find_position, format_source, message_at
 from immortal.web.rendering import chart, render
 from immortal.web.site import Site, form_of, instance_page, number_of, place_in, place_of, settings_of, site_of, text_of
 
-LINKED_MAX = 20  # messages that one message made, that are looked for in other logs
+LINKED_MAX = 20  # messages made by one message that are searched for in other logs
 WATCH_RECORDS = 2000
 
 Values = dict[str, Any]
@@ -90,7 +90,7 @@ def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "",
 
 
 async def find(request: Request) -> Response:
-    """Go to the next moment, or the one before, where a condition holds."""
+    """Go to the next or the previous moment at which a condition holds."""
     site, settings = site_of(request), settings_of(request)
     form, record, index = await _form_at(request)
     back = form.get("way") == "back"
@@ -146,7 +146,7 @@ def changed(request: Request) -> Response:
 
 
 def watch(request: Request) -> Response:
-    """Show how a value changed over records, up to this one."""
+    """Show the changes of a value over records, up to this one."""
     site, settings = site_of(request), settings_of(request)
     record, _ = _at(request)
     path = text_of(request, "path")
@@ -183,7 +183,7 @@ async def note(request: Request) -> Response:
 
 
 async def again(request: Request) -> Response:
-    """Show the moment again, replayed with the code as it is now."""
+    """Show the moment again, replayed with the present code."""
     site, settings = site_of(request), settings_of(request)
     _, record, index = await _form_at(request)
     await to_thread.run_sync(lambda: site.travel.end(settings.name))
@@ -191,7 +191,7 @@ async def again(request: Request) -> Response:
 
 
 def replayed(request: Request) -> Response:
-    """Show one message: its cause, what it changed, and what came of it in other logs."""
+    """Show one message: its cause, its changes, and the messages that it caused in other logs."""
     site, settings = site_of(request), settings_of(request)
     at = request.path_params["record"], request.path_params["index"]
     moment = _ask(site, settings, "moment", record=at[0], index=at[1])
@@ -210,7 +210,7 @@ def replayed(request: Request) -> Response:
 
 
 def followed(request: Request) -> Response:
-    """Show only what came of a message, so that a page can follow it from service to service, a step at a time."""
+    """Show only the messages that one message caused, so that a page can follow them from service to service."""
     site, settings = site_of(request), settings_of(request)
     moment = _ask(site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"])
     return HTMLResponse(render("_followed.html", **_made(site, settings, moment)))
@@ -222,7 +222,7 @@ def _made(site: Site, settings: InstanceSettings, moment: Values) -> Values:
 
 
 def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
-    """Find, in the log of its receiver, a message that was made."""
+    """Find a message that was made, in the log of its receiver."""
     destination = one["destination"] or settings.name
     if destination.startswith(CLIENTS):
         return {**one, "name": None, "at": None, "problem": "an answer to a client"}
@@ -236,7 +236,7 @@ def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
 
 
 def _cause(site: Site, settings: InstanceSettings, source: str | None, position: int) -> Values | None:
-    """Find, in the log of the sender, the message that made this one; None if no instance made it."""
+    """Find the message that made this one, in the log of the sender; None if no instance made it."""
     if source is None or source.startswith(CLIENTS):
         return None
     sender = source or settings.name

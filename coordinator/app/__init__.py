@@ -1,1 +1,1 @@
-"""Sockets of the app: listening, authentication, and the connection."""
+"""The coordinator's side of its app: sockets, the shared secret, authentication, and the endpoint for the loop."""

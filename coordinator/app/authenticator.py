@@ -1,11 +1,11 @@
-"""Authentication of apps: connections that have not proven to be the instance's own app yet. None holds up another.
+"""Authentication of apps: a new connection must prove that it is the instance's own app. No connection delays others.
 
 accepted --Challenge--> answered --the right Proof--> proven --Hello--> the app
    |                       '--a wrong Proof--> refused
    |--Hello with the secret, where that is permitted--> the app
-   |--another Hello--> refused: told why, and closed once it has had the chance to read that
+   |--another Hello--> refused: receives the reason, and is closed after it had time to read it
    |--anything else--> closed
-   '--silence, or too slow: closed after HELLO_TIMEOUT_S, wherever it is by then
+   '--silence, or too slow: closed after HELLO_TIMEOUT_S, at any stage
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.readers import Message, MessageReader
 from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 
-HELLO_TIMEOUT_S = 20.0  # from the connection to a whole Hello: on a machine where 200 start at once, 5 s are too few
+HELLO_TIMEOUT_S = 20.0  # from the connection to a whole Hello: if 200 instances start at once, 5 s are too short
 REFUSAL_TIMEOUT_S = 1.0  # for a refused app to read the reason
 HELLO_SIZE_BYTES_MAX = 4096  # the largest has about 1500; also the size of one read from an unproven app
 REFUSAL_SIZE_BYTES_MAX = 1 << 20  # read from a refused app: closing with bytes unread would destroy the reason
-UNAUTHENTICATED_MAX = 64  # limit on descriptors of pending connections; one more displaces another
+UNAUTHENTICATED_MAX = 64  # largest number of pending connections, each with a descriptor; one more displaces the oldest
 
 _NEW_EACH_START = "a coordinator makes a new one at each start"
 _NO_HELLO = "it began with something else than a Challenge or a Hello"
@@ -52,16 +52,16 @@ class _PendingConnection(Struct):
     connection: AppConnection
     deadline_ns: int
     received: bytearray = field(default_factory=bytearray)  # bytes received and not parsed yet
-    handshake: Handshake | None = None  # once it has sent its Challenge
+    handshake: Handshake | None = None  # set when it has sent its Challenge
     proven: bool = False
     refused: bool = False
-    discarded_bytes: int = 0  # read since it was refused
+    discarded_bytes: int = 0  # read after its refusal
 
 
 class AppAuthenticator:
-    """Admits the app that proves to know ``secret``. Sockets of pending connections are registered with ``epoll``.
+    """Authenticator of an instance's app: admits the connection that proves to know ``secret``.
 
-    ``takes_secret``: also admits an app that sends the secret itself in its Hello, since it can't answer a challenge.
+    ``epoll``: watches the pending connections. ``takes_secret``: also admit an app that sends the secret in its Hello.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class AppAuthenticator:
         self._pending: dict[int, _PendingConnection] = {}  # by descriptor
 
     def next_deadline_ns(self) -> int | None:
-        """Return when :meth:`process` must be called although nothing is ready, on the monotonic clock, in ns."""
+        """Return the time (monotonic clock, ns) at which :meth:`process` must run even if no socket is ready."""
         return min([pending.deadline_ns for pending in self._pending.values()], default=None)
 
     def admit(self, connection: AppConnection) -> None:
-        """Begin to authenticate ``connection``, one socket for both directions."""
+        """Begin to authenticate ``connection``, which has one socket for both directions."""
         if len(self._pending) >= UNAUTHENTICATED_MAX:
             # Only the owner can connect to the Unix socket: a flood at the port must not displace such connections.
             oldest = min(self._pending.values(), key=lambda pending: (pending.connection.is_unix, pending.deadline_ns))
@@ -91,9 +91,9 @@ class AppAuthenticator:
         self._epoll.register(connection.receiver_fileno, select.EPOLLIN | select.EPOLLRDHUP)
 
     def process(self, ready: Mapping[int, int]) -> tuple[AppConnection, bytes] | None:
-        """Handle what is ``ready`` (masks by descriptor) or due.
+        """Read from the ``ready`` connections (epoll masks by descriptor), and close those whose time is up.
 
-        Returns the app's connection and the bytes from its Hello on, once there is one; the others are closed then.
+        Return the app's connection and its bytes from the Hello on when one is admitted; all others are then closed.
         """
         for descriptor in [descriptor for descriptor in self._pending if descriptor in ready]:
             pending = self._pending[descriptor]
@@ -115,7 +115,7 @@ class AppAuthenticator:
             self._drop(pending)
 
     def _receive(self, pending: _PendingConnection) -> bool:
-        """Read from a pending connection; return True once it is the app."""
+        """Read from a pending connection; return True if it is now admitted as the app."""
         data = pending.connection.receive(HELLO_SIZE_BYTES_MAX)
         if data is None:
             return False
@@ -143,12 +143,12 @@ class AppAuthenticator:
         return False
 
     def _handle_messages(self, pending: _PendingConnection) -> bool:
-        """Handle the whole messages received; return True once it is the app. Raises RemoteProtocolError, OSError."""
+        """Handle all complete messages; return True if they admit the app. Raises RemoteProtocolError, OSError."""
         while not pending.refused and (first := _first_message(pending.received)) is not None:
             message, size_bytes = first
             if message.message_type == MessageType.HELLO:
                 if pending.proven:
-                    return True  # with its Hello: the core reads that
+                    return True  # its Hello stays in ``received``, for the core
                 return self._accepts_secret(pending, decode_hello(message.data))
             if message.message_type == MessageType.CHALLENGE and pending.handshake is None:
                 self._answer(pending, decode_challenge(message.data))
@@ -170,7 +170,7 @@ class AppAuthenticator:
         self._send(pending, encode_answer(Answer(nonce, proof, self._instance)))
 
     def _accepts_secret(self, pending: _PendingConnection, hello: Hello) -> bool:
-        """Return whether its Hello alone admits it as the app; otherwise refuse it."""
+        """Return True if the secret in the Hello admits the app; otherwise refuse the connection."""
         right = hmac.compare_digest(hello.secret, self._secret)
         if right and self._takes_secret:
             return True
@@ -201,7 +201,7 @@ class AppAuthenticator:
         )
 
     def _refuse(self, pending: _PendingConnection, came: str, reason: str, *, explain: bool = True) -> None:
-        """Refuse a pending connection. ``explain``: it understands a Refusal."""
+        """Refuse a pending connection. ``explain``: True if the app understands a Refusal."""
         self._warn(came)
         pending.refused = True
         pending.deadline_ns = _deadline_ns(REFUSAL_TIMEOUT_S)
@@ -224,7 +224,7 @@ class AppAuthenticator:
 
 
 def _first_message(received: bytearray) -> tuple[Message, int] | None:
-    """Return the first message of ``received`` and its size; None while it is not whole. Raises RemoteProtocolError."""
+    """Return the first message of ``received`` and its size; None if it is incomplete. Raises RemoteProtocolError."""
     reader = MessageReader(HELLO_SIZE_BYTES_MAX)
     reader.receive_data(bytes(received))
     message = reader.next_event()

@@ -1,4 +1,4 @@
-"""Interface of the app for the coordinator's loop (AppInterface), and its implementation by sockets."""
+"""Interface between the coordinator's loop and the app (AppInterface), and its implementation by sockets."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from immortal.protocol.errors import ImmortalError
 
 
 class AppInterface(AppPort, Protocol):
-    """Interface of the app's side: one app at a time. Times are on the monotonic clock, in ns."""
+    """Interface by which the coordinator's loop serves one app at a time. Times: monotonic clock, ns."""
 
     last_traffic_ns: int
     """Time when a byte last went to the app or came from it."""
 
     @property
     def addresses(self) -> Mapping[str, str | None]:
-        """Addresses where the app is, or where it connects, as fields of a log line."""
+        """Addresses at which the app listens or connects, as fields of a log line."""
 
     @property
     def is_handling(self) -> bool:
-        """True while a handler runs in the coordinator's own thread. May be read in signal handlers."""
+        """True while a handler runs in the coordinator's own thread. Signal handlers can read it."""
 
     @property
     def sent_bytes(self) -> int:
         """Number of bytes that the next :meth:`take_sent` will report."""
 
     def listen(self) -> None:
-        """Let the app connect. The caller holds the lock of the log. Raises ImmortalError."""
+        """Begin to accept the app's connection. The caller holds the lock of the log. Raises ImmortalError."""
 
     def become_instance(self, settings: InstanceSettings) -> None:
-        """Let apps also connect where those of the instance ``settings`` do: this follower has taken it over."""
+        """Accept apps also at the addresses of the instance ``settings``, which this follower has taken over."""
 
     def next_deadline_ns(self) -> int | None:
-        """Return when :meth:`process` must be called although nothing is ready; None for never."""
+        """Return the time at which :meth:`process` must run even if no socket is ready; None for never."""
 
     def is_due(self, now_ns: int) -> bool:
-        """Return whether :meth:`process` has something to do although nothing is ready."""
+        """Return True if :meth:`process` has work even if no socket is ready."""
 
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
-        """Read what is ``ready`` (masks by descriptor) or due; return it as events.
+        """Read from the ``ready`` sockets (epoll masks by descriptor) and do what is due; return the events.
 
-        The core must have handled all earlier events: what it has for an app that is gone must not reach the next.
+        The core must have handled all earlier events: its data for an app that is gone must not reach the next app.
         """
 
     def drain(self, timeout_s: float) -> None:
-        """Send what is left to the app. Blocks, up to ``timeout_s``."""
+        """Send all waiting data to the app; block for at most ``timeout_s``."""
 
     def close(self) -> None: ...
 
@@ -66,11 +66,11 @@ REOPEN_NS = 1_000_000_000
 
 
 class AppEndpoint:
-    """Serves one app at a time by sockets: what happens there becomes events, the core's effects go there.
+    """Socket endpoint of the app, one app at a time: turns its traffic into events, and the core's effects into bytes.
 
     Each turn calls :meth:`process` once, and :meth:`flush` after each batch of effects. Unless the settings ask for no
-    proof, the core learns of a connection only when it has proven to be the app's. The app's sockets are registered
-    with ``epoll``; all others are behind one descriptor there, so that no turn has to check each.
+    proof, the core learns of a connection only after it was authenticated. The app's sockets are registered with
+    ``epoll``; all others share one descriptor there (an epoll of their own), so that no turn checks each of them.
     """
 
     def __init__(self, settings: InstanceSettings, log: Notices, epoll: select.epoll) -> None:
@@ -78,12 +78,12 @@ class AppEndpoint:
         self._log = log
         self._epoll = epoll
         self._accept_epoll = select.epoll()
-        self._accept_due_ns: int | None = None  # as of the last next_deadline_ns()
+        self._accept_due_ns: int | None = None  # result of the last next_deadline_ns()
         epoll.register(self._accept_epoll.fileno(), select.EPOLLIN)
         self._listeners = [AppListener(settings, log, self._accept_epoll)]
         self._secret = b""
-        self._instance: InstanceSettings | None = None  # where a follower that has taken over listens as well
-        self._reopen_due_ns: int | None = None  # when it tries to do so next
+        self._instance: InstanceSettings | None = None  # the one that this follower has taken over
+        self._reopen_due_ns: int | None = None  # time of the next try to listen at its addresses
         self._authenticator: AppAuthenticator | None = None
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
@@ -91,10 +91,10 @@ class AppEndpoint:
         self.sent_bytes = 0  # handed to the socket, and not yet reported by take_sent()
         self._paused = False
         self.last_traffic_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
-        self.is_handling = False  # another process does
+        self.is_handling = False  # handlers run in another process
 
     def listen(self) -> None:
-        """Make a new secret and let the app connect. The caller holds the lock of the log.
+        """Write a new secret, then begin to accept the app's connection. The caller holds the lock of the log.
 
         Raises AppListenError, AppSecretError.
         """
@@ -120,9 +120,9 @@ class AppEndpoint:
         self._listeners[0].listen()
 
     def become_instance(self, settings: InstanceSettings) -> None:
-        """Let apps also connect where those of the instance ``settings`` do: this follower has taken it over.
+        """Accept apps also at the addresses of the instance ``settings``, which this follower has taken over.
 
-        It is tried again while the process that was the instance still holds the ports.
+        Retry each second while the former process of the instance still holds the ports.
         """
         self._instance = settings
         self._open_instance_listener(time.monotonic_ns())
@@ -156,33 +156,33 @@ class AppEndpoint:
         }
 
     def next_deadline_ns(self) -> int | None:
-        """Return when :meth:`process` must be called although nothing is ready, on the monotonic clock, in ns."""
+        """Return the time (monotonic clock, ns) at which :meth:`process` must run even if no socket is ready."""
         listeners_ns = [listener.next_deadline_ns() for listener in self._listeners]
         gate_ns = None if self._authenticator is None else self._authenticator.next_deadline_ns()
         self._accept_due_ns = due_ns = earliest(*listeners_ns, gate_ns, self._reopen_due_ns)
         return due_ns
 
     def is_due(self, now_ns: int) -> bool:
-        """Return whether :meth:`process` has something to do although nothing is ready."""
+        """Return True if :meth:`process` has work even if no socket is ready."""
         return self._accept_due_ns is not None and now_ns >= self._accept_due_ns
 
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
-        """Read what is ``ready`` (masks by descriptor) or due; return it as events.
+        """Read from the ``ready`` sockets (epoll masks by descriptor) and do what is due; return the events.
 
-        The core must have handled all earlier events: what it has for an app that is gone must not reach the next.
+        The core must have handled all earlier events: its data for an app that is gone must not reach the next app.
         """
         events: list[ev.Event] = []
         if self._app is not None:
             events = self._app_ready(self._app, ready)
             if self._app is None:
-                return events  # the next turn accepts, when the core knows
+                return events  # the next turn accepts another app, after the core has handled these
         arrivals = dict(self._accept_epoll.poll(0)) if self._accept_epoll.fileno() in ready else {}
         if arrivals or self.is_due(time.monotonic_ns()):
             events += self._accept(arrivals)
         return events
 
     def _accept(self, ready: Mapping[int, int]) -> list[ev.Event]:
-        """Handle connections that are not the app's yet."""
+        """Accept and authenticate new connections; return the events of an app that has connected."""
         events: list[ev.Event] = []
         authenticator = self._authenticator
         if authenticator is not None and (proven := authenticator.process(ready)) is not None:
@@ -200,7 +200,7 @@ class AppEndpoint:
         return events
 
     def flush(self) -> list[ev.Event]:
-        """Write to the socket what it takes now; return the events of that."""
+        """Write as much as the socket takes now; return the resulting events."""
         app = self._app
         events: list[ev.Event] = []
         if app is None:
@@ -217,8 +217,8 @@ class AppEndpoint:
         return events
 
     def take_sent(self) -> list[ev.Event]:
-        """Return the event that tells the core how much :meth:`flush` has sent. If the core does not wait for it, it
-        may come with whatever event comes next."""
+        """Return the event that tells the core how many bytes :meth:`flush` has sent. If the core does not wait for
+        the event, the caller can deliver it with the next one."""
         sent_bytes, self.sent_bytes = self.sent_bytes, 0
         return [ev.AppSent(sent_bytes)] if sent_bytes else []
 
@@ -237,7 +237,7 @@ class AppEndpoint:
         self._paused = False
 
     def drain(self, timeout_s: float) -> None:
-        """Send what is left to the app. Blocks, up to ``timeout_s``."""
+        """Send all waiting data to the app; block for at most ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         app = self._app
         while app is not None and app.has_waiting and time.monotonic() < deadline_s:
@@ -273,7 +273,7 @@ class AppEndpoint:
             return events
         ended = False
         if received & select.EPOLLRDHUP and self._paused:
-            ended = True  # what it sent is unread, and so was not accepted
+            ended = True  # its unread bytes were never accepted
         elif received & (select.EPOLLIN | GONE):
             data = app.receive()
             ended = data == b""

@@ -1,6 +1,6 @@
-"""Secret of an instance's app: a file that only its owner can read, made anew at each start of the coordinator.
+"""Secret of an instance's app, in a file that only its owner can read. Each start of the coordinator writes a new one.
 
-The app reads the file after it has connected, so that it gets the secret of the coordinator at the other end.
+The app reads the file after it has connected, so that it has the secret of the coordinator at the other end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def path(folder: Path) -> Path:
 
 
 def make(folder: Path) -> bytes:
-    """Make a new secret, 64 hexadecimal digits, and replace the last one by it. Raises AppSecretError."""
+    """Create a new secret of 64 hexadecimal digits and write it over the last one. Raises AppSecretError."""
     secret = secrets.token_hex(_RANDOM_SIZE_BYTES).encode()
     write(folder, secret)
     return secret
 
 
 def write(folder: Path, secret: bytes) -> None:
-    """Write ``secret`` and a line end over the last one. Raises AppSecretError."""
+    """Replace the contents of the secret's file by ``secret`` and a line end. Raises AppSecretError."""
     try:
         make_folder(folder)
         descriptor, temporary = open_beside(path(folder))
@@ -50,7 +50,7 @@ def write(folder: Path, secret: bytes) -> None:
 
 
 def remove(folder: Path, secret: bytes | None = None) -> None:
-    """Remove the file. ``secret``: remove it only if it holds this secret, not that of a successor."""
+    """Remove the secret's file. ``secret``: remove the file only if it holds this secret, not a successor's."""
     if secret is None or _read(folder) == secret:
         path(folder).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Sockets of the app: connections, the dialer, the listener."""
+"""Sockets of the app: its connection, the listener that accepts it, the dialer for an app that listens itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AppConnection:
     """Connection to the app: a socket for each direction, or one for both."""
 
     def __init__(self, receiver: socket.socket, sender: socket.socket | None = None) -> None:
-        """Take over non-blocking sockets: ``receiver`` is read from; ``sender``, or else ``receiver``, is written."""
+        """Own non-blocking sockets: ``receiver``, to read from, and ``sender`` (None: ``receiver``), to write to."""
         self._receiver = receiver
         self._sender = sender or receiver
         self.receiver_fileno = self._receiver.fileno()
@@ -53,7 +53,7 @@ class AppConnection:
         return channel_of(self._receiver.getpeername(), self._receiver.getsockname())
 
     def receive(self, size_bytes_max: int = RECEIVE_SIZE_BYTES) -> bytes | None:
-        """Read what has come in; b"" at the end of the connection, None if there is nothing now."""
+        """Read received bytes; return b"" at the end of the connection, None if there are no bytes now."""
         try:
             return self._receiver.recv(size_bytes_max)
         except BlockingIOError:
@@ -62,7 +62,7 @@ class AppConnection:
             return b""
 
     def peek_sender(self) -> bytes | None:
-        """Peek at the sending socket, where the app must not send: results as of :meth:`receive`."""
+        """Peek at the sending socket, on which the app must not send; the result is as of :meth:`receive`."""
         try:
             return self._sender.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -74,7 +74,7 @@ class AppConnection:
         self._waiting.append(data)
 
     def flush(self) -> int:
-        """Write what the socket takes now; return how many bytes. A lost connection is noticed by receive()."""
+        """Write as much as the socket takes now; return the number of bytes. receive() notices a lost connection."""
         waiting = self._waiting
         total = 0
         while waiting:
@@ -99,8 +99,8 @@ class AppConnection:
         return total
 
     def interest(self, *, reading: bool) -> dict[int, int]:
-        """Return the epoll masks by descriptor. ``reading``: there is room for what the app sends."""
-        # RDHUP always: an app that dies while it is not read must make room for the next one.
+        """Return the epoll masks by descriptor. ``reading``: True if there is room for data from the app."""
+        # RDHUP always: an app that dies while nobody reads from it must make room for the next one.
         receive = select.EPOLLRDHUP | (select.EPOLLIN if reading and not self.closing else 0)
         send = select.EPOLLOUT if self._waiting else 0
         if not self.has_two_sockets:
@@ -111,7 +111,7 @@ class AppConnection:
         }
 
     def end_sending(self) -> None:
-        """Close the sending direction: the app reads the end after what was sent, and may still send itself."""
+        """Close the sending direction: the app reads all sent bytes, then the end, and can still send."""
         with contextlib.suppress(OSError):
             self._sender.shutdown(socket.SHUT_WR)
 
@@ -120,12 +120,12 @@ class AppConnection:
         self._sender.close()
 
 
-ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never
+ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never answer
 RETRY_PAUSE_S_MIN, RETRY_PAUSE_S_MAX = 0.01, 0.25
 
 
 class AppDialer:
-    """Connects to the first of ``hosts`` where somebody listens at ``port``: retries until it is up, never blocks."""
+    """Dialer for an app that listens at ``port``: tries ``hosts`` in turn until one accepts. Never blocks."""
 
     def __init__(self, hosts: Sequence[str], port: int, log: Notices, epoll: select.epoll) -> None:
         self._hosts = hosts
@@ -138,11 +138,11 @@ class AppDialer:
         self._due_ns = 0  # the next attempt, or the end of the current one
 
     def next_deadline_ns(self) -> int:
-        """Return when :meth:`process` must be called again, on the monotonic clock, in ns."""
+        """Return the time (monotonic clock, ns) at which :meth:`process` must run again."""
         return self._due_ns
 
     def process(self, ready: Mapping[int, int]) -> socket.socket | None:
-        """Handle what is ``ready`` or due; return the connected socket, once there is one."""
+        """Begin an attempt, or check the current one; return the socket when it is connected, else None."""
         attempt = self._attempt
         if attempt is not None and attempt.fileno() in ready:
             self._forget_attempt()
@@ -212,13 +212,13 @@ def _is_self_connection(connected: socket.socket) -> bool:
 #
 #     one port, a Unix socket     the app connects
 #     two ports, mode "connect"   the app connects to both, in any order
-#     two ports, mode "listen"    the app connects to the first; to the second, where it listens, we connect
+#     two ports, mode "listen"    the app connects to the first, and listens at the second, to which we connect
 #
-# A socket that still lacks its counterpart is watched: an app that dies then makes room for the next one.
+# A socket that lacks its counterpart is watched: an app that dies at that stage makes room for the next one.
 
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20
-BACKLOG_MAX = 128  # connections that the kernel queues: strangers must not fill the queue while we wait for a commit
+BACKLOG_MAX = 128  # connections in the kernel's queue: strangers must not fill it while we wait for a commit
 
 
 class AppListenError(ImmortalError):
@@ -233,7 +233,7 @@ class SocketRole(enum.Enum):
 
 
 class AppListener:
-    """Listens for the apps of one instance. Its sockets are registered with ``epoll``."""
+    """Listener for the apps of one instance. Its sockets are registered with ``epoll``."""
 
     def __init__(self, settings: InstanceSettings, log: Notices, epoll: select.epoll) -> None:
         self._settings = settings
@@ -242,7 +242,7 @@ class AppListener:
         self._epoll = epoll
         self._listening: deque[tuple[SocketRole, socket.socket]] = deque()
         self._unix_file: tuple[Path, int] | None = None  # its path and inode
-        self._accepted: dict[SocketRole, socket.socket] = {}  # of an app that has not come in whole
+        self._accepted: dict[SocketRole, socket.socket] = {}  # of an app whose other socket is missing
         self._dialer: AppDialer | None = None
 
     def listen(self) -> None:
@@ -256,7 +256,7 @@ class AppListener:
                 self._add_listening(role, listen(host, port, settings.name, role.value))
         if settings.app_unix_address is not None:
             path = Path(settings.app_unix_address.removeprefix(UNIX))
-            own = settings.app_socket is None  # a folder that the operator has chosen is not made or secured here
+            own = settings.app_socket is None  # a folder that the operator chose is not created or secured here
             self._add_listening(SocketRole.RECEIVE, listen_unix(path, settings.name, secure=own))
             self._unix_file = path, path.stat().st_ino
 
@@ -265,13 +265,13 @@ class AppListener:
         self._epoll.register(listening.fileno(), select.EPOLLIN)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when :meth:`process` must be called although nothing is ready, on the monotonic clock, in ns."""
+        """Return the time (monotonic clock, ns) at which :meth:`process` must run even if no socket is ready."""
         return None if self._dialer is None else self._dialer.next_deadline_ns()
 
     def process(self, ready: Mapping[int, int], *, has_app: bool) -> AppConnection | None:
-        """Handle what is ``ready`` (masks by descriptor) or due; return the connection of an app once it is complete.
+        """Accept sockets of apps; return the connection of an app when it is complete, else None.
 
-        ``has_app``: there is an app; others are turned away.
+        ``ready``: epoll masks by descriptor. ``has_app``: True if an app is connected, so that others are refused.
         """
         self._drop_accepted({role for role, one in self._accepted.items() if one.fileno() in ready})
         for role, listening in list(self._listening):
@@ -309,7 +309,7 @@ class AppListener:
         self._add_accepted(role, accepted)
         port = self._settings.app_send_port
         if self._dials and port is not None:
-            # Most likely the app listens at the address it connects from; if not, at the other loopback.
+            # Most likely the app listens at the address that it connects from; if not, at the other loopback.
             hosts = dict.fromkeys((address[0], *hosts_of(self._settings.app_host)))
             self._dialer = AppDialer(list(hosts), port, self._log, self._epoll)
 
@@ -333,7 +333,7 @@ class AppListener:
     def _drop_accepted(self, roles: Set[SocketRole]) -> None:
         if not roles:
             return
-        for role in set(self._accepted) if self._dials else roles:  # if we connect the second, both are one app's
+        for role in set(self._accepted) if self._dials else roles:  # if we dial the second one, both belong to one app
             dropped = self._accepted.pop(role)
             self._epoll.unregister(dropped.fileno())
             dropped.close()
@@ -377,7 +377,7 @@ def listen(host: str, port: int, instance: str, setting: str) -> socket.socket:
 def listen_unix(path: Path, instance: str, *, secure: bool = False) -> socket.socket:
     """Return a non-blocking listening Unix socket that only its owner can connect to. Raises AppListenError.
 
-    The file that a dead coordinator has left is replaced. ``secure``: make its folder, and secure it.
+    Replace the socket file of a dead coordinator. ``secure``: create the file's folder, and secure it.
     """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,11 +1,7 @@
-"""The archive of one instance: its moments, a view of the log of each, and how one becomes a log again.
+"""Archive of one instance: its moments and objects, their encryption, and the restore and view of a moment's log.
 
-The archive of one instance: its moments, and the objects that they name.
-
-Restores a moment of an archive as a log: fetches and checks all objects, makes the log in one step, then verifies
-it.
-
-View of the log of a moment. Each object is fetched when one of its rows is first read.
+A restore fetches and checks all objects, creates the log in one step, then verifies it. The view fetches each object
+when one of its rows is first read.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ from immortal.protocol.varint import Readable
 
 
 class Archive:
-    """Archive of the instance whose folder is ``objects``. ``cipher`` None: objects are not encrypted."""
+    """Archive of one instance, in the folder ``objects`` of a store. ``cipher`` None: objects are not encrypted."""
 
     def __init__(self, objects: Objects, cipher: Cipher | None = None) -> None:
         self.objects = objects
@@ -62,20 +58,23 @@ class Archive:
     # --- moments ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> list[int]:
-        """Return numbers of the moments that are stored, ascending. Raises StoreError."""
+        """Return the numbers of all stored moments, ascending. Raises StoreError."""
         return [number for number, _ in self._listed()]
 
     def last(self) -> tuple[Moment, str] | None:
-        """Return the newest moment, with the digest of its manifest. Raises ArchiveError, StoreError."""
+        """Return the newest moment and the digest of its manifest; None if there is none.
+
+        Raises ArchiveError, StoreError.
+        """
         numbers = self.numbers()
         return self._read(numbers[-1]) if numbers else None
 
     def moments(self) -> list[Moment]:
-        """Read all moments, and check that they follow one another. Raises ArchiveError, StoreError."""
+        """Return all moments, checked to form one chain. Raises ArchiveError, StoreError."""
         return [moment for moment, _ in self.dated_moments()]
 
     def dated_moments(self) -> list[tuple[Moment, float]]:
-        """Read all moments, each with the time it was stored (s since the Unix epoch, by the store's clock).
+        """Return all moments, each with the time when it was stored (s since the Unix epoch, by the store's clock).
 
         Raises ArchiveError, StoreError.
         """
@@ -86,9 +85,9 @@ class Archive:
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
     def follow(self, known: dict[int, tuple[Moment, str]]) -> list[Moment]:
-        """Return all moments, without reading those in ``known`` again (by number, with their manifests' digests).
+        """Return all moments; do not read those in ``known`` again (by number, with their manifests' digests).
 
-        The newest is always read: it says whether the others are what was there. ``known`` grows.
+        The newest is always read: it shows if another archive has taken the place. ``known`` is updated.
         """
         numbers = self.numbers()
         names = [moment_name(number) for number in numbers if number not in known or number == numbers[-1]]
@@ -101,15 +100,15 @@ class Archive:
         return moments
 
     def put_moment(self, moment: Moment) -> str | None:
-        """Store a moment. Returns its manifest's digest; None if another one has that number. Raises StoreError."""
+        """Store a moment; return its manifest's digest, None if another moment has its number. Raises StoreError."""
         name, data = moment_name(moment.number), encode_moment(moment)
-        # An answer may get lost, and the store be asked again: then it is our own that is there.
+        # After a lost answer the store is asked again: then the moment that is there is our own.
         if self.objects.put_new(name, data) or self.objects.get(name) == data:
             return digest(data)
         return None
 
     def _listed(self) -> list[tuple[int, float]]:
-        """Number, and when it was stored."""
+        """Return the number of each stored moment, with the time when it was stored."""
         listed = ((one.name.removeprefix(MOMENTS), one.modified_s) for one in self.objects.listed(MOMENTS))
         return [(int(name), modified_s) for name, modified_s in listed if name.isdecimal()]
 
@@ -127,7 +126,7 @@ class Archive:
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
-        """Store rows as an object. ``what`` is part of its name, for people. Raises StoreError."""
+        """Store rows as one object; return its description. ``what``: text for its name. Raises StoreError."""
         data = pack(rows)
         if self.cipher is not None:
             data = self.cipher.encrypt(data)
@@ -136,7 +135,7 @@ class Archive:
         return Part(name, len(data), digest(data))
 
     def stored(self, parts: Iterable[Part]) -> Iterator[bytes]:
-        """Yield the objects as they are stored, checked. Raises DamagedObjectError, which names it, and StoreError."""
+        """Yield the stored bytes of each part, checked against its digest. Raises DamagedObjectError, StoreError."""
         wanted = list(parts)
         for part, data in zip(wanted, self.objects.get_all(part.name for part in wanted), strict=True):
             if (len(data), digest(data)) != (part.size_bytes, part.digest):
@@ -147,10 +146,7 @@ class Archive:
             yield data
 
     def rows_of(self, part: Part, data: bytes, *, encrypted: bool) -> list[PackedRow]:
-        """Decode the rows of an object as it is stored.
-
-        Raises DamagedObjectError; ArchiveError where the key is missing.
-        """
+        """Decode the rows in the stored bytes of ``part``. Raises DamagedObjectError; ArchiveError without the key."""
         name = f"{self.objects.where}/{part.name}"
         if not encrypted:
             return unpack(data, name)
@@ -168,7 +164,7 @@ _OTHERS = 0o077
 
 
 class Cipher:
-    """The keys of a file as `age-keygen` writes it, secret ones, or of one with public ones, one a line."""
+    """Cipher with the keys of a key file: secret keys as `age-keygen` writes them, or public keys, one a line."""
 
     def __init__(self, recipients: Sequence[x25519.Recipient], identities: Sequence[x25519.Identity]) -> None:
         self._recipients = recipients
@@ -176,7 +172,7 @@ class Cipher:
 
     @classmethod
     def of_file(cls, path: Path) -> Cipher:
-        """Read a key file. Raises ArchiveError for anything else, and for a secret that others may read."""
+        """Read a key file. Raises ArchiveError for any other file, and for secret keys that others can read."""
         try:
             lines = [line.strip() for line in path.read_text("ascii").splitlines()]
             mode = path.stat().st_mode & 0o777
@@ -189,7 +185,7 @@ class Cipher:
             recipients = [x25519.Recipient.from_str(line) for line in lines if not line.startswith(_SECRET)]
         except (pyrage.IdentityError, pyrage.RecipientError):
             recipients, identities = [], []
-        if not recipients and not identities:  # the lines themselves stay untold
+        if not recipients and not identities:  # the error does not show the lines
             raise ArchiveError(
                 f"{path} is no key file: lines with age's keys were expected, public ones ({_PUBLIC}...) or secret ones"
                 f" ({_SECRET}...): 'age-keygen -o {path}' makes one"
@@ -202,7 +198,7 @@ class Cipher:
         return pyrage.encrypt(data, self._recipients)
 
     def decrypt(self, data: bytes, name: str) -> bytes:
-        """Decrypt an object. ``name``: of the object, for the error. Raises ArchiveError, DamagedObjectError."""
+        """Decrypt an object. ``name``: its name, for the error. Raises ArchiveError, DamagedObjectError."""
         if not self._identities:
             raise ArchiveError("the key file has public keys alone: give the one with the secret key (--key-file)")
         try:
@@ -224,11 +220,10 @@ class Restored(Struct, frozen=True):
 def restore(
     archive: Archive, name: str, moments: Sequence[Moment], index: int, place: Place, keys: Sequence[LogKey]
 ) -> Restored:
-    """Make the log of ``moments[index]``, of the instance ``name``, in ``place``, where none is.
+    """Create the log of ``moments[index]`` of the instance ``name`` in ``place``, which must have no log.
 
-    ``keys``: those it may be authenticated with.
-
-    What fails leaves no log. Raises ArchiveError, which names what is damaged; StoreError, LogError, OSError.
+    ``keys``: keys with which the log can be authenticated. A failed restore leaves no log. Raises ArchiveError, which
+    names the damaged object; StoreError, LogError, OSError.
     """
     moment = moments[index]
     needs = needed_objects(moments, index)
@@ -269,7 +264,7 @@ def restore(
 
 
 def _beside(place: Place) -> Path | None:
-    """Return the folder for a temporary log, beside the log to be made; None for a log that is not in a folder."""
+    """Return the folder for the fetched objects, beside the new log; None for a log that is not in a folder."""
     if place.scheme != "lmdb":
         return None
     folder = Path(place.location).parent
@@ -278,7 +273,7 @@ def _beside(place: Place) -> Path | None:
 
 
 def _check(place: Place, moment: Moment, identity: LogIdentity, keys: Sequence[LogKey]) -> None:
-    """Check that the restored log is that of ``moment``, and verify it. Raises LogError."""
+    """Verify the restored log, and check that it has the records of ``moment``. Raises LogError."""
     verification = verify_log(place, moment.instance, keys=keys)
     wrong = [str(finding.message) for finding in verification.findings() if finding.severity is not Severity.NOTE]
     if wrong:
@@ -298,7 +293,7 @@ _RowsOf: TypeAlias = Callable[[Part], list[PackedRow]]
 
 
 class ArchivedView(View):
-    """Two segments and one part of a checkpoint are in memory at most, and the other tables once one is asked for."""
+    """View of the log of one moment. Holds at most two segments, one part of a checkpoint, and all smaller tables."""
 
     def __init__(self, needs: NeededObjects, rows_of: _RowsOf, moment: Moment) -> None:
         self._segments = needs.segments
@@ -344,7 +339,7 @@ class ArchivedView(View):
                     yield key, value
 
     def size(self, table: str) -> TableSize:
-        if table == "records":  # as stored: more would need all of it to be fetched
+        if table == "records":  # size as stored: the exact one would need all objects
             size_bytes = sum(segment.part.size_bytes for segment in self._segments)
             return TableSize(size_bytes, self._last - self._first + 1)
         rows = [len(key) + len(value) for key, value in self.scan(table)]
@@ -362,7 +357,7 @@ class ArchivedView(View):
 
 
 class _CheckpointRows:
-    """Rows of checkpoints. The names of the rows of each part read are remembered, so that no part is read in vain."""
+    """Rows of a moment's checkpoints. Remembers the last keys of each part read, so that no part is read in vain."""
 
     def __init__(self, checkpoints: Sequence[ArchivedCheckpoint], rows_of: _RowsOf) -> None:
         self._parts = [part for checkpoint in checkpoints for part in checkpoint.parts]
@@ -377,7 +372,7 @@ class _CheckpointRows:
         return found
 
     def scan(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield rows in the order of their checkpoints, and of the chunks of each; the header comes first."""
+        """Yield the rows of ``table`` from the key ``first`` on, in the order of checkpoints and of their parts."""
         for at, part in enumerate(self._parts):
             if self._may_have(at, part, table, first):
                 yield from (row for row in self._rows_of(at).get(table, []) if row[0] >= first)

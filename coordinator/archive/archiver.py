@@ -1,4 +1,4 @@
-"""Makes the next moment of an archive from a log. All it remembers is in the store."""
+"""Archiver of a log: makes the next moment of its archive. A new archiver needs only what the store holds."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from immortal.coordinator.log.reader import LogReader, TrimmedError
 
 SEGMENT_SIZE_BYTES = 16 << 20
 _WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states
-_TRIES_MAX = 5  # reads, until less than a segment of records is left
+_TRIES_MAX = 5  # reads of the log until less than a segment of records is left
 
 
 class _NextMoment(Struct):
-    """The moment before the next one, and whether the archive begins anew there."""
+    """Starting point of the next moment: the moment before it, and True in ``begins`` if a new history begins."""
 
     before: Moment | None
     before_digest: str
@@ -43,14 +43,14 @@ class _NextMoment(Struct):
 
 
 class UnarchivedRecords(Struct, frozen=True):
-    """Records that no moment of the archive has yet, and the age of the oldest in seconds. A lost log loses them."""
+    """Number of records that are in no moment yet, and the age of the oldest in s. A loss of the log loses them."""
 
     records_count: int
     seconds: float
 
 
 def unarchived(reader: LogReader, archived_sequence_id: int, now_ns: int) -> UnarchivedRecords:
-    """Compute what a loss of the log would lose now. Raises LogError."""
+    """Count the records that a loss of the log would lose now. Raises LogError."""
     with reader.view() as view:
         end = log_end(view)
         first = max(archived_sequence_id + 1, end.first_sequence_id)
@@ -60,10 +60,10 @@ def unarchived(reader: LogReader, archived_sequence_id: int, now_ns: int) -> Una
 
 
 class Archiver:
-    """Archives one log into one archive. If either becomes another one, make a new Archiver.
+    """Archiver of one log into one archive. Another log or archive needs a new Archiver.
 
-    ``anew``: where the log is not the one that the archive goes on from, begin again behind what is there. ``say``: is
-    told what an operator should know.
+    ``anew``: if the archive does not continue with this log, begin a new history after the stored moments. ``say``:
+    receives messages for the operator.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Archiver:
         say: Callable[[str], None] = lambda text: None,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Raises ArchiveError where the archive is another log's, or of a history that the log has not; StoreError,
-        LogError."""
+        """Find where to continue. Raises ArchiveError if the archive is of another log or another history of it;
+        StoreError, LogError."""
         self._archive = archive
         self._reader = reader
         self._segment_size_bytes = segment_size_bytes
@@ -86,7 +86,7 @@ class Archiver:
         with reader.view() as view:
             self._end = log_end(view)
             self._place = _place(archive, reader, view, self._end, anew, say)
-        self._segments: list[Segment] = []  # sent, and not yet in a manifest
+        self._segments: list[Segment] = []  # stored, and not yet in a manifest
         self._checkpoints = {} if self._place.before is None or self._place.begins else {
             one.checkpoint_id: one for one in self._place.before.checkpoints
         }  # fmt: skip
@@ -95,16 +95,16 @@ class Archiver:
 
     @property
     def last(self) -> Moment | None:
-        """The newest moment of the archive."""
+        """Newest moment of the archive; None if it is empty."""
         return self._place.before
 
     def unarchived(self) -> UnarchivedRecords:
-        """Compute what a loss of the log would lose now. Raises LogError."""
+        """Count the records that a loss of the log would lose now. Raises LogError."""
         before = None if self._place.begins else self._place.before
         return unarchived(self._reader, -1 if before is None else before.last_sequence_id, self._now_ns())
 
     def ship_full_segments(self) -> bool:
-        """Send records while they fill a segment; whether any was sent. Raises StoreError, LogError."""
+        """Store records while they fill a segment; return True if any were stored. Raises StoreError, LogError."""
         sent = False
         while True:
             with self._reader.view() as view:
@@ -116,9 +116,9 @@ class Archiver:
             sent = True
 
     def moment(self) -> Moment | None:
-        """Make the log as it is now a moment; None: it is as it was.
+        """Store a moment of the log as it is now; return None if nothing has changed.
 
-        Raises ConflictError where another archiver was first, StoreError, LogError. All that was sent counts then, too.
+        Raises ConflictError if another archiver was first, StoreError, LogError. Objects stored before stay valid.
         """
         left_out: set[int] = set()
         for tries in range(_TRIES_MAX + 1):
@@ -140,7 +140,7 @@ class Archiver:
                 time_ns = record_time_ns(view, end.last_sequence_id, self._reader.identity.committer_id)
             break
         else:
-            return None  # checkpoints come faster than they can be sent: the next round
+            return None  # checkpoints arrive faster than they can be stored: the next call tries again
         self._reader.release()
         checkpoints = [self._checkpoints[key] for key in sorted(headers)]
         state_digest = digest_of_rows(state.items())
@@ -212,7 +212,7 @@ class Archiver:
         return known is not None and known.header_digest == digest(value)
 
     def _ship_checkpoints(self, left_out: set[int]) -> None:
-        """Send new checkpoints. The IDs of damaged ones are added to ``left_out``."""
+        """Store new checkpoints. Add the IDs of damaged ones to ``left_out``."""
         with self._reader.view() as view:
             headers = checkpoint_headers(view)
         for checkpoint_id, (value, stored) in headers.items():
@@ -293,7 +293,7 @@ def _place(
 
 
 def _problem(before: Moment, view: View, end: LogEnd) -> str | None:
-    """Say why a log is not the one whose beginning is in the archive; None if it is."""
+    """Return why the archive does not continue with this log; None if it does."""
     if end.epoch < before.epoch:
         return f"it is in epoch {end.epoch}, the archive has epoch {before.epoch}: a stale copy, or restored to earlier"
     if end.last_sequence_id < before.last_sequence_id:
@@ -304,7 +304,7 @@ def _problem(before: Moment, view: View, end: LogEnd) -> str | None:
     return None
 
 
-# Reading what the archive lacks: records, checkpoints and the rows of other tables.
+# Reads of what the archive lacks: records, checkpoints and the rows of other tables.
 #
 # No view of the log stays open while objects are sent: the writer could not reuse the space that it frees meanwhile.
 
@@ -317,7 +317,7 @@ StateDigests = dict[tuple[str, bytes], bytes]
 
 
 class Records(Struct, frozen=True):
-    """Consecutive records from the requested one on, as many as there was room for."""
+    """Consecutive records read from a log, from the requested one on, up to a size limit."""
 
     first_sequence_id: int
     last_sequence_id: int
@@ -326,7 +326,7 @@ class Records(Struct, frozen=True):
 
 
 class LogEnd(Struct, frozen=True):
-    """The first and last record of a log, and its epoch."""
+    """First and last record of a log, its epoch, and the nonce of its key ("": it has none)."""
 
     first_sequence_id: int
     last_sequence_id: int
@@ -335,7 +335,7 @@ class LogEnd(Struct, frozen=True):
 
 
 def log_end(view: View) -> LogEnd:
-    """Read how far the log goes. Raises DamagedLogError."""
+    """Read the first and last record, the epoch and the nonce of a log. Raises DamagedLogError."""
     marker = read_marker(view)
     epoch = meta_value(view, META_EPOCH, log_format.INT) or 0
     return LogEnd(*first_and_last_sequence_id(view), epoch, "" if marker is None else marker.nonce.hex())
@@ -370,19 +370,19 @@ def records_from(view: View, reader: LogReader, first_sequence_id: int, size_byt
 
 
 def record_digest(view: View, sequence_id: int) -> str:
-    """ "" where it is not kept."""
+    """Return the digest of a record; "" if the log does not keep it."""
     value = None if sequence_id < 0 else view.get("records", SEQUENCE_KEY.pack(sequence_id))
     return "" if value is None else digest(bytes(value))
 
 
 def record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
-    """0 where it is not kept."""
+    """Return the time of a record in ns; 0 if the log does not keep it."""
     value = None if sequence_id < 0 else view.get("records", SEQUENCE_KEY.pack(sequence_id))
     return 0 if value is None else logged_time_ns(bytes(value), sequence_id, committer_id)
 
 
 def state_rows(view: View, known: StateDigests) -> tuple[list[PackedRow], StateDigests]:
-    """Read the rows of all other tables that differ from ``known``, deletions included, and the digests known then."""
+    """Return the rows of all other tables that differ from ``known``, deletions included, and the new digests."""
     changed: list[PackedRow] = []
     found: StateDigests = {}
     for table, key, value in _state(view):
@@ -419,7 +419,7 @@ def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
 
 
 def checkpoint_rows(reader: LogReader, value: bytes, stored: StoredHeader) -> Iterator[PackedRow]:
-    """Yield a checkpoint's header, chunks, outputs, checked. Raises DamagedCheckpointError, also if it was trimmed."""
+    """Yield the checked header, chunks and outputs of a checkpoint. Raises DamagedCheckpointError, also if trimmed."""
     checkpoint_id = stored.header.checkpoint_id
     yield "checkpoints", SEQUENCE_KEY.pack(checkpoint_id), value
     for index in range(stored.chunk_count):

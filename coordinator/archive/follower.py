@@ -1,4 +1,4 @@
-"""Archives a log while it grows, until it is told to end. It waits for an unreachable store or log, and says so."""
+"""Follower that archives a log as it grows, and prunes. It reports an unreachable store or log, and retries."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ REPORT_INTERVAL_S = 60.0  # between reports that all is well
 class Options(Struct, frozen=True):
     """Options of a follower.
 
-    ``every_s``: longest time between two moments while there is news. ``segment_size_bytes``: amount of news after
-    which a moment is made earlier.
+    ``every_s``: longest time between two moments while the log grows. ``segment_size_bytes``: growth after which a
+    moment is made earlier.
     """
 
     every_s: float = 10.0
@@ -43,10 +43,10 @@ class Options(Struct, frozen=True):
 
 
 class Follower:
-    """Archives a log as it grows.
+    """Follower of one log: archives it as it grows.
 
     ``open_reader`` opens the present log; ``version`` changes when another log takes its place. ``wait(seconds)``
-    returns True once the follower is to end. ``say`` gets messages for the operator.
+    returns True when the follower must end. ``say`` receives messages for the operator.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Follower:
         self._delay_s = POLL_S
 
     def once(self) -> Moment | None:
-        """Archive one moment; None: nothing was new. Raises ArchiveError, StoreError, LogError."""
+        """Archive one moment; return None if nothing was new. Raises ArchiveError, StoreError, LogError."""
         for is_last_try in (False, True):
             try:
                 with self._open_reader() as reader:
@@ -86,7 +86,7 @@ class Follower:
         return made
 
     def run(self) -> None:
-        """Archive until told to end. Raises ArchiveError for what only an operator can decide."""
+        """Archive until ``wait`` returns True. Raises ArchiveError for what only an operator can decide."""
         while True:
             version = self._version()
             try:
@@ -108,7 +108,10 @@ class Follower:
         )
 
     def _follow(self, archiver: Archiver, version: object) -> bool:
-        """Archive; return True if told to end, False if there is another log now. Raises LogError, ConflictError."""
+        """Archive one log; return True if the follower must end, False if another log took the place of this one.
+
+        Raises LogError, ConflictError.
+        """
         due_s = float("-inf")
         is_over = False
         while self._version() == version:
@@ -120,13 +123,13 @@ class Follower:
                     due_s = now_s + self._options.every_s
                     self._report_success(archiver, moment)
                     self._prune_if_sound()
-            except StoreError as error:  # objects already sent stay valid, so the same archiver goes on
+            except StoreError as error:  # stored objects stay valid, so the same archiver continues
                 if is_over or self._ends_while_waiting(error, archiver.unarchived().seconds):
                     return True
                 continue
             if is_over:
                 return True
-            is_over = self._wait(min(POLL_S, self._options.every_s))  # once more: the last word of a clean end
+            is_over = self._wait(min(POLL_S, self._options.every_s))  # at the end archive once more
         return False
 
     def _report_success(self, archiver: Archiver, moment: Moment | None) -> None:
@@ -140,7 +143,7 @@ class Follower:
             self._say(f"archived up to record {last.last_sequence_id}; {archiver.unarchived().seconds:.0f} s at risk")
 
     def _ends_while_waiting(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
-        """Report the error and wait a while; return True if told to end."""
+        """Report the error and wait; return True if the follower must end."""
         text = str(error)
         if text != self._last_problem:
             risk = "" if risk_s is None else f"; {risk_s:.0f} s at risk"
@@ -151,7 +154,7 @@ class Follower:
         return self._wait(delay_s)
 
     def _prune_if_sound(self) -> None:
-        """Prune, but report damaged old objects only: new records are archived all the same."""
+        """Prune; only report an error of the store, since new records must be archived all the same."""
         try:
             self._prune()
         except ObjectError as error:
@@ -168,12 +171,12 @@ class Follower:
 # Pruning: removes objects that an archive no longer keeps.
 
 
-ORPHAN_AGE_S = 86_400.0  # older than the newest manifest: no archiver that still runs will name it
+ORPHAN_AGE_S = 86_400.0  # an object so much older than the newest manifest is named by no running archiver
 
 
 def prune(archive: Archive, retention: Retention) -> tuple[int, int]:
-    """Remove what is not kept; return how many moments and objects. The oldest manifest goes first: a crash leaves only
-    objects, which the next run finds. Raises ArchiveError, StoreError."""
+    """Remove moments and objects that are not to be kept; return the number of each. Manifests are removed first, the
+    oldest first: a crash leaves only objects, which the next run finds. Raises ArchiveError, StoreError."""
     dated = archive.dated_moments()
     if not dated:
         return 0, 0

@@ -1,15 +1,11 @@
-"""Format of an archive, and the chain of its moments. No I/O.
-
-Format of an archive: manifests of moments, and packs of a log's rows.
+"""Format of an archive: manifests of moments and packs of a log's rows; the chain of moments; retention. No I/O.
 
 NAME/moments/000000000042                    the manifest of moment 42: a line with a checksum, then JSON
 NAME/segments/0000000000812-...-e7-<random>  records, of a log in its 7th epoch
 NAME/states/..., NAME/checkpoints/...
 
-A manifest is written last, and only where none of its number is: so an object that no manifest names does not count,
-and one history is written whoever writes it. It has no user's data, so that who archives needs no secret.
-
-Chain of an archive's moments: which objects a moment needs, and which moment a time stands for. No I/O.
+A manifest is written after its objects, and only if no other has its number. So an object that no manifest names does
+not count, and all archivers write one history. A manifest has no user data, so that archiving needs no secret key.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _HEAD = "IMMORTAL ARCHIVE"
 
 
 class Part(Struct, frozen=True):
-    """An object as it is stored, encrypted or not. ``name`` is relative to the instance's folder."""
+    """Description of a stored object, encrypted or not. ``name`` is relative to the instance's folder."""
 
     name: str
     size_bytes: int
@@ -44,7 +40,7 @@ class Part(Struct, frozen=True):
 
 
 class Segment(Struct, frozen=True):
-    """Records, both ends included, with their MACs where the log has a key."""
+    """Object with consecutive records, both ends included, and their MACs if the log has a key."""
 
     first_sequence_id: int
     last_sequence_id: int
@@ -60,7 +56,7 @@ class ArchivedCheckpoint(Struct, frozen=True):
 
 
 class Moment(Struct, frozen=True):
-    """A log as it was. Times are ns since the Unix epoch."""
+    """Manifest of one moment: a log as it was, and the objects that hold it. Times: ns since the Unix epoch."""
 
     number: int
     instance: str
@@ -109,7 +105,7 @@ def moment_name(number: int) -> str:
 
 
 def object_name(folder: str, what: str, epoch: int) -> str:
-    """Make a unique name: writers of other epochs, and a second one of this epoch, make other names."""
+    """Return a unique name for an object: two writers, also of one epoch, never get the same."""
     return f"{folder}{what}-e{epoch}-{secrets.token_hex(8)}"
 
 
@@ -119,10 +115,7 @@ def encode_moment(moment: Moment) -> bytes:
 
 
 def decode_moment(data: bytes, name: str) -> Moment:
-    """Decode a manifest.
-
-    ``name``: of the object, for the errors. Raises DamagedObjectError; ArchiveError for a newer version.
-    """
+    """Decode a manifest. ``name``: for errors. Raises DamagedObjectError; ArchiveError for another version."""
     head, _, body = data.partition(b"\n")
     words = head.decode("ascii", "replace").rsplit(" ", 2)
     if words[0] != _HEAD:
@@ -145,18 +138,18 @@ def decode_moment(data: bytes, name: str) -> Moment:
 
 
 class ArchiveError(ObjectError):
-    """Raised when this archive does not allow what was requested."""
+    """Raised if this archive does not allow a requested operation."""
 
 
 class ConflictError(ArchiveError):
-    """Raised when another archiver has written the next moment first."""
+    """Raised if the log has changed, or another archiver has written the next moment first."""
 
 
 # Packs: rows of a log as one object. Segments, checkpoint parts and states of moments are packs.
 
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
-"""Table, key, value; None: the row is gone since the moment before."""
+"""Row of a pack: table, key, value; None: the row was deleted after the moment before."""
 
 _MAGIC = b"IMMPACK1"
 
@@ -172,12 +165,12 @@ _ROWS = decoding.Decoder(list[PackedRow])
 
 
 def pack(rows: Sequence[PackedRow]) -> bytes:
-    """Compressed, and with a checksum of its own (zstd's, XXH64)."""
+    """Encode rows as a pack: compressed, with zstd's own checksum (XXH64)."""
     return _MAGIC + zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(_encode(rows))
 
 
 def unpack(data: bytes, name: str) -> list[PackedRow]:
-    """Decode a pack. ``name``: of the object, for the error. Raises DamagedObjectError."""
+    """Decode the rows of a pack. ``name``: the object's name, for the error. Raises DamagedObjectError."""
     if not data.startswith(_MAGIC):
         raise DamagedObjectError(f"the object {name} begins with {data[:8]!r}, {_MAGIC!r} was expected")
     try:
@@ -204,7 +197,7 @@ def digest_of_rows(digests: Iterable[tuple[tuple[str, bytes], bytes]]) -> str:
 
 
 class NeededObjects(Struct, frozen=True):
-    """The objects that a moment is made of, each kind from the oldest on."""
+    """Objects that make up a moment, each kind from the oldest on."""
 
     states: list[Part]  # the first is whole
     segments: list[Segment]
@@ -251,7 +244,7 @@ def encrypted_parts(moments: Sequence[Moment]) -> dict[str, bool]:
 
 
 def check_follows(moments: Sequence[Moment], digests: Sequence[str]) -> None:
-    """Check that each manifest follows the one before. Raises DamagedObjectError."""
+    """Check that each manifest continues the one before. Raises DamagedObjectError."""
     for before, moment, its_digest in zip(moments, moments[1:], digests, strict=False):
         if moment.number != before.number + 1:
             missing = f"{before.number + 1} to {moment.number - 1}"
@@ -264,9 +257,9 @@ def check_follows(moments: Sequence[Moment], digests: Sequence[str]) -> None:
 
 
 def index_of(moments: Sequence[Moment], *, until_ns: int | None, until_record: int | None) -> int:
-    """Return the last moment that has no record after ``until_record`` or later than ``until_ns``.
+    """Return the index of the last moment that has no record after ``until_record`` or later than ``until_ns``.
 
-    Raises ArchiveError where all are later.
+    Raises ArchiveError if all are later.
     """
     for index in range(len(moments) - 1, -1, -1):
         moment = moments[index]
@@ -290,10 +283,10 @@ _MIB = 1 << 20
 
 
 class Retention(Struct, frozen=True):
-    """Retention of an archive.
+    """Rule for the moments of an archive that are kept.
 
     ``keep_days``: any moment of these days before the newest can be restored. ``keep_mb``: largest size in MiB, unless
-    the newest moment alone needs more. With both, whichever keeps less.
+    the newest moment alone needs more. With both, the one that keeps less applies.
     """
 
     keep_days: float | None = None
@@ -305,7 +298,7 @@ class Retention(Struct, frozen=True):
     def first_kept(self, moments: Sequence[Moment], stored_s: Sequence[float]) -> int:
         """Return the index of the oldest moment that must stay restorable.
 
-        ``stored_s``: when the manifest of each was stored, by the store's clock.
+        ``stored_s``: time when the manifest of each was stored, by the store's clock.
         """
         index = 0
         if self.keep_days is not None:
@@ -332,10 +325,10 @@ class Retention(Struct, frozen=True):
 
 
 def _ages_ns(moments: Sequence[Moment], stored_s: Sequence[float]) -> list[int]:
-    """Return how old each moment is at the newest, in ns: by its records or by the store's clock, whichever is less.
+    """Return the age of each moment relative to the newest, in ns: by its records or the store's clock, the lower one.
 
-    No clock that runs now is asked, and one wrong clock cannot make a moment old: a jump would remove what has no
-    second copy.
+    The present time is not used, and one wrong clock cannot make a moment old: a jump of a clock would remove data that
+    has no second copy.
     """
     return [
         min(moments[-1].time_ns - moment.time_ns, int((stored_s[-1] - when_s) * 1e9))

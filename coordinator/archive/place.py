@@ -1,6 +1,6 @@
-"""An archive as a read-only log: ``s3://BUCKET/PATH#INSTANCE``, and the same for other stores.
+"""Log backend that reads an archive as a log: ``s3://BUCKET/PATH#INSTANCE``, and the same for other stores.
 
-A secret key is read from the file that KEY_FILE_VARIABLE names, as credentials of stores come from the environment. So
+The environment has the credentials of stores, and KEY_FILE_VARIABLE there names the file with the secret key. So
 neither is part of a URL, which settings, plans and errors show.
 """
 
@@ -33,9 +33,9 @@ KEY_FILE_VARIABLE = "IMMORTAL_ARCHIVE_KEY_FILE"
 
 
 class ArchiveReader(ReadBackend):
-    """Reads the newest moment of an archive as a log.
+    """Reader of the newest moment of an archive as a log.
 
-    Objects are fetched, compared with their digests and decrypted when their rows are first read.
+    It fetches, checks and decrypts an object when one of its rows is first read.
     """
 
     def __init__(self, archive: Archive, where: str, instance_name: str | None) -> None:
@@ -55,7 +55,7 @@ class ArchiveReader(ReadBackend):
     def _newest(self) -> ArchivedView:
         try:
             moments = self._archive.follow(self._known)
-        except DamagedObjectError:  # or another archive is there since
+        except DamagedObjectError:  # or another archive has taken the place
             self._known.clear()
             moments = self._archive.follow(self._known)
         if not moments:
@@ -77,7 +77,7 @@ class ArchiveReader(ReadBackend):
 
 
 class ArchivePlace(Place):
-    """Location of an archive, which is only read as a log. ``scheme``: the store's."""
+    """Location of an archive, which can only be read as a log. ``scheme``: the store's."""
 
     is_shared = True
 
@@ -128,7 +128,7 @@ class ArchivePlace(Place):
         )
 
     def _named(self, cipher: Cipher | None = None) -> Archive:
-        """Open the archive of the URL's instance. Raises LogFormatError where the URL names none."""
+        """Open the archive of the URL's instance. Raises LogFormatError if the URL names none."""
         if not self._instance:
             raise LogFormatError(f"{self.where} may hold the archives of many instances: write {self.where}#NAME")
         if not _is_name(self._instance):
@@ -169,7 +169,7 @@ def _reading() -> Iterator[None]:
 
 
 def _key_hint(said: str) -> str:
-    """Name the setting in place of the option --key-file: these commands have no such option."""
+    """Replace --key-file in an error by the environment variable: commands that read a log have no such option."""
     return said.replace("with --key-file", f"in {KEY_FILE_VARIABLE}").replace("(--key-file)", f"in {KEY_FILE_VARIABLE}")
 
 

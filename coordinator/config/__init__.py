@@ -2,7 +2,7 @@
 
     peer = "tcp://127.0.0.1:7001"       where other coordinators reach this one
 
-Every other setting has a default. Anything unknown in the file is an error that names the file, the line and the field:
+Every other setting has a default. An unknown field in the file is an error that names the file, the line and the field:
 a typo must not become a default. Each setting is defined once, in :mod:`coordinator.config.schema`.
 """
 

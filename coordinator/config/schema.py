@@ -1,7 +1,7 @@
-"""Schema of all settings of an instance, and its view as a list of settings.
+"""Schema of all settings of an instance, and a view of the schema as a list of settings.
 
-A setting is checked when a settings file is read, is written back, is an option of 'immortal register' if it has a
-single value, and has a row in the table of docs/reference/settings.md. A new setting is one more field.
+Each setting is checked when a file is read, and is written back. It has a row in the table of
+docs/reference/settings.md. One with a single value is an option of 'immortal register'. A new setting: one more field.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from immortal.protocol.limits import (
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """A setting, as read from the schema. ``type``: without None. ``about``: the keys that
+    """One setting, as the schema defines it. ``type``: its type without None. ``about``: values for the keys that
     :mod:`coordinator.config.values` lists. ``least``, ``most``: the range of a number.
 
     ``default`` is NODEFAULT if the setting is required, or its default is computed.
@@ -73,7 +73,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def is_table(self) -> bool:
-        """True for a table, be it of settings or of names."""
+        """True for a table, of settings or of names."""
         return get_origin(self.type) is Mapping or self.schema is not None
 
     @property
@@ -83,7 +83,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def default_text(self) -> str:
-        """Default as a file would have it, or a text that says what applies without the setting."""
+        """Default in the form of a settings file, or a text about what applies without the setting."""
         text = str(self.about.get("default", self.in_file(self.default)))
         return text.lower() if self.type is bool or self.default is None else text
 
@@ -106,7 +106,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         return f'{text}, or "{self.about["none"]}"' if "none" in self.about else text
 
     def value_of(self, value: object) -> Any:
-        """Convert ``value`` from a file. Raises WrongValueError."""
+        """Convert ``value`` from the form of a settings file to the attribute. Raises WrongValueError."""
         if "none" in self.about and value == self.about["none"]:
             return None
         read = self.about.get("read")
@@ -117,7 +117,7 @@ class Setting(Struct, frozen=True, kw_only=True):
             raise WrongValueError(own or self.expected) from None
 
     def in_file(self, value: object) -> Any:
-        """Convert ``value`` to what a file has; None if the file leaves it out."""
+        """Convert ``value`` to the form of a settings file; None if the file omits it."""
         return self.about.get("none") if value is None else _plain(to_builtins(value, enc_hook=str))
 
 
@@ -169,15 +169,15 @@ class AppSendMode(enum.StrEnum):
 
 
 class AppAuth(enum.StrEnum):
-    """Authentication of the app by its coordinator."""
+    """Method by which the coordinator authenticates its app."""
 
     CHALLENGE = "challenge"  # both prove that they know the coordinator's secret, which is not sent
-    SECRET = "secret"  # noqa: S105 (a name) or it may show it, in its Hello: for apps that can't answer a challenge
+    SECRET = "secret"  # noqa: S105 (a name) or the app sends the secret in its Hello, if it can't answer a challenge
     NONE = "none"  # no proof: for clients that know only the base protocol
 
 
 class Checkpoints(enum.StrEnum):
-    """Process whose app takes the checkpoints while an instance runs."""
+    """Choice of the app that takes an instance's checkpoints: the primary's, or a standby's."""
 
     ON_PRIMARY = "on-primary"
     ON_STANDBY = "on-standby"
@@ -206,7 +206,7 @@ class Tuning(Struct, frozen=True):
 
 KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
 KEEP_ALL_VARIABLE = "IMMORTAL_KEEP_ALL"
-"""Environment variable: if set, everything is kept where the settings say nothing of it, as in 'immortal dev'."""
+"""Environment variable: if set, the whole log is kept unless the settings limit it, as in 'immortal dev'."""
 
 _Checkpoints = Annotated[int, whole(1, 1_000_000, none="all")]  # more would mean "all"
 _Days = Annotated[int, whole(1, 36_500, "days")]  # a hundred years: beyond it keep_checkpoints = "all" is meant
@@ -427,7 +427,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def app_unix_address(self) -> str | None:
-        """Address ``unix:PATH`` of the Unix socket, by the settings or app.sock in the folder; None with ports alone.
+        """Address ``unix:PATH`` of the app's Unix socket: the one set, or app.sock in the folder; None without one.
 
         There is none with two ports, nor for a client of the base protocol, which has one port and no proof.
         """
@@ -439,7 +439,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def app_addresses(self) -> list[str]:
-        """Addresses where the app may connect, the nearest first."""
+        """Addresses at which the app can connect, the nearest first."""
         return [address for address in (self.app_unix_address, self.app_address) if address is not None]
 
     @property

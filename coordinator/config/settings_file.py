@@ -1,4 +1,4 @@
-"""Settings files: read strictly, checked, written atomically; what somebody wrote into one by hand stays."""
+"""Settings files: strict reading, checks, atomic writing. A change keeps all other text, such as comments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from immortal.protocol.safe_output import did_you_mean
 
 
 class Source(Struct, frozen=True):
-    """A settings file and its text, from which errors take line numbers; "" if there is none."""
+    """Settings file with its text, from which errors take line numbers; "": no text."""
 
     path: Path
     text: str = ""
 
     def place(self, key: str, table: str = "") -> str:
-        """Return file and line where ``key`` of ``table`` is set, or else those of the table."""
+        """Return the file and line that set ``key`` of ``table``, or else those of the table."""
         line = line_of(self.text, key, table)
         if line is None and table:
             parent, _, last = table.rpartition(".")
@@ -211,7 +211,7 @@ def _shown(value: object) -> str:
 
 
 def line_of(text: str, key: str, table: str = "") -> int | None:
-    """Return the line, from 1, where ``key`` of ``table`` is set; None if it is not found. tomllib has no lines."""
+    """Return the line, from 1, that sets ``key`` of ``table``; None if there is none. tomllib gives no line numbers."""
     current = ""
     spelled = rf"(?:{re.escape(key)}|\"{re.escape(key)}\"|'{re.escape(key)}')"
     setting = re.compile(rf"\s*{spelled}\s*[.=]")
@@ -248,15 +248,15 @@ def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
 
 
 def file_values(attributes: Mapping[str, object]) -> dict[str, Any]:
-    """Convert ``attributes`` of InstanceSettings to what a file has. None is left out if the file has no word for
-    it."""
+    """Convert ``attributes`` of InstanceSettings to the form of a settings file. Omit None if the file has no word
+    for it."""
     known = settings_of(InstanceSettings)
     values = {key: known[key].in_file(value) if key in known else value for key, value in attributes.items()}
     return {key: value for key, value in values.items() if value is not None}
 
 
 def _non_defaults(table: Struct) -> dict[str, Any]:
-    """Return the values of ``table`` that differ from the defaults, as a file has them."""
+    """Return the values of ``table`` that differ from the defaults, in the form of a settings file."""
     said: dict[str, Any] = {}
     for setting in settings_of(type(table)).values():
         value = getattr(table, setting.name)

@@ -16,7 +16,7 @@ LOCALHOST = "localhost"  # both loopback addresses, whatever the machine's name 
 IPV4_LOOPBACK = "127.0.0.1"
 IPV6_LOOPBACK = "::1"
 UNIX = "unix:"  # in front of the path of a Unix socket
-SOCKET_FILE_NAME = "app.sock"  # of the Unix socket that an instance has where its settings name none
+SOCKET_FILE_NAME = "app.sock"  # of the Unix socket that an instance has if its settings name none
 
 
 def hosts_of(app_host: str) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches ``host``. A name other than "localhost" may be any machine."""
+    """Return True if only this machine reaches ``host``. Any name but "localhost" counts as another machine."""
     try:
         return host == LOCALHOST or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -63,21 +63,21 @@ _DIGEST_SIZE_BYTES = 12
 
 
 def socket_path(folder: Path, file_name: str) -> Path:
-    """Return the path of a socket: ``folder / file_name`` if that fits; ``folder`` is the instance's."""
+    """Return the path of a socket: ``folder / file_name`` if it is short enough, else :func:`short_path`."""
     path = Path(os.path.realpath(folder), file_name)
-    fits = len(os.fsencode(path)) < UNIX_PATH_SIZE_BYTES_MAX  # with a dot in front, while it is made
+    fits = len(os.fsencode(path)) < UNIX_PATH_SIZE_BYTES_MAX  # with a dot in front, while it is created
     return path if fits else short_path(folder, file_name)
 
 
 def short_path(folder: Path, file_name: str) -> Path:
-    """Return the path of a socket that can't be in ``folder``."""
+    """Return the path, in the user's short folder, of a socket that can't be in ``folder``."""
     real = os.fsencode(os.path.realpath(folder))
     digest = hashlib.blake2b(real, digest_size=_DIGEST_SIZE_BYTES).hexdigest()
     return _short_folder() / f"{digest}-{file_name}"
 
 
 def secure_folder(path: Path) -> None:
-    """Make the folder of a socket; check that only this user can write to the short one.
+    """Create the folder of a socket; if it is the short one, check that only this user can use it.
 
     Raises OSError, also if the short folder is somebody else's.
     """

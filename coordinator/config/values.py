@@ -1,20 +1,20 @@
-"""Kinds of values of settings: each a type with the checks of msgspec, and further ones.
+"""Kinds of setting values: each is a type with msgspec's checks, and can have further ones.
 
-``Meta.extra`` of a kind or of a setting may say:
+``Meta.extra`` of a kind or of a setting can have these keys:
 
-    expected    what a value must be, in words, where the type does not say it
+    expected    description of the allowed values, if the type does not tell them
     read        a function in place of msgspec's: from the value in a file to the attribute; it raises WrongValueError
-    table       a kind that may stand there instead, as a table
+    table       a kind that is allowed instead, as a table
     unit        of a number
     none        the word in the file that stands for None
-    default     in words, where the default is worked out, or None
+    default     description of a default that is computed, or None
 
 and for an option:
 
-    metavar     what its help calls the value
-    free        what its text may end with: 'immortal register' chooses
-    bare        its value where it is given without one
-    words       values of a path that are none
+    metavar     name of the value in the option's help
+    free        ending of the text for which 'immortal register' chooses a free port
+    bare        value of the option if it is given without one
+    words       values of a path that are no paths
     path        "file" or "folder": it is relative to the working directory
 """
 
@@ -53,7 +53,7 @@ class ConfigError(ImmortalError):
 
 
 class WrongValueError(ValueError):
-    """Raised for a wrong value. Its ``str`` says what was expected; if empty, the kind's ``expected`` does."""
+    """Raised for a wrong value. Its ``str`` says what was expected; if it is empty, the kind's ``expected`` does."""
 
 
 def check_instance_name(name: str) -> str:
@@ -108,7 +108,7 @@ def permission_of(value: object) -> Permission:
 
 
 def _is_method(name: object) -> bool:
-    """Return whether ``name`` is a method, a group, or a role for a subtree, such as "@writer:stocks/nyse"."""
+    """Return True if ``name`` is a method, a group, or a role for a subtree, such as "@writer:stocks/nyse"."""
     if not isinstance(name, str) or name == QUERIES:
         return name == QUERIES
     group, colon, subtree = name.partition(":")
@@ -142,7 +142,7 @@ def _endpoint(value: object) -> str:
 
 
 def _peer_template(value: object) -> str:
-    """Check that ``value`` is an endpoint once {name} is replaced by a name."""
+    """Check that ``value`` becomes an endpoint if {name} is replaced by a name."""
     if not isinstance(value, str) or NAME_PLACE not in value:
         raise WrongValueError
     _endpoint(value.replace(NAME_PLACE, "x"))
@@ -158,7 +158,7 @@ def is_endpoint(text: str) -> bool:
 
 
 def is_log_url(place: str) -> bool:
-    """Return whether ``place`` is the URL of a log whose lease says where its instance is, and no endpoint."""
+    """Return True if ``place`` is the URL of a log, whose lease has the instance's endpoint, and no endpoint itself."""
     return place.startswith("postgresql:")
 
 
@@ -205,19 +205,19 @@ def _public_keys(value: object) -> tuple[str, ...]:
 
 
 def whole(least: int, most: int, unit: str = "", **more: Any) -> Meta:
-    """Describe a whole number in a range; see above for ``more``."""
+    """Describe a whole number in a range. ``more``: further keys of ``Meta.extra``."""
     return Meta(ge=least, le=most, extra={"unit": unit, **more})
 
 
 def kind(metavar: str, expected: str, **more: Any) -> Meta:
-    """Describe a kind of value; see above for ``more``."""
+    """Describe a kind of value. ``more``: further keys of ``Meta.extra``."""
     return Meta(extra={"metavar": metavar, "expected": expected, **more})
 
 
 def says(text: str, **more: Any) -> Meta:
-    """Describe a setting in sentences, for 'immortal register --help' and the docs; see above for ``more``.
+    """Describe a setting in sentences, for 'immortal register --help' and the docs. ``more``: as of :func:`kind`.
 
-    A field of a schema without it is no setting.
+    A field of a schema without this description is no setting.
     """
     return Meta(description=text, extra=more)
 

@@ -1,4 +1,4 @@
-"""Order of all checks."""
+"""Entry points of the doctor: all checks of a home, or of one instance, in their order."""
 
 from __future__ import annotations
 

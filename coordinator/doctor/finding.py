@@ -19,14 +19,14 @@ class Area(enum.StrEnum):
 class Level(enum.StrEnum):
     OK = "ok"
     NOTE = "note"
-    """Works, but could be better, or can't be checked."""
+    """Level of what works, but could be better or can't be checked."""
     PROBLEM = "problem"
-    """A promise does not hold, or a start or a command will fail: the exit status is 1."""
+    """Level of a broken promise, or of a start or command that will fail: the exit status is 1."""
 
 
 class Finding(Struct, frozen=True):
-    """A result of a check: ``what`` was found, with figures; ``why`` it matters; ``remedy``: what to do. The last two
-    are "" if all is well."""
+    """Result of a check. ``what``: what was found, with figures; ``why``: why it matters; ``remedy``: what to do. The
+    last two are "" if all is well."""
 
     area: Area
     level: Level

@@ -48,7 +48,7 @@ def findings(registry: Registry) -> Iterator[Finding]:
     try:
         names = registry.names()
     except RegistryError:
-        return  # said by what was found of the folder
+        return  # the findings about the folder report it
     yield ok(AREA, f"{counted(len(names), 'instance')} in {home}")
     for name in names:
         yield from findings_of(registry, name)
@@ -72,7 +72,7 @@ def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
 
 
 def _command(settings: InstanceSettings, verb: str, *options: str) -> str:
-    """Return a command of ours for an instance, to be pasted: with its home where the command would take another."""
+    """Return an `immortal` command line for an instance, to be pasted. It names the home if that is no default."""
     home, usual = settings.folder.parent, os.environ.get(HOME_VARIABLE) or HOME_DEFAULT
     is_usual = "://" in usual or home.absolute() == Path(usual).absolute()
     return shlex.join(["immortal", *([] if is_usual else ["--home", str(home)]), verb, settings.name, *options])
@@ -118,7 +118,7 @@ def _secrets(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def _log(settings: InstanceSettings) -> Iterator[Finding]:
-    """Check a log in a folder; others are checked only where NAME is given, since that may take long."""
+    """Check that a log in a folder exists. Other logs are not checked here, since that can take long."""
     if not is_in_folder(settings.log):
         return
     try:
@@ -219,10 +219,10 @@ def _running(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def is_stale(path: Path) -> bool:
-    """Return whether ``path`` is a Unix socket at which nobody listens.
+    """Return True if ``path`` is a Unix socket at which nobody listens.
 
-    A connection is tried only if the kernel does not list the socket, since a process of another network namespace may
-    listen: the listener would take the connection for a stranger's.
+    A socket that the kernel lists has a listener: it is not connected to, since the listener would take that for a
+    stranger's connection. For an unlisted one a connection is tried: a process of another network namespace can listen.
     """
     if f" {path}\n".encode() in _bound_sockets():
         return False
@@ -248,7 +248,7 @@ def _bound_sockets() -> bytes:
 
 
 def _short_sockets() -> Iterator[Finding]:
-    """Check the folder that all homes of this user share, for sockets whose own folder has too long a path."""
+    """Check the folder that all homes of this user share: it has the sockets whose own folder has too long a path."""
     folder = SHORT_FOLDERS / f"immortal-{os.geteuid()}"
     try:
         status = folder.lstat()

@@ -1,4 +1,4 @@
-"""Findings about the installation: versions of packages, what runs compiled, which extras are installed."""
+"""Findings about the installation: versions of packages, compiled parts, installed extras, native libraries."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _extras(required: Sequence[str]) -> Finding:
 
 
 def is_installed(extra: str, required: Sequence[str] | None = None) -> bool:
-    """Return whether all packages of ``extra`` are installed. False if Immortal itself is not installed."""
+    """Return True if all packages of ``extra`` are installed; False if Immortal itself is not installed."""
     if required is None:
         try:
             required = metadata.requires(distribution.NAME) or []
@@ -106,7 +106,7 @@ def _parts(requirement: str) -> tuple[str, str, str]:
 
 
 def is_within(version: str, bounds: str) -> bool:
-    """Return whether a version is within bounds such as ``>=1.6,<4``, the form that our own package uses."""
+    """Return True if a version is within bounds such as ``>=1.6,<4``, the form that our own package uses."""
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+-]", text, maxsplit=1)[0]))

@@ -1,8 +1,6 @@
-"""Findings about the machine: its clock, memory and limits of a process, and the disk of a log.
+"""Findings about the machine: clock, memory, limits of a process, and the disk of a log.
 
-Findings about the machine: its clock, the limits of a process, and its memory.
-
-Findings about the disk of a log: filesystem, free space, time of a sync, and whether that time can be true.
+Of a disk: its filesystem, free space, the time of a sync, and if that time can be true.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from immortal.protocol.command_line import counted, size_text
 
 CLOCK, LIMITS, MEMORY = Area.CLOCK, Area.LIMITS, Area.MEMORY
 
-AHEAD_S_MAX = 5.0  # file times and the clock are of one machine; other machines' files may be a little ahead
+AHEAD_S_MAX = 5.0  # most files have the times of this clock; those of other machines can be a little ahead
 
 _UNSYNCHRONISED, _TIME_ERROR = 0x0040, 5
 
@@ -42,11 +40,11 @@ INSTANCE_SIZE_BYTES = 64 << 20  # a coordinator and a small app, at rest, with r
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
-_UNLIMITED_SIZE_BYTES = 1 << 60  # what an older kernel says where there is no limit
+_UNLIMITED_SIZE_BYTES = 1 << 60  # an older kernel reports more if there is no limit
 
 
 class _Timex(ctypes.Structure):
-    """Beginning of the kernel's struct timex, and room for the rest of it."""
+    """Beginning of the kernel's struct timex, with room for its other fields."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -60,7 +58,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock_findings(files: Iterable[Path]) -> Iterator[Finding]:
-    """Check whether the clock is synchronised and has not gone back. ``files``: of the home."""
+    """Check that the clock is synchronised, is fast to read, and has not gone back. ``files``: those of the home."""
     yield _synchronised()
     yield from _gone_back(files)
     try:
@@ -178,7 +176,7 @@ def _memory(instances_count: int) -> Iterator[Finding]:
 
 
 def _available_size_bytes() -> int | None:
-    """Return the memory that is free, of the machine or of the container's limit, whichever is less; None: unknown."""
+    """Return the free memory of the machine or of the container, the lower one, in bytes; None if it is unknown."""
     fields = dict(line.partition(":")[::2] for line in _text("/proc/meminfo").splitlines())
     try:
         available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -212,7 +210,7 @@ BLOCK_SIZE_BYTES = 4096  # as one of the log's journal
 
 SAMPLES_MIN, SAMPLES_MAX, MEASURED_S_MAX = 5, 200, 1.0
 
-FREE_SIZE_BYTES_MIN = 128 << 20  # a checkpoint and what comes meanwhile
+FREE_SIZE_BYTES_MIN = 128 << 20  # room for a checkpoint and the input that arrives meanwhile
 
 FREE_SIZE_BYTES_LOW = 1 << 30
 
@@ -236,7 +234,7 @@ _MOVE = "move the home to a disk of this machine: --home, or --log of 'immortal 
 
 
 class Mount(NamedTuple):
-    """A mounted filesystem. ``options``: of the mount and of the filesystem."""
+    """Mounted filesystem. ``options``: those of the mount and of the filesystem."""
 
     point: Path
     kind: str
@@ -287,7 +285,7 @@ def existing(folder: Path) -> Path:
 
 
 def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount | None:
-    """Return the filesystem that ``folder`` is on; None where the kernel does not say."""
+    """Return the filesystem that ``folder`` is on; None if the kernel does not tell."""
     real = Path(os.path.realpath(folder))
     found = None
     try:
@@ -343,7 +341,7 @@ def _room(place: Path) -> Finding:
 
 
 def measure(folder: Path) -> SyncTimes:
-    """Measure overwriting blocks as the log's journal does, synced and unsynced. Raises OSError."""
+    """Measure the times of synced and unsynced overwrites of blocks, as in the log's journal. Raises OSError."""
     path = folder / f".doctor-{os.getpid()}"
     block = os.urandom(BLOCK_SIZE_BYTES)
     blocks_count = 64
@@ -407,7 +405,7 @@ def judge_sync_times(place: Path, times: SyncTimes, mount: Mount | None) -> Find
 
 
 def _rotates(device: str) -> bool:
-    """Return whether a disk says that it rotates; for a partition, the folder of its disk says so."""
+    """Return True if a disk reports that it rotates. For a partition, the folder of its disk has the report."""
     for folder in (Path("/sys/dev/block", device), Path("/sys/dev/block", device).resolve().parent):
         try:
             return (folder / "queue" / "rotational").read_text().strip() == "1" and not _is_virtual(folder)
@@ -417,7 +415,7 @@ def _rotates(device: str) -> bool:
 
 
 def _is_virtual(folder: Path) -> bool:
-    """Return whether the disk is virtual: it says that it rotates, whatever is below it."""
+    """Return True for a virtual disk, which reports that it rotates, whatever is below it."""
     return folder.resolve().name.startswith(("vd", "xvd", "nbd", "loop", "zram"))
 
 

@@ -1,10 +1,10 @@
-"""Logs made by this home: the note of them, their keys, and the refusal of pickled states of other logs.
+"""Logs that this home created: a list of them, their keys, and the refusal of pickled states of other logs.
 
 <home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
 <home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it is
 
-So a log that somebody put in the place of the instance's own is recognised, and one that was authenticated is never
-taken for one that was not.
+So a log that somebody put in the place of the instance's own one is recognised, and an authenticated log cannot be
+replaced by one without authentication.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ _OTHERS = 0o077
 
 
 class OwnLogs:
-    """Note of the logs made here for one instance. ``folder`` is the instance's."""
+    """List of the logs created here for one instance, in a file. ``folder`` is the instance's."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the note. Raises LogKeyError where it cannot be read."""
+        """Read the file. Raises LogKeyError if it cannot be read."""
         self.path = folder / FOLDER_NAME / OWN_LOGS_FILE_NAME
         self.is_kept = True
-        """True if there is a note; without one, the log that is there is taken for the instance's own."""
+        """True if the file exists; without it, any log in place counts as the instance's own."""
         self._logs: dict[tuple[int, int], bool] = {}
         try:
             lines = self.path.read_text("ascii").splitlines()
@@ -104,7 +104,7 @@ class OwnLogs:
         return not self.is_kept or (identity.committer_id, identity.created_ns) in self._logs
 
     def add(self, identity: LogIdentity, *, authenticated: bool) -> None:
-        """Note that a log was made here. Raises LogKeyError."""
+        """Add a log that was created here. Raises LogKeyError."""
         place = identity.committer_id, identity.created_ns
         if self.is_kept and self._logs.get(place) == authenticated:
             return
@@ -112,12 +112,12 @@ class OwnLogs:
         self._write()
 
     def forget_authentication(self) -> None:
-        """Note that no log has to be authenticated any more. Raises LogKeyError."""
+        """Mark all logs as not authenticated. Raises LogKeyError."""
         self._logs = dict.fromkeys(self._logs, False)
         self._write()
 
     def create(self) -> None:
-        """Begin the note: from now on a log that is not noted is somebody else's. Raises LogKeyError."""
+        """Create the file: from now on a log that it does not list is somebody else's. Raises LogKeyError."""
         if not self.is_kept:
             self._write()
 
@@ -134,7 +134,7 @@ class OwnLogs:
 
 
 def key_path(settings: InstanceSettings) -> Path:
-    """Return the path of the file with the log's keys, whether it exists or not."""
+    """Return the path of the file with the log's keys; the file may not exist."""
     if settings.log_key is None or settings.log_key == LOG_KEY_FILE:
         return settings.folder / FOLDER_NAME / KEY_FILE_NAME
     return Path(settings.log_key)
@@ -159,7 +159,7 @@ def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
         keys = tuple(LogKey(bytes.fromhex(line)) for line in lines)
     except ValueError:
         keys = ()
-    if not keys or any(len(key.secret) != KEY_SIZE_BYTES for key in keys):  # the line itself stays untold
+    if not keys or any(len(key.secret) != KEY_SIZE_BYTES for key in keys):  # the error does not show the line
         raise LogKeyError(
             f"{path} holds something else than keys of a log: one a line is expected, {2 * KEY_SIZE_BYTES} hex digits;"
             " restore it from a copy"
@@ -168,14 +168,14 @@ def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
 
 
 def add_key(settings: InstanceSettings) -> tuple[LogKey, ...]:
-    """Make a new key and use it; older keys stay for the copies that need them. Raises LogKeyError."""
+    """Create a new key and use it; older keys stay for the copies that need them. Raises LogKeyError."""
     keys = (LogKey.new(), *read_keys(settings))
     _write_secretly(key_path(settings), "".join(f"{key.secret.hex()}\n" for key in keys))
     return keys
 
 
 def remove(folder: Path) -> None:
-    """Delete keys and note; ``folder`` is the instance's."""
+    """Delete the file of keys and the list of own logs; ``folder`` is the instance's."""
     for name in (KEY_FILE_NAME, OWN_LOGS_FILE_NAME):
         (folder / FOLDER_NAME / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ def remove(folder: Path) -> None:
 
 
 def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogStore:
-    """Open the instance's log for writing; make it where there is none. With ``log_key`` set it is authenticated.
+    """Open the instance's log for writing; create it if there is none. With ``log_key`` set, it is authenticated.
 
     ``place``: the place of the log, if the caller has it already. Raises LogError.
     """
@@ -230,9 +230,9 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
 
 
 def adopt_log(settings: InstanceSettings, store: RowLogStore, *, trust_pickle: bool) -> None:
-    """Note the log ``store`` as the instance's own, since a coordinator begins to write it.
+    """Add ``store`` to the instance's own logs, since a coordinator begins to write it.
 
-    Raises PickleRefusedError if it was not its own and holds a state written by pickle, unless ``trust_pickle``.
+    Raises PickleRefusedError if it was no own log and holds a state written by pickle, unless ``trust_pickle``.
     """
     own = OwnLogs(settings.folder)
     if not (own.has(store.identity) or trust_pickle):
@@ -250,7 +250,7 @@ def stored_chunks(store: LogStore, checkpoint_id: int) -> Iterator[bytes]:
 
 
 def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check: bool = True) -> LogReader:
-    """Open the instance's log for reading; it is checked with its key where it has one.
+    """Open the instance's log for reading, and check it with its key if it has one.
 
     ``trust_pickle``: trust pickled states even if this home did not make the log. ``check``: check its small tables
     now. Raises LogError.
@@ -265,7 +265,7 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
 
 
 def log_version(settings: InstanceSettings) -> int | None:
-    """Return the version of the instance's state, as its log says; None before its first start. Raises LogError."""
+    """Return the version of the instance's state by its log; None before its first start. Raises LogError."""
     if not log_exists(settings.log):
         return None
     with open_reader(settings) as reader:
@@ -282,10 +282,7 @@ def verify(settings: InstanceSettings) -> LogVerification:
 
 
 def accept(settings: InstanceSettings) -> LogKey:
-    """Authenticate the log as it is now with the key in use, whatever it holds: a person has decided that.
-
-    Raises LogError.
-    """
+    """Authenticate the log's present contents with the key in use, since a person trusts them. Raises LogError."""
     keys = read_keys(settings) or add_key(settings)
     store = open_log_folder(settings.log, settings.name, keys=keys, accept=True)
     try:

@@ -1,18 +1,14 @@
-"""Registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
+"""Registry: a folder with a settings file for each instance, and its folder for log, runtime files and followers.
 
 A registry of many machines is in a database; each machine's folder is a copy of it (immortal.protocol.shared_registry).
 
-<home>/counter.toml     the settings
-<home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
-                        supervisor.json)
+<home>/counter.toml             the settings
+<home>/counter/                 log/, and the files that announce running processes (coordinator.json, supervisor.json)
+<home>/counter/followers/1/     the first follower on this machine: app.sock, app_secret, control.sock, coordinator.json
+<home>/counter/followers/2/     a second follower
 
-Folders of followers on the instance's machine, for their sockets, secrets and files.
-
-<home>/counter/followers/1/      the first; its app.sock, app_secret, control.sock and coordinator.json
-<home>/counter/followers/2/      a second one beside it
-
-A folder belongs to the process that holds the lock in it. When the follower becomes the instance, peers and operators
-reach it at the instance's addresses; its app stays where it is.
+A follower's folder belongs to the process that holds the lock in it. When the follower becomes the instance, peers and
+operators reach it at the instance's addresses; its app stays connected at the folder's socket.
 """
 
 from __future__ import annotations
@@ -74,7 +70,7 @@ PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as immortal.coordinator.peers.key
 
 LOCK_TIMEOUT_S = 60.0  # a change takes milliseconds, and hundreds of instances may start at once
 
-PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": from where free ports are taken, such as what a firewall lets through
+PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": the range of free ports to take, such as the one that a firewall opens
 
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
 
@@ -86,7 +82,7 @@ _RANDOM = random.SystemRandom()
 
 
 class RegistryError(ImmortalError):
-    """Raised if the registry can't do what it was asked to."""
+    """Raised if the registry refuses a request, or can't be read or written."""
 
 
 class UnknownInstanceError(RegistryError):
@@ -94,9 +90,9 @@ class UnknownInstanceError(RegistryError):
 
 
 class Registry:
-    """Instances of one folder. Settings are read again when their file has changed.
+    """Registry of the instances in one folder. It reads settings again when their file has changed.
 
-    ``home``: the folder, or the URL of a database; then this machine's copy is used, and ``copy`` is set. Raises
+    ``home``: the folder, or the URL of a database: then this machine's copy is used, and ``copy`` is set. Raises
     SharedHomeError.
     """
 
@@ -112,8 +108,8 @@ class Registry:
         return self.home / f"{name}.toml"
 
     def names(self) -> list[str]:
-        """Return all registered instances, sorted. Raises RegistryError for a folder that can't be read, or that others
-        may write."""
+        """Return the names of all registered instances, sorted. Raises RegistryError for a folder that can't be read,
+        or that others can write to."""
         self._refuse_open()
         try:
             files = [file for file in os.listdir(self.home) if file.endswith(".toml")]  # each coordinator looks often
@@ -124,14 +120,14 @@ class Registry:
         return sorted(file.removesuffix(".toml") for file in files if not file.startswith("."))
 
     def client_names(self, instances: Iterable[str]) -> list[str]:
-        """Return the names with keys here that are not in ``instances``. Raises RegistryError for an unreadable
-        folder."""
+        """Return the names of clients, sorted: they have keys here and are not in ``instances``. Raises RegistryError
+        for an unreadable folder."""
         others = self.folder_names()
         others.difference_update(instances)
         return sorted(name for name in others if (self.home / name / PUBLIC_KEYS_FILE_NAME).exists())
 
     def folder_names(self) -> set[str]:
-        """Return the names that have, or may have, a folder here. Raises RegistryError for an unreadable folder."""
+        """Return the names that can have a folder here. Raises RegistryError for an unreadable folder."""
         try:
             files = os.listdir(self.home)
         except (FileNotFoundError, NotADirectoryError):
@@ -164,15 +160,15 @@ class Registry:
         return self.load(name).peer
 
     def register(self, name: str, peer: str, *, keyed: bool = False, **given: Any) -> InstanceSettings:
-        """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one.
+        """Register a new instance and write its settings file. `*` as the port of ``peer`` takes a free one.
 
         ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the file's word
         for it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free port. None does so
         for ``app_port`` if the other settings need a port (two ports, another host, a client of the base protocol).
-        ``log`` is relative to the working directory. ``keyed``: a log in a folder has a key, unless ``given`` says
-        which: one elsewhere is for other machines too, and its key does not get there by itself.
+        ``log`` is relative to the working directory. ``keyed``: a log in a folder gets a key, unless ``given`` names
+        one. (A log elsewhere is for other machines too, and they would lack its key.)
 
-        Raises ConfigError for a wrong value, RegistryError when the name is taken.
+        Raises ConfigError for a wrong value, RegistryError if the name is taken.
         """
         check_instance_name(name)
         if self.copy is not None:
@@ -218,7 +214,7 @@ class Registry:
     def share(self, url: str) -> list[str]:
         """Move this registry into the database ``url``; the folder is a copy of it from then on. Return the names.
 
-        Instances whose log is in the folder go on with it, on this machine alone. Raises ImmortalError.
+        Instances whose log is in the folder continue with it, on this machine alone. Raises ImmortalError.
         """
         names = self.names()
         for name in names:
@@ -242,7 +238,7 @@ class Registry:
             yield
 
     def _with_ports(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return ``values`` with free ports where they ask for some."""
+        """Replace each request for a free port in ``values`` by a port; return ``values``."""
         taken = self._ports_taken()
         address = split_tcp(values["peer"])
         if address is not None and address[1] == 0:
@@ -262,19 +258,19 @@ class Registry:
         return values
 
     def remember_app(self, name: str, app: str) -> InstanceSettings:
-        """Store ``app`` ("module:Class") as the one that ``name`` was last run with."""
+        """Store ``app`` ("module:Class") as the last app of ``name``."""
         check_app(app)
         if (known := self.load(name)).app == app:
-            return known  # at most starts: many at once need not wait for each other
+            return known  # true at most starts: concurrent ones then need no lock
         import tomlkit  # noqa: F401  # before the lock is taken, since its loading takes long
 
         with self.locked():
             return self._remember(name, "app", app)
 
     def remember_log(self, name: str, log: str) -> InstanceSettings:
-        """Store ``log``, a path or a URL, as the log of ``name``: it is used from the next start on.
+        """Store ``log``, a path or a URL, as the log of ``name`` from its next start on.
 
-        Raises RegistryError where it is another instance's.
+        Raises RegistryError if it is another instance's.
         """
         with self.locked():
             self._refuse_shared_log(name, log)
@@ -309,7 +305,7 @@ class Registry:
         return UnknownInstanceError(f"there is no instance {name!r}{hint} registered in {self.home}: {known}")
 
     def _refuse_open(self) -> None:
-        """Raise RegistryError if others can write to the home; checked once, so that a running process goes on."""
+        """Raise RegistryError if others can write to the home. Checked once, so that a running process continues."""
         if self._looked_at:
             return
         problem = openness(self.home)
@@ -405,7 +401,7 @@ def notify_coordinators(path: Path) -> None:
 
 
 def _share(path: Path, text: str | None) -> bool:
-    """Write ``path`` to the database if its folder is a copy of one; return whether it is. ``text`` None: remove it."""
+    """Write ``path`` to the database if its folder is a copy of one, else return False. ``text`` None: remove it."""
     is_settings = path.suffix == ".toml"
     home = path.parent if is_settings else path.parent.parent
     copy = shared_registry.copy_of(home)
@@ -417,7 +413,7 @@ def _share(path: Path, text: str | None) -> bool:
 
 
 def _make_schema(url: str) -> None:
-    """Make the registry's tables where the database has none yet. Raises RegistryError."""
+    """Create the registry's tables if the database has none. Raises RegistryError."""
     from immortal.coordinator.log.open import place_of
 
     try:
@@ -441,9 +437,9 @@ def _require_backend(url: str) -> None:
 def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
     """Return a port that nobody listens at on any of ``hosts`` and that is not in ``taken``. Raises RegistryError.
 
-    It is one of those that IMMORTAL_PORTS names. Without that variable it is outside the range from which the kernel
-    takes ports for outgoing connections: such a port could be in use when the coordinator comes back after a crash,
-    even by a peer's own attempt to reach it.
+    The port is one of those that IMMORTAL_PORTS names. Without that variable it is outside the range from which the
+    kernel takes ports for outgoing connections: such a port could be in use when the coordinator restarts after a
+    crash, even by a peer's own attempt to reach it.
     """
     asked = os.environ.get(PORTS_VARIABLE)
     for port in _any_ports() if asked is None else _shuffled(_ports_asked(asked)):
@@ -476,8 +472,8 @@ def _any_ports() -> Iterator[int]:
 
 
 def _shuffled(ports: range) -> list[int]:
-    """Return some of ``ports`` at random, not by the generator that programs seed: two that run side by side would get
-    the same ones."""
+    """Return some of ``ports`` in random order, by the system's generator: two processes with equal seeds of their own
+    generators would try the same ports."""
     return _RANDOM.sample(ports, min(len(ports), _PORT_TRIES_MAX))
 
 
@@ -510,11 +506,11 @@ FOLDER_NAME = "followers"
 
 LOCK_FILE_NAME = "lock"
 
-PLACES_MAX = 16  # more followers of one log on one machine are of no use
+PLACES_MAX = 16  # more followers of one log on one machine are useless
 
 
 class FollowerPlaceError(ImmortalError):
-    """Raised if folders for followers are used up, or can't be used."""
+    """Raised if all folders for followers are taken, or can't be used."""
 
 
 class FollowerPlace(Struct):
@@ -551,7 +547,7 @@ def claim_place(settings: InstanceSettings) -> FollowerPlace:
 def follower_settings(
     settings: InstanceSettings, folder: Path, *, app_port: int | None = None, app_send_port: int | None = None
 ) -> InstanceSettings:
-    """Return ``settings`` with the sockets and files of a follower in ``folder``: its app connects by a Unix socket
+    """Return ``settings`` for a follower with its sockets and files in ``folder``. Its app connects by a Unix socket
     there, or by these ports."""
     return msgspec.structs.replace(
         settings, folder=folder, log=settings.log, app_port=app_port, app_send_port=app_send_port, app_socket=None

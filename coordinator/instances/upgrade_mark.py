@@ -1,7 +1,7 @@
-"""Mark for an upgrade that an operator requested for the next start of an instance.
+"""Mark of an upgrade that an operator requested for the next start of an instance.
 
-<folder>/upgrade.json exists until the upgrade is durable, or until it has failed and somebody has read why. The version
-of an instance is what its log says; this file is only a request.
+<folder>/upgrade.json exists until the upgrade is durable, or until it has failed and somebody has read why. The log
+tells the version of an instance; this file is only a request.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class UpgradeMarkError(ImmortalError):
 
 
 class UpgradeMark(msgspec.Struct, frozen=True):
-    """Requested upgrade to version ``to``. ``app``: "module:Class" that holds both versions; None: the registered
-    one. ``app_before``: the one that the project named, if that was changed."""
+    """Requested upgrade to version ``to``. ``app``: "module:Class" with both versions; None: the registered app.
+    ``app_before``: the app that the project named before, if it was changed."""
 
     to: int
     app: str | None = None
@@ -62,7 +62,7 @@ def clear(folder: Path) -> None:
 
 
 def mark_failed(folder: Path, problem: str) -> None:
-    """Note why the requested upgrade failed, so that it is not tried again. Raises UpgradeMarkError."""
+    """Write why the requested upgrade failed, so that it is not tried again. Raises UpgradeMarkError."""
     mark = read(folder)
     if mark is not None and mark.pending:
         write(folder, msgspec.structs.replace(mark, problem=problem))

@@ -1,7 +1,6 @@
-"""Messages between processes over ZeroMQ: sent until acknowledged, given to their server loop once.
+"""Messaging between processes over ZeroMQ: a message is sent until acknowledged, and delivered to a server loop once.
 
-:class:`Messenger` owns every socket. A receiver's :meth:`Received.reply` is the acknowledgement; nothing
-ever reports "sent".
+:class:`Messenger` owns every socket. :meth:`Received.reply` is the acknowledgement; nothing reports "sent".
 """
 
 from immortal.coordinator.messenger.backpressure import PendingLimits

@@ -1,4 +1,4 @@
-"""Limits on what is pending for a destination and queued for a client."""
+"""Back-pressure: limits on the messages pending for a destination, and on the bytes queued for a client."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from immortal.coordinator.messenger.sockets import NOBLOCK
 
 
 class PendingLimits(Struct, frozen=True):
-    """Limits on what may be pending, sent or not, for one destination; one message is always allowed, however large.
+    """Limits on the messages pending for one destination, sent or not. One message is always allowed, however large.
 
-    ``wait_s``: how long a send waits for room before it is refused; 0: not at all, None: as long as it takes. It waits
-    only in other threads than the messenger's, and only while that runs.
+    ``wait_s``: longest time that a send waits for room before it is refused; 0: it does not wait; None: no limit. A
+    send waits only in another thread than the messenger's, and only while that thread runs.
     """
 
     count_max: int = PENDING_MAX
@@ -41,8 +41,8 @@ PENDING_LIMITS = PendingLimits()
 
 
 class _Pending(Struct, eq=False):
-    """Running totals for one destination: ``taken`` counts what was accepted, by any thread under the lock, and
-    ``done`` what is no longer pending, which only the messenger's owner writes."""
+    """Running totals for one destination. ``taken``: accepted messages, counted by any thread under the lock;
+    ``done``: messages that are no longer pending, counted by the messenger's owner alone."""
 
     taken_count: int = 0
     taken_size_bytes: int = 0
@@ -51,9 +51,9 @@ class _Pending(Struct, eq=False):
 
 
 class PendingRoom:
-    """Counts what is pending for each destination and blocks or refuses sends beyond the limits.
+    """Counter of the messages pending for each destination. It blocks or refuses sends beyond the limits.
 
-    ``may_wait``: tells whether the calling thread may wait, since another thread can make room.
+    ``may_wait``: returns True if the calling thread can wait, since another thread can make room.
     """
 
     def __init__(self, limits: PendingLimits, may_wait: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ class PendingRoom:
         self._waiting_count = 0
 
     def reserve(self, destination: str, size_bytes: int) -> None:
-        """Count one more message. Raises PendingFullError. For any thread."""
+        """Count a message for ``destination``, after a wait for room. Raises PendingFullError. For any thread."""
         with self._lock:
             pending = self._by_destination.get(destination)
             if pending is None:
@@ -106,7 +106,7 @@ class PendingRoom:
             )
 
     def release(self, destination: str, size_bytes: int, count: int = 1) -> None:
-        """Note that ``count`` messages are no longer pending. For the messenger's owner."""
+        """Count ``count`` messages as no longer pending. For the messenger's owner."""
         pending = self._by_destination[destination]
         pending.done_count += count
         pending.done_size_bytes += size_bytes
@@ -114,7 +114,7 @@ class PendingRoom:
             self.wake()
 
     def forget(self, destination: str, size_bytes: int, count: int) -> None:
-        """Note that ``count`` messages are no longer pending and no more will come. For the messenger's owner."""
+        """Release ``count`` messages and remove the totals of ``destination``. For the messenger's owner."""
         if count:
             self.release(destination, size_bytes, count)
         with self._lock:
@@ -123,7 +123,7 @@ class PendingRoom:
                 del self._by_destination[destination]
 
     def wake(self) -> None:
-        """Let waiting senders check again: there is room, or no thread is left that could make any."""
+        """Wake waiting senders: there is room, or no thread is left that could make room."""
         with self._changed:
             self._changed.notify_all()
 
@@ -143,15 +143,15 @@ class _SendQueue(Struct, eq=False):
 
 
 class ClientSendQueues:
-    """Bytes queued in ZeroMQ for each client, by routing ID; an empty queue is forgotten."""
+    """Send queues of clients, by routing ID: the bytes that each has in ZeroMQ. An empty queue is removed."""
 
     def __init__(self) -> None:
         self._queues: dict[bytes, _SendQueue] = {}
         self._size_bytes = 0
 
     def has_room(self, route: bytes, size_bytes: int) -> bool:
-        """Return whether ``size_bytes`` may be sent to ``route`` now. A client with an empty queue may be sent one
-        message of any size, unless the queues of all clients are full: then only a small one."""
+        """Return True if ``size_bytes`` can be sent to ``route`` now. A client with an empty queue can get one message
+        of any size, unless the queues of all clients together are full: then only a small one."""
         queued_bytes = self._drop_sent(route) + size_bytes
         if queued_bytes > max(CLIENT_QUEUED_SIZE_BYTES_MAX, size_bytes):
             return False

@@ -1,8 +1,8 @@
 """Connections of a messenger: the poller, the links, the listeners.
 
-ZeroMQ's descriptors are edge-triggered, and any call on a socket may consume the edge. The rule that keeps
-wake-ups from being lost: a socket is in ``ready`` from the moment its descriptor, or a check of its events
-after sending, reports something, until a receive finds nothing.
+ZeroMQ's descriptors are edge-triggered, and any call on a socket can consume the edge. This rule prevents lost
+wake-ups: a socket is in ``ready`` from the moment when its descriptor, or a check of its events after sending, reports
+something, until a receive finds nothing.
 
 Links' descriptors have their own epoll, ``link_epoll``, so that replies need not wake a patient owner.
 """
@@ -30,12 +30,12 @@ Source = Link | Listener
 
 
 class Poller:
-    """Polls the sockets of one messenger and its ``wake`` event. Used by the owner's thread alone."""
+    """Poller of one messenger's sockets and its ``wake`` event. Only the owner's thread uses it."""
 
     def __init__(self, wake: WakeupEvent) -> None:
         self.ready: dict[Source, None] = {}  # have something to receive, or may have
         self.unread: dict[Link, None] = {}  # have, or may have, replies that nobody waits for yet
-        self.replies_due_ns: int | None = None  # when links are listened to again; None: they are
+        self.replies_due_ns: int | None = None  # when links are polled again; None: they are polled now
         self.link_epoll = select.epoll()
         self._epoll = select.epoll()
         self._epoll.register(self.link_epoll.fileno(), select.EPOLLIN)
@@ -71,7 +71,7 @@ class Poller:
         self.unwatch(link)
 
     def collect(self, now_ns: int, *, with_replies: bool) -> Sequence[Link]:
-        """Mark the sockets that have something as ready; return the links whose monitors have events."""
+        """Mark the sockets that have input as ready; return the links whose monitors have events."""
         monitored: list[Link] = []
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._wake.descriptor:
@@ -97,7 +97,7 @@ class Poller:
         return self.replies_due_ns is not None and bool(self.unread or self.link_epoll.poll(0))
 
     def put_replies_off(self, now_ns: int) -> None:
-        """Let replies wake nobody until REPLY_DELAY_NS_MAX from now."""
+        """Stop replies from waking the owner until REPLY_DELAY_NS_MAX from now."""
         if self.replies_due_ns is None:
             self._epoll.modify(self.link_epoll.fileno(), 0)
         self.replies_due_ns = now_ns + REPLY_DELAY_NS_MAX
@@ -128,9 +128,8 @@ class Poller:
 class Links:
     """Links of a messenger, by destination: opened at the first message, reopened after each failure.
 
-    ``make_outbox`` makes the outbox of a new link, ``wake`` wakes the owner when an inproc listener comes or goes.
-
-    ``room``: counts what is pending; None: nothing bounds it.
+    ``make_outbox`` makes the outbox of a new link, ``wake`` wakes the owner when an inproc listener is bound or
+    unbound. ``room``: counts what is pending; None: no limit.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class Links:
         self.sending[link] = None
 
     def transmit(self, now_ns: int, *, patient: bool) -> None:
-        """Send what may be sent on all links with something to send. ``patient``: nobody waits for the replies."""
+        """Send on all links that have something to send. ``patient``: True if nobody waits for the replies."""
         for link in self.sending:
             if link.transmit(now_ns):
                 self._poller.unread[link] = None
@@ -200,7 +199,7 @@ class Links:
             self._poller.expect_replies()
 
     def retry_due(self, now_ns: int) -> None:
-        """Queue what is to be sent again, and replace connections on which nothing was received for too long."""
+        """Queue messages due for retransmission, and replace connections on which nothing was received for too long."""
         for link in list(self):
             silence_deadline_ns = link.silence_deadline_ns
             if silence_deadline_ns is not None and silence_deadline_ns <= now_ns:
@@ -212,18 +211,18 @@ class Links:
     # --- connections -------------------------------------------------------------------------------------------------
 
     def reopen_due(self, now_ns: int) -> None:
-        """Reopen the links that failed and whose pause is over."""
+        """Reopen each link that failed and whose pause is over."""
         for link in list(self):
             if link.reopen_due_ns is not None and link.reopen_due_ns <= now_ns:
                 self.reopen(link)
 
     def reopen(self, link: Link) -> Link:
-        """Replace the link's socket, and try the next of the keys that its destination may have."""
+        """Replace the link's socket, and try the next of its destination's possible keys."""
         self._close(link)
         return self._connect(link.endpoint, link.link_id, link.outbox, link.server_key)
 
     def drop(self, destination: str) -> int:
-        """Close and forget the link to ``destination``; return how many pending messages were dropped."""
+        """Close and remove the link to ``destination``; return the number of pending messages that were dropped."""
         link = self._by_destination.pop(destination, None)
         if link is None:
             return 0
@@ -239,7 +238,7 @@ class Links:
         link.close()
 
     def secure(self, security: Security) -> None:
-        """Reconnect the links whose keys differ from those that ``security`` gives."""
+        """Use ``security`` from now on; reconnect the links whose keys differ from those that it gives."""
         self._security = security
         for link in list(self):
             keys = security.servers(link.endpoint)
@@ -269,7 +268,7 @@ class Links:
         self._wake.signal()
 
     def take_listener_news(self) -> None:
-        """Reconnect inproc links whose listener came back; ZeroMQ does not do that itself."""
+        """Reconnect inproc links whose listener was bound again; ZeroMQ does not do that itself."""
         while self.listener_news:
             link, listening = self.listener_news.popleft()
             if link.closed:
@@ -295,7 +294,7 @@ CALLBACK_ID_MAX = 2**64 - 1
 class Listeners:
     """Listeners of a messenger, one for each endpoint, and the ZAP authenticator in front of those with keys.
 
-    Used by the messenger's owner alone, except counted(). ``mailbox`` takes the replies.
+    Only the messenger's owner uses it, except counted(). ``mailbox`` takes the replies.
     """
 
     def __init__(self, shared: Shared, poller: Poller, mailbox: MessengerMailbox, clock_ns: Callable[[], int]) -> None:
@@ -318,7 +317,7 @@ class Listeners:
         parts_max: int,
         most_bytes: Callable[[], int] | None = None,
     ) -> Listener:
-        """See Messenger.listen(). Raises EndpointInUseError, EndpointError."""
+        """Open a listener, see Messenger.listen(). Raises EndpointInUseError, EndpointError."""
         listener = Listener(
             self._shared,
             endpoint,
@@ -334,16 +333,16 @@ class Listeners:
         )
         self.all.append(listener)
         self._poller.watch(listener)
-        # Over inproc, what was sent before comes in with the binding, unannounced.
+        # Over inproc, earlier messages arrive with the binding, without an event.
         self._poller.ready[listener] = None
         return listener
 
     def _new_callback_id(self) -> int:
-        """Return the ID of a callback that is given with a reply; never NOOP."""
+        """Return a new ID for a callback that is given with a reply; never NOOP."""
         return next(self._given_ids) % CALLBACK_ID_MAX + 1
 
     def secure(self, security: Security) -> None:
-        """Use ``security`` from now on."""
+        """Use ``security`` for all secured listeners from now on."""
         if self._authenticator is None:
             self._authenticator = ZapAuthenticator(self._shared.context, security.callers, self._clock_ns)
         self._authenticator.callers = security.callers
@@ -360,7 +359,7 @@ class Listeners:
                 listener.reopen(now_ns)
 
     def transmit(self, replies: deque[Reply | ClientReply]) -> None:
-        """Send ``replies``."""
+        """Remove and send all ``replies``."""
         replied: dict[Listener, None] = {}
         for _ in range(len(replies)):
             reply = replies.popleft()

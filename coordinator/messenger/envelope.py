@@ -1,13 +1,11 @@
-"""Errors of the messenger, by whose fault they are.
-
-Envelope, the first part of every message on the wire: its sender, its number, and who waits for the reply.
+"""Envelope, the first part of each message on the wire (sender, number, who waits for the reply); messenger errors.
 
 48 bytes, all integers big-endian, the length exact::
 
     offset  size  field
          0     1  version                 2
          1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept, 4 reply still to come,
-                                          5 what came is not known here, 6 message of a conversation, 7 reply: the
+                                          5 version or kind not known, 6 message of a conversation, 7 reply: the
                                           callback that the message was for is not known
          2     2  skipped count           message: so many IDs right below its own will not be sent again.
                                           reply: 0
@@ -24,28 +22,28 @@ Envelope, the first part of every message on the wire: its sender, its number, a
         40     8  destination callback ID message of kind 6: the source callback ID of a reply, 0 if it is for the
                                           server loop alone; of kind 1: 0. reply: the message's source callback ID
 
-A message's parts follow as parts of the ZeroMQ message, none or more. A reply is one part, envelope
-included: behind it stands each of the reply's parts, its size in front (4 bytes); kinds 3, 4 and 7 have none. (A
-DEALER whose connection ends while a message of several parts is being read never gives the rest, or that of
-another.) A message's bytes change only in the lowest pending ID and the skipped count when it is sent again.
-From a DEALER to a ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
+A message's parts follow as parts of the ZeroMQ message, none or more. A reply is one part: the envelope, then each of
+the reply's parts with its size (4 bytes) in front; kinds 3 and 7 have no parts, kind 4 has one or none. (If a DEALER's
+connection ends while a message of several parts is read, the rest never arrives, or that of another message does.) A
+message that is sent again has the same bytes except for the lowest pending ID and the skipped count. From a DEALER to a
+ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
 
-The lowest pending ID tells a receiver that starts anew that the IDs below were acknowledged by another receiver,
-and tells one that goes on which replies nobody can ask for any more. The skipped count says the same of IDs above
-it, so that the receiver knows whether anything is missing before a message.
+The lowest pending ID tells a new receiver that another receiver has acknowledged the IDs below, and tells an old one
+which replies nobody can ask for any more. The skipped count says the same of IDs above it, so that the receiver knows
+if anything is missing before a message.
 
 Kind 5 answers an envelope of another version, or of an unknown kind, once on each connection. Link and message ID are
-1 and mean nothing; behind it stands, as the one part of a reply, which versions and kinds are known.
+1 and mean nothing; its one part says which versions and kinds are known.
 
-Kind 6 says that its sender takes a callback ID with the reply; else it is as kind 1. Where kinds 1 to 5 are known it is
-answered with kind 5: its sender then sends as kind 1, on this connection, what is for no callback. Coordinators send
-messages of kind 1 alone.
+Kind 6 means that the sender accepts a callback ID with the reply; else it is as kind 1. A receiver that knows only
+kinds 1 to 5 answers it with kind 5: the sender then uses kind 1, on this connection, for messages to no callback.
+Coordinators send messages of kind 1 alone.
 
-A message that comes again is answered at once: with its reply or, while there is none, with kind 4. The sender
-learns from it that the connection and the receiver are alive, and what has arrived. Kind 4 also comes unasked, for a
-message before which one is missing. Behind it stands, as the one part of a reply, what is missing: the lowest pending
-ID as the receiver knows it (8 bytes), then bits, big-endian, the lowest for that ID: set if the ID is below or at the
-highest that came, and has not come. Senders without this rule skip the part; receivers without it send none.
+A message that arrives again is answered at once: with its reply or, while there is none, with kind 4. The answer tells
+the sender that the connection and the receiver are alive, and what has arrived. Kind 4 is also sent for a message
+before which one is missing. Its one part has the missing IDs: the lowest pending ID as the receiver knows it (8 bytes),
+then bits, big-endian, the lowest for that ID: set if the ID is not above the highest that arrived, and has not arrived.
+Senders without this rule skip the part; receivers without it send none.
 """
 
 from __future__ import annotations
@@ -61,15 +59,15 @@ from immortal.protocol.errors import ImmortalError, LimitExceededError, RemotePr
 
 
 class MessengerError(ImmortalError):
-    """The messenger can't do what it was asked to."""
+    """Raised if the messenger can't do a requested operation."""
 
 
 class EndpointError(MessengerError):
-    """An endpoint is not one that can be listened at, or sent to."""
+    """Raised for an endpoint at which nobody can listen, or to which nothing can be sent."""
 
 
 class EndpointInUseError(EndpointError):
-    """An endpoint is in use: another socket already listens there."""
+    """Raised if another socket already listens at an endpoint."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(
@@ -80,27 +78,27 @@ class EndpointInUseError(EndpointError):
 
 
 class MessengerClosedError(MessengerError):
-    """The messenger was closed, or its thread has failed."""
+    """Raised if the messenger was closed, or its thread has failed."""
 
 
 class AlreadyRepliedError(MessengerError):
-    """A message was replied to twice; its one reply is its acknowledgement."""
+    """Raised for a second reply to a message; its one reply is its acknowledgement."""
 
 
 class PendingFullError(MessengerError):
-    """A send was refused, since the limit on what is pending for its destination is reached."""
+    """Raised for a refused send: the limit on what is pending for its destination is reached."""
 
 
 class MessageTooLargeError(LimitExceededError):
-    """A message to be sent is larger than receivers accept."""
+    """Raised for a message to be sent that is larger than receivers accept."""
 
 
 class EnvelopeError(RemoteProtocolError):
-    """The first part of what came in is not an envelope of this version."""
+    """Raised if the first part of a received message is not a valid envelope of this version."""
 
 
 class UnknownEnvelopeError(EnvelopeError):
-    """An envelope has a version or kind that this build does not know; its sender is told, once."""
+    """Raised for an envelope whose version or kind this build does not know; its sender is told once."""
 
 
 VERSION = 2
@@ -161,7 +159,7 @@ def encode_message(
     source_callback_id: int,
     skipped_count: int = 0,
 ) -> bytes:
-    """Encode the envelope of a message. The caller checks the ranges; struct.error if a value does not fit."""
+    """Encode the envelope of a message. The caller checks the ranges; raises struct.error if a value does not fit."""
     return _LAYOUT.pack(
         VERSION, MESSAGE, skipped_count, link_id, incarnation, message_id, lowest_pending_id, source_callback_id, NOOP
     )
@@ -196,7 +194,7 @@ def encode_reply(
 
 
 def encode_parts(parts: Iterable[bytes]) -> bytes:
-    """Encode the parts of a reply as they follow its envelope: each with its size in front."""
+    """Encode the parts of a reply, which follow its envelope: each with its size in front."""
     pieces: list[bytes] = []
     for part in parts:
         pieces += (_SIZE.pack(len(part)), part)
@@ -219,7 +217,7 @@ def decode_parts(data: bytes, offset: int) -> list[bytes]:
 
 
 def encode_missing(lowest_pending_id: int, missing: int) -> bytes:
-    """Encode which IDs are missing at a receiver: bit n of ``missing`` stands for ``lowest_pending_id`` + n."""
+    """Encode the IDs that are missing at a receiver: bit n of ``missing`` stands for ``lowest_pending_id`` + n."""
     return lowest_pending_id.to_bytes(_ID_SIZE_BYTES, "big") + missing.to_bytes((missing.bit_length() + 7) // 8, "big")
 
 
@@ -236,8 +234,8 @@ def decode_missing(data: bytes) -> list[int]:
 
 
 def decode_envelope(data: bytes) -> Envelope:
-    """Decode an envelope. Raises EnvelopeError for anything but exactly one valid envelope, and UnknownEnvelopeError
-    for what another build may have sent."""
+    """Decode an envelope. Raises UnknownEnvelopeError for a version or kind of another build, and EnvelopeError for
+    anything else but exactly one valid envelope."""
     if data and data[0] != VERSION:
         raise UnknownEnvelopeError(f"an envelope of version {data[0]} came in, this side speaks version {VERSION}")
     try:

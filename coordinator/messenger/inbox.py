@@ -1,23 +1,23 @@
-"""Receiver's side of a link: the window of what has come, early messages, stored replies, callbacks.
+"""Receiver's side of a link: the window of received IDs, early messages, kept replies, callbacks.
 
 IDs grow by one. :class:`ReceiveWindow` accepts a message once, in any order. Beside the highest ID seen, the high-water
 mark, it keeps the complement: the IDs below that have not been seen. They are few, and the bits of one integer, so that
 a message costs the same whatever its sender has left out. The receiver reports the complement to the sender, which
-sends again what is missing and nothing else.
+sends only the missing messages again.
 
-Where order is asked for, a message that comes too early is kept until all before it have come. What has no room is
+If order is requested, a message that arrives too early is kept until all before it have arrived. Without room it is
 dropped, and counts as not seen.
 
-Every message also says the lowest ID that its sender may still send, and how many IDs right below its own it will
-never send again: they were acknowledged, perhaps by an earlier receiver. Such IDs count as seen. So a new receiver can
-start in the middle of a link.
+Each message also has the lowest ID that its sender can still send, and the number of IDs right below its own that the
+sender will never send again: they were acknowledged, perhaps by an earlier receiver. Such IDs count as seen. So a new
+receiver can start in the middle of a link.
 
-A reply is kept until its sender has it (the lowest pending ID passes it); if it was lost, it is sent again for the
-duplicate of its message. The sender's span bounds the number of replies. Their bytes are bounded too: beyond the limit
-the oldest is dropped, and the duplicate of its message is answered with "acknowledged, but the reply is no longer
-kept", so that no sender waits forever.
+A reply is kept until the message's sender has it (the lowest pending ID passes it); if it was lost, it is sent again
+for the duplicate of its message. The sender's span limits the number of replies. Their bytes are limited too: beyond
+the limit the oldest is dropped, and the duplicate of its message is answered with "acknowledged, but the reply is no
+longer kept", so that no sender waits forever.
 
-A callback given with a reply is kept until its message comes. It belongs to its link: no other sender can address it.
+A callback given with a reply is kept until its message arrives. It belongs to its link: no other sender can address it.
 Beyond a number of callbacks the oldest is dropped.
 """
 
@@ -49,17 +49,17 @@ class Arrival(IntEnum):
     FIRST = 0
     DUPLICATE = 1
     REFUSED = 2  # further from the sender's lowest pending ID than a sender may go
-    EARLY = 3  # the first time, but a message sent before it is missing, and order is asked for
+    EARLY = 3  # the first time, but a message sent before it is missing, and order is requested
 
 
 FIRST, DUPLICATE, REFUSED, EARLY = Arrival
 
 
 class ReceiveWindow(Struct, eq=False):
-    """Accepts each message ID once; knows which are missing below the highest. No I/O.
+    """Window of received message IDs: accepts each ID once, and knows the missing ones below the highest. No I/O.
 
-    ``highest_seen`` is the highest ID seen (0: none), ``lowest_pending_id`` the lowest ID that may still come, first or
-    as a duplicate. The missing IDs take ``span_max`` bits: an ID further from the lowest pending one is refused.
+    ``highest_seen`` is the highest ID seen (0: none), ``lowest_pending_id`` the lowest ID that can still arrive, first
+    or as a duplicate. The missing IDs take ``span_max`` bits: an ID further from the lowest pending one is refused.
     """
 
     ordered: bool = False
@@ -70,14 +70,14 @@ class ReceiveWindow(Struct, eq=False):
 
     @property
     def complete_id(self) -> int:
-        """Return the highest ID up to which nothing is missing."""
+        """Highest ID up to which nothing is missing."""
         if not self.missing:
             return self.highest_seen
         return self.lowest_pending_id + (self.missing & -self.missing).bit_length() - 2
 
     def see(self, message_id: int, lowest_pending_id: int = 1, skipped_count: int = 0) -> Arrival:
-        """Note ``message_id`` (from 1), whose sender will send nothing below ``lowest_pending_id`` again, and none of
-        the ``skipped_count`` IDs right below ``message_id``."""
+        """Mark ``message_id`` (from 1) as seen; return how it arrived. Its sender will never again send the IDs below
+        ``lowest_pending_id``, and the ``skipped_count`` IDs right below ``message_id``."""
         if lowest_pending_id > self.lowest_pending_id:
             if self.missing:
                 self.missing >>= min(lowest_pending_id - self.lowest_pending_id, self.span_max)
@@ -100,24 +100,24 @@ class ReceiveWindow(Struct, eq=False):
         return EARLY if self.ordered and self.missing and message_id > self.complete_id else FIRST
 
     def is_missing(self, message_id: int) -> bool:
-        """Return whether an ID below the highest has not been seen and may still come."""
+        """Return True if an ID below the highest has not been seen and can still arrive."""
         distance = message_id - self.lowest_pending_id
         return distance >= 0 and bool(self.missing >> distance & 1)
 
     def lose(self, message_id: int) -> None:
-        """Count an ID that was seen, and is not below the lowest pending one, as missing."""
+        """Mark an ID that was seen, and is not below the lowest pending one, as missing."""
         self.missing |= 1 << (message_id - self.lowest_pending_id)
 
 
 MessageCallback = Callable[..., None]
-"""A server loop (listener.py), given with a reply: for the message that addresses it."""
+"""Server loop (listener.py) that was given with a reply, for the message that addresses it."""
 
 EarlyMessage = Any
-"""A Received (listener.py) that came before a message sent earlier."""
+"""Received (listener.py) that arrived before a message sent earlier."""
 
 
 class CachedReply(Struct, frozen=True):
-    """A reply that may be asked for again; once dropped, its ``kind`` is REPLY_EXPIRED and it has no parts."""
+    """Reply kept for a duplicate of its message. If its parts were dropped, its ``kind`` is REPLY_EXPIRED."""
 
     kind: int
     destination_callback_id: int
@@ -127,7 +127,7 @@ class CachedReply(Struct, frozen=True):
 
 
 class StoredReplies(Struct, eq=False):
-    """Bytes that the replies, callbacks and early messages of all links of one peer take together."""
+    """Total size of the replies, callbacks and early messages kept for all links of one peer."""
 
     size_bytes: int = 0
 
@@ -155,14 +155,14 @@ class LinkState(Struct, eq=False):
     _unexpired: OrderedDict[int, None] = field(default_factory=OrderedDict)  # replies that were not dropped
 
     def note_route(self, route: bytes) -> None:
-        """Note the connection that a message came from. Messages of a broken connection and of its successor may be
-        read alternately, so a known route is not taken for a newer one."""
+        """Remember the connection that a message arrived on. Messages of a broken connection and of its successor can
+        be read alternately, so a known route is not taken for a newer one."""
         if route not in self.routes:
             self.routes.insert(0, route)
             del self.routes[ROUTES_MAX:]
 
     def see(self, message_id: int, lowest_pending_id: int, skipped_count: int = 0) -> Arrival:
-        """Note a message that came in, and drop the replies that its sender has acknowledged."""
+        """Mark a received message as seen, and drop the replies that its sender has acknowledged."""
         had = self.window.lowest_pending_id
         arrival = self.window.see(message_id, lowest_pending_id, skipped_count)
         if lowest_pending_id > had and self.replies:
@@ -176,7 +176,7 @@ class LinkState(Struct, eq=False):
         return arrival
 
     def keep_early(self, message_id: int, message: EarlyMessage, parts: Sequence[bytes]) -> bool:
-        """Keep a message until :meth:`take_early` gives it; return False if there is no room, and it counts as not
+        """Keep a message until :meth:`take_early` returns it. If there is no room, return False: it counts as not
         seen."""
         size_bytes = sum(map(len, parts)) + PART_OVERHEAD_BYTES * len(parts) + REPLY_OVERHEAD_BYTES
         if self.stored.size_bytes + size_bytes > PEER_REPLIES_SIZE_BYTES_MAX:
@@ -187,7 +187,7 @@ class LinkState(Struct, eq=False):
         return True
 
     def take_early(self) -> list[EarlyMessage]:
-        """Return and forget the early messages before which nothing is missing any more, in the order of sending."""
+        """Remove and return the early messages before which nothing is missing any more, in the order of sending."""
         complete_id = self.window.complete_id
         if complete_id == self._taken_id:
             return []
@@ -204,7 +204,7 @@ class LinkState(Struct, eq=False):
         source_callback_id: int = NOOP,
         kind: int = REPLY,
     ) -> None:
-        """Keep the reply to ``message_id`` for as long as its sender may ask for it again."""
+        """Keep the reply to ``message_id`` as long as the message's sender can ask for it again."""
         if message_id < self.window.lowest_pending_id:
             return
         size_bytes = sum(map(len, parts)) + REPLY_OVERHEAD_BYTES
@@ -217,7 +217,7 @@ class LinkState(Struct, eq=False):
             self._expire_reply(self._unexpired.popitem(last=False)[0])
 
     def _expire_reply(self, message_id: int) -> None:
-        """Drop the parts of a reply; remember only that there was one, and which callback it was for."""
+        """Drop the parts of a reply; keep only that there was one, and for which callback."""
         reply = self.replies[message_id]
         self.replies[message_id] = CachedReply(
             REPLY_EXPIRED, reply.destination_callback_id, reply.source_callback_id, (), REPLY_OVERHEAD_BYTES
@@ -234,7 +234,7 @@ class LinkState(Struct, eq=False):
         return True
 
     def pop_callback(self, callback_id: int) -> MessageCallback | None:
-        """Return and forget the callback with this ID; None if it was not given here, or was dropped."""
+        """Remove and return the callback with this ID; None if it was not given here, or was dropped."""
         callback = self.callbacks.pop(callback_id, None)
         if callback is not None:
             self._count(-CALLBACK_OVERHEAD_BYTES)
@@ -249,7 +249,7 @@ class LinkState(Struct, eq=False):
         self.stored.size_bytes += size_bytes
 
     def count_in(self, stored: StoredReplies) -> None:
-        """Count the bytes kept here in ``stored`` from now on."""
+        """Count the bytes kept here in the total ``stored`` from now on."""
         size_bytes = self.replies_size_bytes + self._early_size_bytes
         self.stored.size_bytes -= size_bytes
         stored.size_bytes += size_bytes
@@ -257,7 +257,7 @@ class LinkState(Struct, eq=False):
 
 
 class LinkStates(Struct, eq=False):
-    """Links of one peer, or of all senders without a key."""
+    """States of the links of one peer, or of all senders without a key."""
 
     links_max: int
     links: OrderedDict[tuple[int, int], LinkState] = field(default_factory=OrderedDict)  # the last used last
@@ -274,17 +274,17 @@ class LinkStates(Struct, eq=False):
         return link
 
     def evict(self) -> None:
-        """Forget the least recently used links beyond the limits; never the last one."""
+        """Remove the least recently used links beyond the limits; never the last one."""
         links = self.links
         while len(links) > 1 and (len(links) > self.links_max or self.stored.size_bytes > PEER_REPLIES_SIZE_BYTES_MAX):
             self.remove(next(iter(links)))
 
 
 class Inbox:
-    """Links of one listening endpoint. The least recently used is forgotten beyond ``links_max``, PEER_LINKS_MAX of
-    one peer, or the limit on the bytes of replies. No peer can displace the links of another.
+    """States of all links to one listening endpoint. The least recently used is removed beyond ``links_max``,
+    PEER_LINKS_MAX of one peer, or the limit on the bytes of replies. No peer can displace the links of another.
 
-    ``ordered``: messages are given in the order of sending.
+    ``ordered``: messages are delivered in the order of sending.
     """
 
     def __init__(self, links_max: int = LINKS_MAX, *, ordered: bool = False) -> None:
@@ -296,8 +296,8 @@ class Inbox:
         return sum([len(cache.links) for cache in self._caches.values()])
 
     def link(self, incarnation: int, link_id: int, peer: str | None = None) -> LinkState:
-        """Return the state of the link, new if it is not known (any more). A sender reaches only links of its own
-        ``peer`` name; a link that began without a key goes on when its sender shows one."""
+        """Return the state of the link; create it if it is not known (any more). A sender reaches only links of its own
+        ``peer`` name; a link that began without a key continues when its sender shows one."""
         key = (incarnation, link_id)
         cache = self._caches.get(peer)
         if cache is None:

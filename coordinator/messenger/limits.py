@@ -1,11 +1,11 @@
-"""Every limit of the messenger, with its reason."""
+"""Limits of the messenger, each with its reason."""
 
 from __future__ import annotations
 
 # Messages sent on one link and not yet acknowledged; later ones wait in the sender's buffer, in order. The IDs in
 # flight lie within this distance of the lowest unacknowledged one. Large enough that a link never waits for a round
 # trip, small enough that all of it can be sent again after a reconnect. It also bounds what a receiver that does not
-# read has to hold: of what is sent again, at most this many go out before an answer comes.
+# read must hold: of messages sent again, at most this many are sent before an answer arrives.
 IN_FLIGHT_MAX = 1024
 
 # The same limit in bytes: what a receiver that has stopped reading may have to buffer for one link. One message is
@@ -30,7 +30,7 @@ LINKS_MAX = 4096
 # runs, and one for each command that runs with its key.
 PEER_LINKS_MAX = 64
 
-# Connections of one link that a reply is tried on, the newest first; the older ones have just broken.
+# Connections of one link on which a reply is tried, the newest first; the older ones have just broken.
 ROUTES_MAX = 4
 
 # Connections remembered as already told which envelopes are known here.
@@ -48,8 +48,8 @@ PART_OVERHEAD_BYTES = 60
 PEER_REPLIES_SIZE_BYTES_MAX = 64 * 2**20
 
 # Callbacks given with the replies of one link and not used yet: beyond it the oldest is dropped, and a sender that
-# addresses it is told so. As many as may be in flight. Each counts among the replies kept, with Python's overhead for a
-# function and a few variables.
+# addresses it learns that. As many as can be in flight. Each counts as one of the replies kept, with Python's overhead
+# for a function and a few variables.
 CALLBACKS_MAX = 1024
 CALLBACK_OVERHEAD_BYTES = 500
 
@@ -68,7 +68,7 @@ CLIENT_SHARE_SIZE_BYTES = 64 * 2**10
 PART_SIZE_BYTES_MAX = 2**30
 PARTS_MAX = 1024
 
-# Size of a message as honest peers send them where none may say more; beyond it the owner is asked.
+# Size of a message up to which the owner is not asked how large an honest sender's can be.
 USUAL_SIZE_BYTES = 64 * 2**20
 RECEIVED_PARTS_MAX = PARTS_MAX + 2  # with the routing ID in front, and one too many
 
@@ -98,7 +98,7 @@ RECONNECT_MS_MAX = 200
 CLOSE_LINGER_MS = 100
 
 # Time after which a connection attempt without an answer is begun anew. TCP itself retries after longer and longer
-# waits, so a peer that comes back after a minute would be found a minute later. Far above a round trip.
+# waits, so a peer that returns after a minute would be found a minute later. Far above a round trip.
 CONNECT_TIMEOUT_MS = 1_000
 
 # TCP keep-alive: interval of the probes, and how many may stay unanswered before the connection is dropped. A peer
@@ -106,36 +106,36 @@ CONNECT_TIMEOUT_MS = 1_000
 KEEPALIVE_S = 5
 KEEPALIVE_COUNT = 3
 
-# Time without any answer after a retransmission before the connection is begun anew: it may lead nowhere, although it
-# stands. Or its receiver is stuck: so each next wait is twice as long, up to this many doublings.
+# Time without any answer after a retransmission before the connection is begun anew: it may be dead, although it is
+# still open. Or its receiver is stuck: so each next wait is twice as long, up to this many doublings.
 SILENCE_NS = 20_000_000_000
 SILENCE_DOUBLINGS_MAX = 5
 
 # Time that an incoming connection has for its handshake. Far above what that takes on a busy machine.
 HANDSHAKE_TIMEOUT_MS = 3_000
 
-# Time that an outgoing connection has for its handshake: the receiver may be stopped, or behind many others.
+# Time that an outgoing connection has for its handshake: the receiver may be stopped, or busy with many others.
 CONNECT_HANDSHAKE_TIMEOUT_MS = 10_000
 
 # Bytes that a connection may send before it is authenticated: a CURVE handshake has some 600. The bytes are polled: at
-# the full speed of a loopback connection, some MiB come between two polls, from all strangers together.
+# the full speed of a loopback connection, some MiB arrive between two polls, from all strangers together.
 HANDSHAKE_SIZE_BYTES_MAX = 8 * 1024
 HANDSHAKE_POLL_MS = 5
 HANDSHAKE_PLAIN_GRACE_MS = 50
 
 # Connections at one listener that are not authenticated: beyond it the oldest is ended. A handshake takes milliseconds,
-# so an honest one is through long before.
+# so an honest one has ended long before.
 HANDSHAKES_MAX = 256
 
-# Pause after a failed handshake, before the link is made anew with the keys that are known of its destination then.
+# Pause after a failed handshake, before the link is made anew with the keys of its destination that are then known.
 RECONNECT_REFUSED_NS = 200_000_000
 
 # Pause between attempts of a listener with a new key to bind: ZeroMQ's thread must have released the endpoint, which
 # takes milliseconds.
 REBIND_NS = 2_000_000
 
-# Time before a message is sent again: until a round trip was measured; after a round trip at least, as a busy process
-# pauses; after a round trip at least where the receiver reports it as missing, while later ones have come.
+# Time before a message is sent again: if no round trip was measured yet; least time beyond a round trip, as a busy
+# process pauses; the same if the receiver reports the message as missing, while later ones have arrived.
 RETRANSMIT_NS_FIRST = 100_000_000
 RETRANSMIT_NS_MIN = 30_000_000
 RETRANSMIT_LIKELY_NS_MIN = 1_000_000
@@ -144,7 +144,7 @@ RETRANSMIT_LIKELY_NS_MIN = 1_000_000
 # ones.
 RETRANSMIT_NS_PER_BYTE = 100
 
-# Longest delay of replies while the owner is patient: they are read with whatever else comes in, or after this time.
+# Longest delay of replies while the owner is patient: they are read with the next other input, or after this time.
 # Below the shortest time before a message is sent again.
 REPLY_DELAY_NS_MAX = 10_000_000
 

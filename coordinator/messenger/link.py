@@ -85,19 +85,18 @@ _MONITORED = _CONNECTED | _REFUSED | _OTHER_MECHANISM | _BROKEN_OFF | int(zmq.EV
 
 
 class Link:
-    """Sends to one destination and takes its replies. Used by one thread.
+    """Link to one destination: sends its messages and receives the replies. One thread uses it.
 
-    Nothing is sent before the monitor reports a connection, and what was in flight on the one before is sent first.
-    Messages may be lost with a connection whose end was not reported yet, while later ones arrive; the receiver
-    notices that. Each connection has its own routing ID, given by the receiver's ROUTER: taking over the ID of the
-    connection before would cut off what that one has still brought.
+    Nothing is sent before the monitor reports a connection. Then the messages in flight on the last connection are sent
+    first. Messages can be lost with a connection whose end was not reported yet, while later ones arrive; the receiver
+    notices that. The receiver's ROUTER gives each connection its own routing ID: to take over the ID of the last
+    connection would cut off the messages that are still unread there.
 
-    ``inproc`` has neither monitor nor reconnects: such a link counts as connected from the start.
-    ``listener_changed`` is called when its listener goes and when there is one again; the owner then replaces the
-    link.
+    ``inproc`` has neither monitor nor reconnects: such a link counts as connected from the start. ``listener_changed``
+    is called when its listener is unbound or bound again; the owner then replaces the link.
 
     ``pair`` and ``server_key``: for CURVE, both or neither. After a failed handshake ZeroMQ may never try again:
-    ``reopen_due_ns`` says when the owner replaces the link by one with the same ID and outbox.
+    ``reopen_due_ns`` is the time when the owner replaces the link by one with the same ID and outbox.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Link:
         self.link_id = link_id
         self.closed = False
         self.reopen_due_ns: int | None = None
-        self.connected_since_ns: int | None = None  # by the messenger's clock; of the last connection
+        self.connected_since_ns: int | None = None  # of the last connection, by the messenger's clock
         self._incarnation = shared.incarnation
         self._counters = shared.counters
         self._warnings = shared.warnings
@@ -168,7 +167,7 @@ class Link:
         return open_monitor(context, self._socket, address, _MONITORED)
 
     def read_monitor(self, now_ns: int) -> None:
-        """Note connections lost, made and refused."""
+        """Read the monitor's events: connections made, lost and refused."""
         if self._monitor is None:
             return
         for kind, _ in monitored_events(self._monitor):
@@ -198,11 +197,11 @@ class Link:
 
     @property
     def silence_deadline_ns(self) -> int | None:
-        """Return when the connection is replaced unless something is received before."""
+        """Time when the connection is replaced unless something is received before; None for never."""
         return None if self._monitor is None or not self.connected else self.outbox.silence_deadline_ns
 
     def abandon_connection(self) -> None:
-        """Note that nothing was received; the owner replaces the link by one with the same ID and outbox."""
+        """Report that the connection is silent; the owner replaces the link by one with the same ID and outbox."""
         self._counters.silences += 1
         self._warnings.warn(
             f"{self.endpoint} has not answered for {self.outbox.silence_ns / 1e9:g} s",
@@ -211,7 +210,7 @@ class Link:
         self.outbox.connection_lost()
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the link needs attention although nothing comes in."""
+        """Return the time when the link has work to do even if nothing is received; None for never."""
         if not self.connected:
             return self.reopen_due_ns
         retry_ns, silence_deadline_ns = self.outbox.retry_check_ns, self.silence_deadline_ns
@@ -220,7 +219,7 @@ class Link:
         return min(retry_ns, silence_deadline_ns)
 
     def receive(self, now_ns: int) -> bool:
-        """Take replies and run their callbacks; False if some were left for another turn."""
+        """Receive replies and run their callbacks; return False if some are left for another turn."""
         for _ in range(RECEIVED_PER_TURN_MAX):
             if self.closed:
                 return True
@@ -238,7 +237,7 @@ class Link:
         return bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
 
     def _acknowledge(self, parts: list[bytes], now_ns: int) -> ReplyCallback | None:
-        """Replace ``parts`` by the reply's parts; return the callback to call with them, if any."""
+        """Handle a received reply: replace ``parts`` by its own parts; return the callback for them, if any."""
         try:
             if len(parts) != 1:
                 raise EnvelopeError(f"{len(parts)} parts came in, a reply is one")
@@ -293,7 +292,7 @@ class Link:
         return lambda parts: callback(Answer(parts, envelope.source_callback_id, _OUTCOMES[envelope.kind]))
 
     def _log_unknown_kind(self, known: str) -> None:
-        """Warn that the receiver, of another build, drops what it does not know; it says so once per connection."""
+        """Warn that the receiver, of another build, dropped an envelope unknown there; it tells once per connection."""
         self._counters.malformed += 1
         outcome = "dropped"
         if self._supports_conversations and self.outbox.has_conversations:
@@ -306,10 +305,10 @@ class Link:
         )
 
     def transmit(self, now_ns: int) -> bool:
-        """Send what may be sent; return True if replies may have come in unnoticed meanwhile.
+        """Send as many messages as the limits allow; return True if unread replies are there.
 
         Sending and reading EVENTS make ZeroMQ notice new room and new replies, and reset its descriptor. So EVENTS is
-        read last, and its answer acted on.
+        read last, and its value decides.
         """
         while True:
             blocked = self._send_queued(now_ns)
@@ -319,7 +318,7 @@ class Link:
                 return bool(events & POLLIN)
 
     def _send_queued(self, now_ns: int) -> bool:
-        """Send what may be sent; return True if ZeroMQ had no room for all of it."""
+        """Send as many messages as the limits allow; return True if ZeroMQ had no room for all of them."""
         outbox = self.outbox
         count = 0
         blocked = False
@@ -369,7 +368,7 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Close the sockets; what is pending stays in the outbox."""
+        """Close the sockets; pending messages stay in the outbox."""
         self.closed = True
         self.connected = False
         if self._watcher is not None:

@@ -1,4 +1,4 @@
-"""Listener at one endpoint: a ROUTER socket, the inbox behind it, and the server loop that gets new messages."""
+"""Listener at one endpoint: a ROUTER socket, its inbox, and the server loop that gets new messages."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _monitor_numbers = itertools.count()
 
 
 class Reply(NamedTuple):
-    """A reply on its way from reply() to the socket; it does not hold the message, which may be large."""
+    """Reply on its way from reply() to the socket. It does not hold the message, which can be large."""
 
     listener: Listener
     link: LinkState
@@ -83,11 +83,10 @@ class Reply(NamedTuple):
 
 
 class Received(Struct, eq=False):
-    """A message, given to a server loop once; before that to the callback that it is for, if any.
+    """Received message, delivered to a server loop once, and before that to the callback that it addresses, if any.
 
-    ``parts`` are its bytes, ``endpoint`` where it came in, ``sender`` the random incarnation (u64) of the
-    messenger it came from, ``peer`` the name that its key stands for, None without keys. ``replied``: whether it was
-    replied to.
+    ``parts`` are its bytes, ``endpoint`` is where it arrived, ``sender`` the random incarnation (u64) of the sending
+    messenger, ``peer`` the name that its key stands for, None without keys. ``replied``: True after a reply.
     """
 
     _listener: Listener
@@ -110,7 +109,7 @@ class Received(Struct, eq=False):
 
     @property
     def takes_callback(self) -> bool:
-        """True if its reply may come with a callback."""
+        """True if its reply can have a callback."""
         return self._envelope.kind == TURN
 
     @property
@@ -119,13 +118,13 @@ class Received(Struct, eq=False):
         return self._envelope.destination_callback_id != NOOP
 
     def reply(self, *parts: bytes, callback: ServerLoop | None = None) -> None:
-        """Acknowledge the message: its sender keeps and resends it until then.
+        """Reply to the message and so acknowledge it: its sender keeps and resends it until then.
 
-        ``callback`` is given the message that its sender addresses to it, once, in the owner's thread, before the
-        server loop is given the same message. Without effect unless ``takes_callback``.
+        ``callback`` gets the message that the sender addresses to it, once, in the owner's thread, before the server
+        loop gets the same message. It has no effect unless ``takes_callback``.
 
-        From any thread, at once or much later, once: AlreadyRepliedError otherwise; ``replied`` says whether it was.
-        MessageTooLargeError above limits.REPLY_SIZE_BYTES_MAX. Does nothing once the messenger is closed.
+        Any thread can call this, at once or much later. A second call raises AlreadyRepliedError. Raises
+        MessageTooLargeError above limits.REPLY_SIZE_BYTES_MAX. Does nothing after the messenger was closed.
         """
         if self.replied:
             raise AlreadyRepliedError(
@@ -154,12 +153,12 @@ class ClientRoute(Struct, eq=False):
     peer: str | None = None
 
     def send(self, data: bytes) -> None:
-        """Send ``data`` at most once. May be called any number of times."""
+        """Send ``data`` to the client, at most once. It can be called any number of times."""
         self._listener.accept_reply(ClientReply(self._listener, self._route, data))
 
 
 class ClientReply(NamedTuple):
-    """A message to a client on its way to the socket."""
+    """Message to a client on its way to the socket."""
 
     listener: Listener
     route: bytes
@@ -168,18 +167,18 @@ class ClientReply(NamedTuple):
 
 ServerLoop = Callable[[Received], None]
 ClientLoop = Callable[[ClientRoute, bytes], None]
-"""Called with the route to the client and the one part of its message."""
+"""Callback with the route to a client and the one part of its message."""
 
 
 class Listener:
-    """Takes messages at one endpoint and sends the replies. Used by one thread, except accept_reply().
+    """Listener at one endpoint: receives messages and sends the replies. One thread uses it, except accept_reply().
 
-    ``ordered``: gives the messages of a link in the order of sending. ``new_callback_id``: returns an ID that no
+    ``ordered``: deliver the messages of a link in the order of sending. ``new_callback_id``: returns an ID that no
     messenger has given before.
 
-    With ``security``, only its callers may connect. New own keys need a new socket: secure() makes one, which takes
-    the endpoint over once ZeroMQ has released it, at ``reopen_due_ns`` or soon after. What the old socket held is sent
-    again by its senders.
+    With ``security``, only its callers can connect. New own keys need a new socket: secure() makes one, which takes
+    the endpoint over when ZeroMQ has released it, at ``reopen_due_ns`` or soon after. Senders send again what the old
+    socket held.
     """
 
     def __init__(
@@ -216,7 +215,7 @@ class Listener:
         self._most_bytes = most_bytes
         self._frames_max = parts_max + 3  # with routing ID, envelope, and one too many
         self._inbox = Inbox(ordered=ordered)
-        self._in_order: deque[Received] = deque()  # came early, and may be given now
+        self._in_order: deque[Received] = deque()  # arrived early, and can be delivered now
         self._client_queues = ClientSendQueues()
         self._notified_routes: OrderedDict[bytes, None] = OrderedDict()  # told which envelopes are known here
         self._is_inproc = is_inproc(endpoint)
@@ -231,7 +230,7 @@ class Listener:
             raise
 
     def _open(self) -> None:
-        """Make the socket, without binding it yet."""
+        """Create the socket, without binding it yet."""
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         self._configure()
         self._plain_send = plain_send(self._socket)
@@ -258,7 +257,7 @@ class Listener:
         )
 
     def secure(self, security: Security, now_ns: int) -> None:
-        """Use ``security`` from now on. The descriptors change if its own keys have."""
+        """Use ``security`` from now on. If its own keys have changed, the socket and its descriptor are new."""
         known, self._security = self._security, security
         if known is None or known.own != security.own:
             self._close_sockets()
@@ -266,7 +265,7 @@ class Listener:
             self.reopen_due_ns = now_ns
 
     def reopen(self, now_ns: int) -> None:
-        """Take the endpoint over from the socket before; later, if ZeroMQ has not released it yet."""
+        """Bind the new socket to the endpoint; retry later if ZeroMQ has not released the old socket yet."""
         try:
             bind(self._socket, self.endpoint)
         except EndpointInUseError:
@@ -291,8 +290,8 @@ class Listener:
         socket.copy_threshold = LARGE_PART_SIZE_BYTES
 
     def receive(self) -> bool:
-        """Take messages and run callbacks and the server loop for new ones; return False if some are left for another
-        turn."""
+        """Receive messages and run callbacks and the server loop for new ones; return False if some are left for
+        another turn."""
         watch = self._watch
         if watch is None:
             return self._receive(None)
@@ -319,7 +318,7 @@ class Listener:
                     return True
                 key, parts = identified
                 peer = self._security.callers.get(key)
-                if peer is None:  # let in once, and no more
+                if peer is None:  # was admitted, but no longer is
                     self._counters.strangers_dropped += 1
                     self._stranger_warnings.warn(
                         f"at {self.endpoint}: a message came with the key {key}, which may not call"
@@ -340,7 +339,7 @@ class Listener:
         return self._refused_before + (0 if self._handshakes is None else self._handshakes.refused)
 
     def _fits_role(self, key: str, peer: str, frames: list[bytes]) -> bool:
-        """Return whether the role of ``key`` may send such a message. Only the first byte is read."""
+        """Return True if the role of ``key`` may send such a message. Only the first byte is read."""
         assert self._security is not None
         role = self._security.roles.get(key, Role.INSTANCE)
         clients_frame = len(frames) == 2 and is_client_frame(frames[1])
@@ -353,8 +352,8 @@ class Listener:
         return False
 
     def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
-        """Return the message in ``frames`` if it is valid and new and none is missing before it, where order is asked
-        for. A client's frame goes to the client loop."""
+        """Return the message in ``frames`` if it is valid and new and, with ``ordered``, none is missing before it.
+        Give a client's frame to the client loop."""
         if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
             self._counters.received += 1
             self._client_loop(ClientRoute(self, frames[0], peer), frames[1])
@@ -385,7 +384,7 @@ class Listener:
             if arrival == FIRST and not link.early:
                 return received
             if arrival == FIRST:
-                link.early[message_id] = received, 0  # others may come before it
+                link.early[message_id] = received, 0  # others may be before it
             elif link.keep_early(message_id, received, frames):
                 self._counters.early_kept += 1
             else:
@@ -421,8 +420,8 @@ class Listener:
         return False
 
     def _send_supported_kinds(self, route: bytes) -> None:
-        """Tell a sender of another build which kinds are known here, once per route, so that two builds never answer
-        each other forever."""
+        """Tell a sender of another build which kinds are known here. This is done once per route, so that two builds
+        never answer each other forever."""
         if route in self._notified_routes:
             return
         self._notified_routes[route] = None
@@ -447,7 +446,7 @@ class Listener:
         )
 
     def reply(self, reply: Reply | ClientReply) -> None:
-        """Send a reply and keep it for duplicates of its message; a client's is only sent."""
+        """Send a reply and keep it for duplicates of its message; a reply to a client is only sent."""
         if isinstance(reply, ClientReply):
             self._reply_to_client(reply.route, reply.data)
             return
@@ -498,7 +497,7 @@ class Listener:
         return True
 
     def _send_route(self, route: bytes) -> bool:
-        """Send the routing ID, the first part of a message; return False if the connection is gone or full."""
+        """Send the routing ID, a message's first part; return False if the connection is gone or has no room."""
         try:
             self._plain_send(route, NOBLOCK_MORE)
         except zmq.ZMQError as error:
@@ -508,14 +507,14 @@ class Listener:
         return True
 
     def has_unread(self) -> bool:
-        """Return whether messages may have come in unnoticed while replies were sent."""
+        """Return True if unread messages are there, perhaps unnoticed while replies were sent."""
         unread = bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
         if unread and self._watch is not None:
             self._watch.reading()  # the descriptor tells nobody of them any more
         return unread
 
     def close(self) -> None:
-        """Release the endpoint. Replies given later do nothing."""
+        """Close the socket and release the endpoint. Later replies do nothing."""
         self.closed = True
         with announced(self._context, self.endpoint, False):
             if is_inproc(self.endpoint):

@@ -1,4 +1,4 @@
-"""Mailbox where other threads post to the messenger's owner, and the owner's thread."""
+"""Mailbox in which other threads post messages and replies to the messenger's owner, and an owner's thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Processor(Protocol):
-    """Interface of what an :class:`OwnerThread` drives."""
+    """Interface of the messenger that an :class:`OwnerThread` drives."""
 
     def fileno(self) -> int: ...
     def process(self) -> None: ...
@@ -32,9 +32,9 @@ class Processor(Protocol):
 
 
 class OwnerThread:
-    """Drives ``messenger`` between start() and stop(); without it, calls run where they are made.
+    """Thread that drives ``messenger`` between start() and stop(). Without it, calls run in the caller's thread.
 
-    ``ended`` is called as the thread ends.
+    ``ended`` is called when the thread ends.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class OwnerThread:
 
     @property
     def failed(self) -> bool:
-        """True if something raised in the thread and stop() has not raised it yet."""
+        """True if an error ended the thread and stop() has not raised it yet."""
         return self._error is not None
 
     def others_may_wait(self) -> bool:
-        """Return whether the thread runs and is not the calling thread, so that the caller may wait for it."""
+        """Return True if the thread runs and is not the calling thread, so that the caller can wait for it."""
         return self._runs and self._thread is not threading.current_thread()
 
     def start(self) -> None:
@@ -69,7 +69,7 @@ class OwnerThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; raises what ended it before."""
+        """End the thread; raise the error that ended it before, if any."""
         self.join()
         error, self._error = self._error, None
         if error is not None:
@@ -88,11 +88,11 @@ class OwnerThread:
         self._thread = None
 
     def forget_after_fork(self) -> None:
-        """Forget the thread in a forked child, where it does not exist."""
+        """Clear the state of the thread in a forked child, in which the thread does not exist."""
         self._thread, self._runs = None, False
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Run ``function`` in the thread that owns the sockets; return or raise what it does."""
+        """Run ``function`` in the thread that owns the sockets; return its result, or raise its error."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return function()
@@ -148,9 +148,10 @@ class OwnerThread:
 
 
 class MessengerMailbox:
-    """Messages and replies that any thread posted and the owner has not taken yet; ``wake`` wakes the owner.
+    """Mailbox of the messages and replies that any thread posted and the owner has not taken yet.
 
-    ``known``: destinations that need no check; ``room``: bounds what is pending, None: nothing does.
+    ``known``: destinations that need no check. ``room``: limits what is pending; None: no limit. ``wake``: wakes the
+    owner.
     """
 
     def __init__(self, known: Container[str], room: PendingRoom | None, thread: OwnerThread, wake: WakeupEvent) -> None:
@@ -165,7 +166,7 @@ class MessengerMailbox:
 
     @property
     def has_work(self) -> bool:
-        """True if there is something for the owner to take."""
+        """True if there are messages or replies for the owner to take."""
         return bool(self.messages or self.replies)
 
     def send(

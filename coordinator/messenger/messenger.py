@@ -1,12 +1,12 @@
-"""Messenger: owns every ZeroMQ socket, behind one descriptor and one process().
+"""Messenger: owner of all ZeroMQ sockets of a process, driven through one descriptor and process().
 
 One thread, the owner, drives it: it waits for fileno() to become readable, at most until next_deadline_ns(), and calls
-process(). Other threads may send and reply; what they give waits until the owner takes it. Alternatively start() makes
-a thread that does all this, and every method may be called from any thread.
+process(). Other threads can send and reply; their messages wait until the owner takes them. Alternatively start() makes
+a thread that does all this; then any thread can call every method.
 
-This module decides the order of work. What other threads give waits in mailbox.py; connections to and from others, and
-which of their sockets are ready, are in connections.py. While anything is ready or waits in the mailbox after process()
-or flush(), the wake descriptor is readable.
+This module decides the order of work. Messages of other threads wait in mailbox.py; the connections to and from others,
+and which of their sockets are ready, are in connections.py. While anything is ready or waits in the mailbox after
+process() or flush(), the wake descriptor is readable.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Result = TypeVar("Result")
 
 
 class Messenger:
-    """Sends messages until they are acknowledged, and gives each received one to its server loop once.
+    """Messenger: sends messages until they are acknowledged, and delivers each received one to a server loop once.
 
-    ``context``: a ZeroMQ context to share, as inproc endpoints between messengers need; else an own one.
+    ``context``: a ZeroMQ context to share, which inproc endpoints between messengers need; None: an own one.
     ``incarnation``: a random u64 that no other messenger has. ``clock_ns``: monotonic. ``random``: from [0, 1).
     ``in_flight_max``: messages sent and not acknowledged per link, at most limits.SPAN_MAX; later ones wait in the
-    buffer. ``pending``: limits on what is buffered and in flight for each destination; None: the caller bounds it
+    buffer. ``pending``: limits on what is buffered and in flight for each destination; None: the caller limits that
     itself, see pending_count(). ``security``: own keys, and who may send to it; it needs a context of its own, without
     inproc endpoints. Without it nothing is encrypted.
     """
@@ -82,8 +82,8 @@ class Messenger:
         self._listeners = Listeners(shared, self._poller, self._mailbox, clock_ns)
 
         self.patient = False
-        """Set by the owner, before flush(), while it waits for no reply: replies to what is sent then are read with
-        whatever else comes in, REPLY_DELAY_NS_MAX later at most."""
+        """True while the owner waits for no reply; it sets this before flush(). Replies to what is sent then are read
+        together with the next other input, at most REPLY_DELAY_NS_MAX later."""
 
         self._processing = False
         self._held = False
@@ -93,7 +93,7 @@ class Messenger:
         register(self)
 
     def forked_in_child(self) -> None:
-        """Close the mailbox in a forked child: sockets, context and thread are its parent's."""
+        """Close the mailbox in a forked child: sockets, context and thread belong to its parent."""
         self._thread.forget_after_fork()
         what, advice = "this messenger", "make one here, which has an incarnation of its own"
         self._mailbox.close(after_fork_message(what, self._process_id, advice))
@@ -103,12 +103,12 @@ class Messenger:
     def send_message(
         self, destination: str, message: bytes | Sequence[bytes], callback: ReplyCallback | None = None
     ) -> None:
-        """Buffer ``message`` for ``destination``; returns at once, or after PendingLimits.wait_s. It is sent, and
-        resent, until it is acknowledged.
+        """Buffer ``message`` for ``destination``, to be sent until it is acknowledged. Returns at once, or after at
+        most PendingLimits.wait_s.
 
-        ``callback`` gets the parts of the reply, once, in the owner's thread, before server loops get what
-        came in at the same time. The list is empty if the receiver acknowledged but no longer keeps its
-        reply. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
+        ``callback`` gets the parts of the reply, once, in the owner's thread, before server loops get messages that
+        arrived at the same time. The list is empty if the receiver acknowledged but no longer keeps its reply. Raises
+        EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
         """
         self._mailbox.send(destination, message, callback)
 
@@ -119,12 +119,12 @@ class Messenger:
         callback: AnswerCallback | None = None,
         destination_callback_id: int = NOOP,
     ) -> None:
-        """Send a message of a conversation of several turns: the reply may come with a callback of the receiver's, and
-        ``message`` may address one, by the ``callback_id`` of the last Answer from there.
+        """Send a message of a conversation of several turns. The reply can have a callback of the receiver, and
+        ``message`` can address one, by the ``callback_id`` of the last Answer from there.
 
         The receiver's callback gets the message once, before the server loop. The receiver knows the callback as long
         as it and this link live (drop() ends a link) and not too many others were given meanwhile; otherwise the Answer
-        says CALLBACK_UNKNOWN. Raises MessengerError for an ID out of range, and the errors of send_message().
+        has CALLBACK_UNKNOWN. Raises MessengerError for an ID out of range, and the errors of send_message().
         """
         if not NOOP <= destination_callback_id <= CALLBACK_ID_MAX:
             raise MessengerError(f"callback ID {destination_callback_id}, expected the callback_id of an Answer")
@@ -150,17 +150,17 @@ class Messenger:
         parts_max: int = PARTS_MAX - 1,
         most_bytes: Callable[[], int] | None = None,
     ) -> str:
-        """Give what comes in at ``endpoint`` to ``server_loop``; return the real endpoint, with its port.
+        """Listen at ``endpoint`` and deliver its messages to ``server_loop``; return the real endpoint, with its port.
 
-        Each message is given once, as it comes; with ``ordered``, in the order of sending: a message that comes too
-        early, since one before it was lost, waits for that.
+        Each message is delivered once, when it arrives; with ``ordered``, in the order of sending: a message that
+        arrives too early, since one before it was lost, waits for that one.
 
         ``client_loop`` gets the frames of clients (docs/WIRE.md, part 9); without it they are dropped.
 
-        ``parts_max``: of a message with more parts, one more is given, and the rest is dropped before it is copied.
+        ``parts_max``: of a message with more parts, one more is delivered, and the rest is dropped without a copy.
 
-        ``most_bytes``: returns the size of the largest message that an honest sender may send; a connection that brings
-        more of one is ended. From another thread, where more than the usual 64 MiB have come. None: no limit.
+        ``most_bytes``: returns the size of the largest message of an honest sender; a connection that brings a larger
+        one is ended. Called in another thread, when more than the usual 64 MiB have arrived. None: no limit.
 
         Not ``secured``: without keys, open to anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
@@ -172,9 +172,9 @@ class Messenger:
         return listener.endpoint
 
     def secure(self, security: Security) -> None:
-        """Use ``security`` from now on: nothing is lost, and nobody else is let in.
+        """Use ``security`` from now on. No pending message is lost, and nobody else is admitted.
 
-        All connections are made anew if its own keys have changed; those to a destination, if the key that it showed is
+        All connections are made anew if the own keys have changed; those to a destination, if the key that it showed is
         no longer one of its keys. Messages with a key that ``callers`` no longer has are dropped.
         """
         self._call(lambda: self._secure(security))
@@ -185,7 +185,7 @@ class Messenger:
         self._wake.signal()
 
     def drop(self, destination: str) -> int:
-        """Forget what is pending for ``destination`` and close its link; return how many messages were forgotten.
+        """Drop the messages pending for ``destination`` and close its link; return the number of dropped messages.
 
         Their callbacks are never called; the server loop there may or may not have got them. The next send opens a new
         link.
@@ -197,7 +197,7 @@ class Messenger:
         return self._links.drop(destination)
 
     def reconnect(self, destination: str) -> None:
-        """Retry the connection to ``destination`` at once if there is none: something showed that it is up again."""
+        """Retry the connection to ``destination`` at once if there is none, since it is known to be up again."""
         self._call(lambda: self._reconnect(destination))
 
     def _reconnect(self, destination: str) -> None:
@@ -206,7 +206,7 @@ class Messenger:
             self._links.reopen(link)
 
     def pending_count(self, destination: str) -> int:
-        """Return how many messages to ``destination`` are not acknowledged, sent or not."""
+        """Return the number of messages to ``destination`` that are not acknowledged, sent or not."""
         return self._call(lambda: len(self._outbox(destination)))
 
     def pending_size_bytes(self, destination: str) -> int:
@@ -227,24 +227,24 @@ class Messenger:
         return self._thread.call(called)
 
     def connected(self, destination: str) -> bool:
-        """Return whether there is a connection to ``destination``, as of the last process(). True for an inproc link
-        whose listener has not come yet."""
+        """Return True if there was a connection to ``destination`` at the last process(). True also for an inproc link
+        whose listener is not bound yet."""
         link = self._links.get(destination)
         return link is not None and link.connected
 
     def connected_since_ns(self, destination: str) -> int | None:
-        """Return when the connection to ``destination`` was made, by the messenger's clock; None without one, and for
-        inproc."""
+        """Return the time when the connection to ``destination`` was made, by the messenger's clock; None without a
+        connection, and for inproc."""
         link = self._links.get(destination)
         return link.connected_since_ns if link is not None and link.connected else None
 
     def fileno(self) -> int:
-        """Return the one descriptor to wait for: readable when process() has something to do."""
+        """Return the one descriptor to wait for: it is readable when process() has work."""
         return self._poller.fileno()
 
     def next_deadline_ns(self) -> int | None:
-        """Return when process() must be called although the descriptor is not readable, by the messenger's clock; None
-        for never."""
+        """Return the time, by the messenger's clock, at which process() must run even if the descriptor is not
+        readable; None for never."""
         deadline_ns = self._poller.replies_due_ns
         for link in self._links:
             check_ns = link.next_deadline_ns()
@@ -257,10 +257,10 @@ class Messenger:
         return deadline_ns
 
     def process(self) -> None:
-        """Take everything that came in, run callbacks and server loops, send and resend what is due. Never blocks.
+        """Receive everything, run callbacks and server loops, send and resend what is due. Never blocks.
 
-        Their exceptions leave process(); nothing is lost but the message that was being handled, and process() may be
-        called again.
+        Exceptions of callbacks and server loops leave process(); only the message that was being handled is lost, and
+        process() can be called again.
         """
         self._start_processing("process")
         try:
@@ -273,7 +273,7 @@ class Messenger:
                 if self._mailbox.closed:
                     break
                 if turn == 0:
-                    self._links.retry_due(now_ns)  # behind the replies that are there
+                    self._links.retry_due(now_ns)  # after the replies that are there
                 self._transmit(now_ns)
                 if not (self._poller.ready or self._mailbox.has_work):
                     break
@@ -285,10 +285,10 @@ class Messenger:
                 self._finish()
 
     def receive(self, *, replies: bool = True) -> None:
-        """Take what came in and run server loops and callbacks, as process() does, but send nothing: the owner calls
-        flush() after more urgent work. What is due waits for process().
+        """Receive everything and run server loops and callbacks, as process() does, but send nothing: the owner calls
+        flush() after more urgent work. Retransmissions wait for process().
 
-        ``replies=False`` leaves replies unread if the owner is patient: ``replies_wait`` says that there are some.
+        ``replies=False`` leaves replies unread if the owner is patient: ``replies_wait`` tells if there are some.
         """
         self._start_processing("receive")
         try:
@@ -307,23 +307,23 @@ class Messenger:
 
     @property
     def replies_wait(self) -> bool:
-        """True if there may be unread replies while the owner is patient."""
+        """True if the owner is patient and there may be unread replies."""
         return self._poller.replies_wait
 
     @property
     def has_new(self) -> bool:
-        """True if messages or replies were given since the last flush() or process()."""
+        """True if messages or replies were posted after the last flush() or process()."""
         return self._mailbox.has_work
 
     def hold(self) -> None:
-        """Let sends and replies wake nobody from now on: the owner is going to call flush()."""
+        """Stop sends and replies from waking the owner, which is going to call flush()."""
         if not (self._wake.signalled or self._processing):
             self._wake.hold()
             self._held = True
 
     def flush(self) -> bool:
-        """Send what is buffered, and nothing else. Return True if process() has something to do: fileno() is readable
-        then, too."""
+        """Send what is buffered, and do nothing else. Return True if process() has work: fileno() is then readable,
+        too."""
         self._check_open()
         if self._processing:
             return True
@@ -342,7 +342,7 @@ class Messenger:
         return bool(self._poller.ready)
 
     def close(self) -> None:
-        """Close every socket at once; what is not acknowledged is lost, replies not yet sent are too."""
+        """Close every socket at once; unacknowledged messages and unsent replies are lost."""
         if self._mailbox.closed:
             return
         self._thread.join()
@@ -356,12 +356,12 @@ class Messenger:
     # With a thread of its own
 
     def start(self) -> None:
-        """Let an own thread call process() from now on."""
+        """Start a thread that calls process() from now on."""
         self._check_open()
         self._thread.start()
 
     def stop(self) -> None:
-        """End that thread. Raises what a callback or server loop raised in it."""
+        """End the messenger's thread. Raises what a callback or server loop raised in it."""
         self._thread.stop()
 
     def __enter__(self) -> Messenger:
@@ -387,7 +387,7 @@ class Messenger:
         self._links.take_listener_news()
 
     def _receive(self) -> None:
-        """Replies and their callbacks first, then messages and their server loops."""
+        """Receive replies and run their callbacks, then receive messages and run their server loops."""
         ready, now_ns = self._poller.ready, self._clock_ns()
         sources = list(ready)
         for source in sources:
@@ -395,7 +395,7 @@ class Messenger:
                 if source.receive(now_ns):
                     ready.pop(source, None)
                 if not source.closed:
-                    self._links.sending[source] = None  # acknowledgements make room, and so may the news
+                    self._links.sending[source] = None  # acknowledgements and monitor events can make room
         for source in sources:
             if isinstance(source, Listener) and source.receive():
                 ready.pop(source, None)
@@ -413,7 +413,7 @@ class Messenger:
             self._links.add(*messages.popleft())
 
     def _finish(self) -> None:
-        """Keep the descriptor readable while there is work left."""
+        """Make the descriptor readable if there is work left."""
         self._wake.release()
         if self._poller.ready or self._mailbox.has_work or self._links.sending or self._links.listener_news:
             self._wake.signal()

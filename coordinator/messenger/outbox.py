@@ -1,19 +1,19 @@
 """Sender's side of a link: pending messages, retransmission, conversations.
 
-A reply may carry the ID of a callback, which the next message to that receiver can address, once. So two sides can
+A reply can have the ID of a callback, which the next message to that receiver can address, once. So two sides can
 hold a conversation of any number of turns.
 
 - IDs start at 1 and grow by one. A message is pending until it is acknowledged.
 - Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
 - On a new connection, everything that was in flight on the one before is sent again first, in ID order.
 - On a living connection, a message is sent again after a delay that follows the measured round-trip time (RFC 6298).
-  It doubles each time, until something is heard. Where the receiver says that the reply is still to come, the message's
+  It doubles each time, until something is received. If the receiver answers that the reply will follow, the message's
   own delay doubles.
-- The receiver reports what is missing once something comes after it; that is sent again after one round trip.
-- Of the rest, an unacknowledged message that has arrived is sent again: its reply is late, or lost. The receiver says
-  with each reply up to where all has arrived. Of the messages after that, only the first is sent again.
+- The receiver reports missing messages when a later one arrives; they are sent again after one round trip.
+- Of the rest, an unacknowledged message that has arrived is sent again: its reply is late, or lost. Each reply has the
+  ID up to which all have arrived. Of the messages after that, only the first is sent again.
 - The receiver answers each retransmission at once. Until it has answered the last one, only the first message is
-  sent again: so what waits unread for a stuck receiver is bounded.
+  sent again: so the data that waits unread for a stuck receiver is limited.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Outcome(Enum):
 
 
 class Answer(NamedTuple):
-    """Reply to a message of a conversation, as its callback gets it; no parts unless REPLIED.
+    """Reply to a message of a conversation, for the message's callback. It has no parts unless REPLIED.
 
     ``callback_id``: the receiver's callback for one more message, 0 (NOOP) if the conversation is over.
     """
@@ -71,9 +71,9 @@ CHECKS_PER_DELAY = 2  # retry checks per shortest delay, at most
 
 
 class RetryPolicy(Struct, frozen=True):
-    """Delays before a message is sent again, in ns: doubling up to ``delay_ns_max``, less up to ``jitter``.
+    """Policy for the delay before a retransmission, in ns: it doubles up to ``delay_ns_max``, less up to ``jitter``.
 
-    The first follows the measured round-trip time, and is ``delay_ns_min`` at most.
+    The first delay follows the measured round-trip time, and is at most ``delay_ns_min``.
     """
 
     delay_ns_min: int = 1_000_000_000
@@ -81,7 +81,7 @@ class RetryPolicy(Struct, frozen=True):
     jitter: float = 0.25  # the largest part of the delay that is left out, so that peers do not retry in step
 
     def delay_ns(self, first_ns: int, doublings: int, random_unit: float) -> int:
-        """Return the delay after this many in vain; ``random_unit`` is from [0, 1)."""
+        """Return the delay after ``doublings`` retransmissions in vain; ``random_unit`` is from [0, 1)."""
         delay_ns = self.delay_ns_max
         if doublings < 64:
             delay_ns = min(min(first_ns, self.delay_ns_min) << doublings, self.delay_ns_max)
@@ -91,7 +91,7 @@ class RetryPolicy(Struct, frozen=True):
 class RoundTrip(Struct, eq=False):
     """Round-trip time as RFC 6298 measures it, in ns: smoothed, with its mean deviation. No clock.
 
-    After ``timeout_ns`` a message may be lost; after ``likely_ns`` it is, if one sent later has come.
+    A message may be lost after ``timeout_ns``, or after ``likely_ns`` if one sent later has arrived.
     """
 
     smoothed_ns: int = 0  # 0: nothing was measured
@@ -100,7 +100,7 @@ class RoundTrip(Struct, eq=False):
     likely_ns: int = RETRANSMIT_NS_FIRST
 
     def measure(self, sample_ns: int) -> None:
-        """Take the time from the sending of a message to its answer."""
+        """Add a sample: the time from the sending of a message to its answer."""
         if self.smoothed_ns:
             self.deviation_ns += (abs(sample_ns - self.smoothed_ns) - self.deviation_ns) // 4
             self.smoothed_ns += (sample_ns - self.smoothed_ns) // 8
@@ -123,15 +123,15 @@ class PendingMessage(Struct, eq=False):
     queued: bool = True  # waits to be sent, or sent again
     in_flight: bool = False  # sent on the connection that there is
     sent_before: bool = False  # on this connection or one before
-    sent_again: bool = False  # so that its reply tells no round-trip time (Karn), unless it is known to be slow
+    sent_again: bool = False  # then its reply tells no round-trip time (Karn), unless it is known to be slow
     first_sent_ns: int = 0
     sent_ns: int = 0  # last
-    wait_ns: int = 0  # shortest time from then on before it is sent again, as it has arrived and the reply is to come
+    wait_ns: int = 0  # shortest time from then on before it is sent again, as it has arrived and its reply will follow
     skipped_count: int = 0  # IDs right below, acknowledged when it was first sent on that connection
 
 
 class Outbox(Struct, eq=False):
-    """Pending messages of one link: what may be sent now, and what is to be sent again. No I/O."""
+    """Outbox of one link: its pending messages, which can be sent now, which must be sent again. No I/O."""
 
     retry: RetryPolicy
     random: Callable[[], float]
@@ -145,16 +145,16 @@ class Outbox(Struct, eq=False):
     _next_id: int = 1
     _last_sent_id: int = 0  # for the first time on this connection
     _arrived_id: int = 0  # up to it all has arrived, as far as the receiver has reported on this connection
-    _gap_id: int = 0  # the highest reported as missing last, or sent again since: later ones may wait for it
+    _gap_id: int = 0  # the highest reported as missing last, or sent again after that: later ones may wait for it
     _missing: set[int] = field(default_factory=set)  # reported by the receiver last, and not sent again since
     _round_trip: RoundTrip = field(default_factory=RoundTrip)
     _last_resent_ns: int = -1
     _measured_next_ns: int = 0  # one message in each round trip is measured
-    _doublings: int = 0  # of the delay, since something was heard
+    _doublings: int = 0  # of the delay, since something was received
     _random_unit: float = 0.0  # jitter of doubled delays
     _retransmitted_id: int = 0  # the last that was sent again on this connection, if it was not answered since
-    _retransmitted_ns: int | None = None  # when a message was sent again, with nothing heard since
-    _silences: int = 0  # connections in a row that were given up with nothing heard
+    _retransmitted_ns: int | None = None  # when a message was sent again, with nothing received since
+    _silences: int = 0  # connections in a row that were given up with nothing received
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -176,7 +176,7 @@ class Outbox(Struct, eq=False):
         callback_id: int,
         conversation: ConversationMessage | None = None,
     ) -> PendingMessage:
-        """Take a message over and give it the next ID."""
+        """Add a message and give it the next ID."""
         message = PendingMessage(self._next_id, parts, callback, callback_id, conversation, sum(map(len, parts)))
         self._next_id += 1
         self._pending[message.message_id] = message
@@ -185,11 +185,11 @@ class Outbox(Struct, eq=False):
 
     @property
     def all_sent(self) -> bool:
-        """True if nothing waits to be sent, first or again."""
+        """True if no message waits to be sent, for the first time or again."""
         return not any(message.pending for message in self._queue)
 
     def next_to_send(self) -> PendingMessage | None:
-        """Return the message to be sent now; None if there is none, or the limits on what is in flight are reached."""
+        """Return the next message to send; None if there is none, or the limits on messages in flight are reached."""
         queue = self._queue
         while queue and not queue[0].pending:
             queue.popleft()
@@ -208,7 +208,7 @@ class Outbox(Struct, eq=False):
         return message
 
     def mark_sent(self, message: PendingMessage, now_ns: int) -> None:
-        """Note that ``message``, the one that next_to_send() gave, went out on the connection at ``now_ns``."""
+        """Mark ``message``, which next_to_send() returned, as sent on the connection at ``now_ns``."""
         self._queue.popleft()
         message.queued = False
         message.sent_ns = now_ns
@@ -240,7 +240,7 @@ class Outbox(Struct, eq=False):
             self.retry_check_ns = due_ns
 
     def acknowledge(self, message_id: int) -> PendingMessage | None:
-        """Forget the message and return it; None if no such one is pending."""
+        """Remove the acknowledged message and return it; None if it is not pending."""
         message = self._pending.pop(message_id, None)
         if message is None:
             return None
@@ -255,7 +255,7 @@ class Outbox(Struct, eq=False):
         return message
 
     def skipped_count(self, message: PendingMessage) -> int:
-        """Return how many IDs right below that of ``message``, which is about to be sent, will not be sent again."""
+        """Return the number of IDs right below that of ``message``, the next to be sent, that are not sent again."""
         if not message.in_flight:  # all that was pending below it has been sent on this connection
             first_id = self._last_sent_id + 1
             if first_id < self.lowest_pending_id:
@@ -264,8 +264,8 @@ class Outbox(Struct, eq=False):
         return message.skipped_count
 
     def record_reply(self, message_id: int, arrived_id: int, now_ns: int, *, awaited: bool = False) -> None:
-        """Note that the receiver has answered ``message_id`` and has all IDs up to ``arrived_id``, unless
-        :meth:`record_missing` says less. ``awaited``: the reply itself is still to come."""
+        """Record that the receiver has answered ``message_id`` and has all IDs up to ``arrived_id``, unless
+        :meth:`record_missing` says less. ``awaited``: the reply itself will follow."""
         self._retransmitted_ns = None
         self._silences = 0
         if message_id == self._retransmitted_id:
@@ -293,7 +293,7 @@ class Outbox(Struct, eq=False):
             message.wait_ns = min(2 * max(message.wait_ns, self._delay_ns()), self.retry.delay_ns_max)
 
     def _restart(self, last_id: int, now_ns: int) -> None:
-        """Give messages time from now on: they may have waited at the receiver for one before them."""
+        """Restart the delays of messages up to ``last_id``: they may have waited at the receiver for an earlier one."""
         first_id = max(self._arrived_id + 1, self.lowest_pending_id)
         for message_id in range(first_id, min(last_id + 1, self._in_flight_end_id)):
             message = self._pending.get(message_id)
@@ -305,7 +305,7 @@ class Outbox(Struct, eq=False):
         return min(self.lowest_pending_id + self.in_flight_max, self._next_id)
 
     def record_missing(self, missing_ids: Iterable[int]) -> None:
-        """Note which IDs have not arrived, while later ones have: they are due one round trip after their sending."""
+        """Record the IDs that have not arrived, while later ones have. They are due one round trip after sending."""
         self._missing.clear()
         self._gap_id = 0
         likely_ns = self._round_trip.likely_ns
@@ -330,7 +330,7 @@ class Outbox(Struct, eq=False):
         return None if self._retransmitted_ns is None else self._retransmitted_ns + self.silence_ns
 
     def connection_lost(self) -> None:
-        """Note that the connection was given up for silence: the next one may be silent for longer."""
+        """Record that the connection was given up for silence: the next one is given up later."""
         self._retransmitted_ns = None
         self._silences += 1
 
@@ -338,7 +338,7 @@ class Outbox(Struct, eq=False):
         return self._pending.get(message_id)
 
     def retransmit_all(self) -> None:
-        """Queue all pending messages again: a new connection was made, and what was sent on the one before may be
+        """Queue all pending messages again: there is a new connection, and messages sent on the last one may be
         lost."""
         self._queue = deque(self._pending.values())  # adding is in ID order, and so is a dict
         for message in self._queue:
@@ -353,8 +353,8 @@ class Outbox(Struct, eq=False):
         self._doublings, self._random_unit = 0, 0.0
 
     def retransmit_due(self, now_ns: int) -> bool:
-        """Queue what is due at ``now_ns`` and may be sent again, before everything else, in ID order; return True if
-        there was any."""
+        """Queue the messages due for retransmission at ``now_ns``, before all others, in ID order; return True if there
+        were any."""
         if self.retry_check_ns is None or now_ns < self.retry_check_ns:
             return False
         due: list[PendingMessage] = []
@@ -376,7 +376,7 @@ class Outbox(Struct, eq=False):
                     continue
                 due_ns = now_ns + delay_ns
             elif not message.wait_ns:
-                is_first = False  # those behind it say less
+                is_first = False  # later ones tell less
             if next_check_ns is None or due_ns < next_check_ns:
                 next_check_ns = due_ns
         self._queue.extendleft(reversed(due))

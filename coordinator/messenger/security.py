@@ -1,19 +1,16 @@
-"""Security of the messenger: CURVE keys, who is admitted, and limits on connections that are not yet.
-
-CURVE keys and roles, and the ZAP authenticator that admits callers.
+"""Security of the messenger: CURVE keys and roles, the ZAP authenticator, limits on unauthenticated connections.
 
 Keys are 32 bytes, here always as the 40 characters of their Z85 text.
 
-Limits on connections that have not authenticated yet: bytes, time, and how many at once.
-
-ZeroMQ has one size limit for all that comes in. It must let the largest message through, and it holds for the commands
-of a handshake as well. So a thread asks the kernel how many bytes each such connection has sent, and ends those that
-sent more than a handshake has. It duplicates each descriptor, since ZeroMQ may close it and the number be reused.
+Connections that have not authenticated yet have limits on bytes, time and number. ZeroMQ has one size limit for all
+input. It must admit the largest message, and it holds for the commands of a handshake as well. So a thread asks the
+kernel how many bytes each such connection has sent, and ends those that sent more than a handshake has. It duplicates
+each descriptor, since ZeroMQ can close it, and the number be reused.
 
 ZeroMQ reports that a handshake succeeded, but not whose. With CURVE the kernel tells: a peer has acknowledged more
 bytes than the greeting and the Welcome only if it was sent the Ready, which ends the handshake. Without CURVE nobody is
-authenticated. There, as many of the watched connections may send much as handshakes have succeeded: no honest
-connection is ended, and of a flood at most as many survive as honest ones came in that time.
+authenticated. Then as many of the watched connections can send much as handshakes have succeeded: no honest connection
+is ended, and of a flood at most as many survive as honest ones arrived in that time.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ ZAP_DOMAIN = b"immortal"
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A public key and its secret one, which no text of this object shows."""
+    """Pair of a public key and its secret key, which no text of this object shows."""
 
     public: str
     secret: str = dataclasses.field(repr=False)
@@ -78,7 +75,7 @@ class KeyPair:
 
 
 class Role(StrEnum):
-    """Role of a key's owner, which says what it may send."""
+    """Role of a key's owner: the kind of messages that it may send."""
 
     INSTANCE = "instance"  # a peer's messages
     CLIENT = "client"  # clients' frames
@@ -86,7 +83,7 @@ class Role(StrEnum):
     OPERATOR = "operator"  # neither: operators ask on the instance's machine, at its control socket
 
     def may_send(self, clients_frame: bool) -> bool:
-        """Return whether the role may send a client's frame (``clients_frame``), else a peer's message."""
+        """Return True if the role may send a client's frame (``clients_frame``), else a peer's message."""
         if self is Role.INSTANCE:
             return not clients_frame
         return clients_frame and self is not Role.OPERATOR
@@ -131,10 +128,10 @@ _ZAP_REQUEST_PARTS = (
 
 
 class ZapAuthenticator:
-    """Admits the keys of ``callers`` and counts the connections (ZAP, ZeroMQ's RFC 27). One per ZeroMQ context.
+    """ZAP authenticator (ZeroMQ's RFC 27): admits the keys of ``callers`` and counts connections. One per context.
 
-    ZeroMQ asks it about each CURVE connection by an inproc message with the public key, before it reads what the
-    connection brings. A thread of its own answers, so that no caller waits while the owner waits for a disk.
+    ZeroMQ asks it about each CURVE connection by an inproc message with the public key, before it reads the
+    connection's messages. A thread of its own answers, so that no caller waits while the owner waits for a disk.
     """
 
     def __init__(self, context: Context, callers: Mapping[str, str], clock_ns: Callable[[], int]) -> None:
@@ -187,7 +184,7 @@ class ZapAuthenticator:
         self._socket.send_multipart([parts[0], b"", _ZAP_VERSION, parts[3], *answer], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Stop answering: nobody is let in any more."""
+        """Stop answering: nobody is admitted any more."""
         self._wake.signal()
         self._thread.join()
         self._wake.close()
@@ -211,10 +208,10 @@ _BEFORE_READY_BYTES = 64 + 2 + 168  # what a CURVE server sends before its Ready
 
 
 class HandshakeGuard:
-    """Watches the connections that come in at ``socket``, which is not bound yet.
+    """Guard that ends unauthenticated connections at ``socket`` which send too much, or are too many.
 
-    ``refused``: how many were ended; with ``secured``, also how many failed by themselves. ``unfinished`` is told of
-    all connections, and has its time here.
+    ``socket`` is not bound yet. ``refused``: number of ended connections; with ``secured``, also of those that failed
+    by themselves. ``unfinished``: gets all connections, and is checked in this guard's thread.
     """
 
     def __init__(
@@ -233,7 +230,7 @@ class HandshakeGuard:
         self._socket = socket
         self._monitor = open_monitor(context, socket, address, _MONITORED)
         self._unauthenticated: dict[int, tcp_socket.socket] = {}  # by ZeroMQ's descriptor, the oldest first
-        self._accepted_s: dict[int, float] = {}  # when each of these came
+        self._accepted_s: dict[int, float] = {}  # when each of these was accepted
         self._oversized_since_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
         self._succeeded_count = 0  # of these; without CURVE
         self._handshake_failed = False  # the connection that ends next had not succeeded
@@ -294,7 +291,7 @@ class HandshakeGuard:
             self._end(oldest, f"more than {HANDSHAKES_MAX} connections have not shown who they are")
 
     def _duplicate(self, descriptor: int) -> tcp_socket.socket | None:
-        """Duplicate ZeroMQ's descriptor; None if the connection has ended by now and the number may be reused."""
+        """Duplicate ZeroMQ's descriptor; None if the connection has ended by now, as the number can be reused."""
         own = -1
         try:
             own = os.dup(descriptor)
@@ -359,7 +356,7 @@ class HandshakeGuard:
             connection.close()
 
     def close(self) -> None:
-        """Stop watching. Called by the owner of the socket before it closes that."""
+        """Stop watching. The owner of the socket calls this before it closes the socket."""
         self._wake.signal()
         self._thread.join()
         self._wake.close()
@@ -372,7 +369,7 @@ class HandshakeGuard:
 
 
 def _tcp_byte_counts(connection: tcp_socket.socket) -> tuple[int, int]:
-    """Return the bytes (acknowledged by the other end, received from it); (0, 0) where the kernel does not count."""
+    """Return the bytes (acknowledged by the other end, received from it); (0, 0) if the kernel does not count them."""
     try:
         info = connection.getsockopt(tcp_socket.IPPROTO_TCP, tcp_socket.TCP_INFO, _TCP_INFO.size)
     except OSError:  # a Unix socket: the file system decides who may use it

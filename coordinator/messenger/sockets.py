@@ -47,28 +47,28 @@ IPC_PATH_SIZE_BYTES_MAX = 107  # of sockaddr_un, less the final zero
 
 
 class Counters(Struct):
-    """Counts of what has happened since the messenger was made."""
+    """Counters of the messenger's events since it was created."""
 
     sent: int = 0  # messages given to ZeroMQ, each time
     retried: int = 0  # of them, those that had been given before
     acknowledged: int = 0  # replies that were the first to their message
     received: int = 0  # messages given to a server loop
-    duplicates_dropped: int = 0  # messages and replies that had come before
-    early_kept: int = 0  # messages that came before an earlier one, and wait for it
-    early_dropped: int = 0  # of such messages, those that had no room; they come again
+    duplicates_dropped: int = 0  # messages and replies that had arrived before
+    early_kept: int = 0  # messages that arrived before an earlier one, and wait for it
+    early_dropped: int = 0  # of such messages, those without room; their sender sends them again
     replies_resent: int = 0  # to duplicates
     replies_unsent: int = 0  # the sender's connection is gone or full; it will ask again
-    replies_awaited: int = 0  # answers to retransmissions: the message has arrived, its reply will come
-    silences: int = 0  # connections made anew since nothing was heard on them any more
-    replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
+    replies_awaited: int = 0  # answers to retransmissions: the message has arrived, its reply will follow
+    silences: int = 0  # connections made anew, since nothing was received on them any more
+    replies_expired: int = 0  # acknowledgements without their reply, since it was no longer kept
     callbacks_unknown: int = 0  # messages for callbacks that were not given to their sender, or not kept
     callbacks_forgotten: int = 0  # callbacks given with replies, and dropped for newer ones
     sends_waited: int = 0  # sends that had to wait, as too much was pending
     sends_refused: int = 0  # sends refused with PendingFullError
     refused: int = 0  # IDs further ahead than a sender may go
-    malformed: int = 0  # what is not of this protocol
-    strangers_refused: int = 0  # connections of those who may not call here, or do not show a key
-    strangers_dropped: int = 0  # messages that came with a key which may not call any more
+    malformed: int = 0  # received messages that are not of this protocol
+    strangers_refused: int = 0  # connections of callers that are not admitted, or show no key
+    strangers_dropped: int = 0  # messages with a key that may no longer call
     roles_refused: int = 0  # messages of a kind that the role of their key does not send
     refused_by: Counter[str] = field(default_factory=Counter)  # ... by the name that the key stands for
     last_refused: str = ""  # key and origin of the last connection that was refused by its key
@@ -76,7 +76,7 @@ class Counters(Struct):
 
 
 class Warnings:
-    """Logs warnings about what peers do, at most one per interval, with the number of those left out."""
+    """Log of warnings about peers: at most one per interval, with the number of those left out."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
@@ -100,9 +100,9 @@ class Shared:
 
 
 def keep_alive(socket: Socket) -> None:
-    """Let the kernel find out that a peer's machine is gone, by TCP keep-alive.
+    """Turn on TCP keep-alive, by which the kernel finds out that a peer's machine is gone.
 
-    ZeroMQ's own heartbeats can end the process: when one is due on a broken connection that was not read to its end (an
+    ZeroMQ's own heartbeats stay off: one that is due on a broken connection with unread data can end the process (an
     assertion in stream_engine_base.cpp, out_event).
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
@@ -124,9 +124,8 @@ def plain_get(socket: Socket) -> Callable[[int], object]:
 
 
 def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
-    """Send the rest of a message whose first part ZeroMQ has taken. ZeroMQ takes the whole message, or drops it whole
-    if its connection ends meanwhile.
-    """
+    """Send the rest of a message whose first part ZeroMQ has accepted. ZeroMQ accepts the whole message, or drops all
+    of it if its connection ends meanwhile."""
     last = len(parts) - 1
     for index, part in enumerate(parts):
         flags = NOBLOCK_MORE if index < last else NOBLOCK
@@ -141,8 +140,8 @@ def receive_parts(
 ) -> list[bytes] | None:
     """Receive one whole message; None if there is none. After None, ZeroMQ's descriptor reports the next one.
 
-    From a DEALER a message is surely whole only if it has one part: see envelope.py. Parts beyond ``parts_max`` are
-    dropped, and never copied.
+    A message from a DEALER is surely whole only if it has one part: see envelope.py. Parts beyond ``parts_max`` are
+    dropped without a copy.
     """
     try:
         frame = socket.recv(NOBLOCK, copy=False)
@@ -233,7 +232,7 @@ def check_destination(endpoint: str) -> None:
 
 
 def bind(socket: Socket, endpoint: str) -> str:
-    """Bind and return the real endpoint. Raises EndpointInUseError, EndpointError."""
+    """Bind ``socket`` to ``endpoint``; return the real endpoint. Raises EndpointInUseError, EndpointError."""
     tcp = _TCP.fullmatch(endpoint)
     if tcp is not None and tcp["port"] != "*" and int(tcp["port"]) > 65535:
         raise EndpointError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
@@ -254,7 +253,7 @@ def bind(socket: Socket, endpoint: str) -> str:
 
 
 def _answers(endpoint: str) -> bool:
-    """Return whether somebody listens at this Unix socket; False for other endpoints."""
+    """Return True if somebody listens at this Unix socket; False for other endpoints."""
     path = endpoint.removeprefix("ipc://")
     if path in (endpoint, "*", ""):
         return False
@@ -271,9 +270,9 @@ def _answers(endpoint: str) -> bool:
 
 
 class WakeupEvent:
-    """A descriptor that any thread can make readable, with as few system calls as possible.
+    """Event with a descriptor that any thread can make readable, with as few system calls as possible.
 
-    A thread that leaves work calls signal() afterwards; the worker calls clear(), or hold() and release(), before it
+    A thread that adds work calls signal() afterwards; the worker calls clear(), or hold() and release(), before it
     checks for work.
     """
 
@@ -297,7 +296,7 @@ class WakeupEvent:
         self.signalled = False
 
     def hold(self) -> None:
-        """Make signals cost nothing: the caller is going to check for work, after release() too."""
+        """Make signals cost nothing: the caller is going to check for work, also after release()."""
         self.signalled = True
 
     def release(self) -> None:
@@ -311,12 +310,12 @@ class WakeupEvent:
 
 
 # ZeroMQ neither reconnects an inproc connection nor reports its end. So links watch their inproc endpoint, and
-# listeners announce when they bind and unbind. Both happen under one lock: a link that connects after it was told that
-# its listener went is connected to the next one.
+# listeners announce when they bind and unbind. Both happen under one lock: a link that connects after its listener was
+# unbound is connected to the next one.
 
 
 Watcher = Callable[[bool], None]
-"""Called with True when a listener comes, False when it goes; in the listener's thread, so it must not block."""
+"""Callback with True when a listener is bound, False when unbound; in the listener's thread, so it must not block."""
 
 _lock = threading.Lock()
 _watchers: dict[tuple[int, str], list[Watcher]] = {}
@@ -327,7 +326,7 @@ def is_inproc(endpoint: str) -> bool:
 
 
 def watch(context: Context, endpoint: str, watcher: Watcher) -> None:
-    """Call ``watcher`` whenever a listener at ``endpoint`` comes or goes from now on."""
+    """Call ``watcher`` each time that a listener at ``endpoint`` is bound or unbound from now on."""
     with _lock:
         _watchers.setdefault((context.underlying, endpoint), []).append(watcher)
 

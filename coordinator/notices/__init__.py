@@ -1,4 +1,4 @@
-"""Notices of an instance to its operator. Any part gives a notice to :class:`Notices`, which gives it to each sink:
+"""Notices of an instance to its operator. Any part emits a notice to :class:`Notices`, which passes it to each sink:
 lines for people or machines, the supervisor's readiness, metrics.
 
 log = configure("counter", level="info", log_format="human")

@@ -37,9 +37,9 @@ NOTICES = "immortal_notices", "What was told, also where it became no line"
 
 
 class StatusMetric(Struct, frozen=True):
-    """A metric taken from the status. ``path``: of the value in `immortal status NAME --json`; ``*`` stands for each
+    """Metric taken from the status. ``path``: that of the value in `immortal status NAME --json`; ``*`` stands for each
     key of a mapping, which becomes ``label``. ``unit``: factor from the status's unit to the metric's. ``absent``: the
-    metric where there is no value; None: it is left out."""
+    metric's value if the status has none; None: the metric is left out."""
 
     name: str
     text: str
@@ -54,7 +54,7 @@ class StatusMetric(Struct, frozen=True):
         return family(self.name, self.text, labels=[INSTANCE, self.label] if self.label else [INSTANCE])
 
     def values(self, status: Mapping[str, Any]) -> Iterator[tuple[list[str], float]]:
-        """Yield (labels after the instance's, value)."""
+        """Yield the metric's values in a status, each as (labels after the instance's, value)."""
         front, star, back = self.path.partition("*")
         if not star:
             value = _at(status, front)
@@ -147,8 +147,8 @@ STATUS = (
 
 
 class StatusCollector(Collector):
-    """Collects the metrics of the status at each scrape. ``ask``: returns the status; if it raises ImmortalError,
-    ``up`` is 0."""
+    """Collector of the status metrics at each scrape. ``ask``: returns the status; if it raises ImmortalError, ``up``
+    is 0."""
 
     def __init__(self, name: str, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._name = name
@@ -170,7 +170,7 @@ class StatusCollector(Collector):
 
 
 def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield the metrics of a status, as `immortal status NAME --json` gives it."""
+    """Yield the metrics of a status, which has the form of `immortal status NAME --json`."""
     phase = InfoMetricFamily(*PHASE, labels=[INSTANCE])
     phase.add_metric([name], {"phase": str(status["phase"])})
     yield phase
@@ -271,15 +271,15 @@ EXECUTION_WAIT = (
 HANDLER = "immortal_handler_seconds", "What a handler takes for a message, until it returns or waits; sampled"
 
 Ask = Callable[[str, object, float], Mapping[str, Any]]
-"""Called with (verb, argument, timeout in seconds); raises ImmortalError."""
+"""Callback that asks the coordinator, with (verb, argument, timeout in seconds); raises ImmortalError."""
 
 
 class ExecutionWait:
-    """Samples each second how long a durable message waits until the app has executed all before it.
+    """Sampler, each second, of the time that a durable message waits until the app has executed all before it.
 
-    Timing each message would slow down each of them. Instead the app is asked a question, which it answers after all
-    that it was given before: when the answer comes, all that was durable at the time of the question is executed. The
-    question is the one for handler times, whose answer has the times of some messages
+    To time each message would slow down each of them. Instead the app is asked a question, which it answers after all
+    messages that it got before: when the answer arrives, all messages that were durable at the time of the question are
+    executed. The question is the one for handler times, whose answer has the times of some messages
     (:mod:`immortal.appsdk.dispatch.events`).
 
     ``ask``: asks the coordinator. ``wait(seconds)``: sleeps, and returns True when sampling must end.
@@ -321,7 +321,7 @@ class ExecutionWait:
         asked_s = self._clock_s()
         pause_s = max(INTERVAL_S, PAUSE_FACTOR * (asked_s - began_s))
         if not status.get("app_connected") or status.get("handling"):
-            return pause_s  # behind a handler that takes long the questions would only pile up
+            return pause_s  # while a long handler runs, the questions would only pile up
         durable = status["fed_sequence_id"] + status["backlog_records"]
         try:
             while status["fed_sequence_id"] < durable:
@@ -344,7 +344,7 @@ class ExecutionWait:
         return pause_s
 
     def _method(self, name: str) -> str:
-        """Return the label for a method. The number of labels is bounded, whatever names an app sends."""
+        """Return the label for a method. The number of labels is limited, whatever names an app sends."""
         name = name[:METHOD_CHARACTERS_MAX]
         if name not in self._methods and len(self._methods) >= METHODS_MAX:
             return OTHER_MESSAGES

@@ -38,7 +38,7 @@ class MetricsError(ImmortalError):
 
 
 class Access(Struct, frozen=True):
-    """Access control of the metrics. ``insecure``: the operator wants none beyond this machine either."""
+    """Access control of the metrics. ``insecure``: the operator wants no control, also beyond this machine."""
 
     token_file: Path | None = None
     certificate_file: Path | None = None
@@ -46,7 +46,7 @@ class Access(Struct, frozen=True):
     insecure: bool = False
 
     def is_open(self, host: str) -> bool:
-        """Return whether other machines reach ``host`` and neither token nor TLS protects it."""
+        """Return True if other machines reach ``host`` and neither token nor TLS protects it."""
         return not is_loopback(host) and self.token_file is None and self.certificate_file is None
 
     def token(self) -> bytes | None:
@@ -107,7 +107,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 64  # connections that wait to be turned away
+    request_queue_size = 64  # connections that wait to be refused
 
     def __init__(self, address: tuple[str, int], app: WSGIApplication, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
@@ -124,7 +124,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether there is room for one more connection."""
+        """Return True if there is room for one more connection."""
         with self._lock:
             if len(self._closes_s) >= CONNECTIONS_MAX:
                 return False
@@ -152,11 +152,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection: the client went away, or does not speak HTTP."""
+        """Ignore errors of a connection: the client is gone, or does not speak HTTP."""
 
 
 def _with_token(app: WSGIApplication, access: Access) -> WSGIApplication:
-    """Wrap ``app`` so that it demands the token, which is read from its file each time: a new one needs no restart."""
+    """Wrap ``app`` so that it demands the token. The token's file is read each time: a new token needs no restart."""
 
     def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         try:

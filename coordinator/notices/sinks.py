@@ -18,7 +18,7 @@ from immortal.protocol.safe_output import BURST, RateLimit, printable, printable
 
 
 class Sink(Protocol):
-    """Receiver of notices. It raises nothing: a notice must not stop the part that gives it."""
+    """Receiver of notices. It raises nothing: a notice must not stop the part that emits it."""
 
     def emit(self, notice: Notice) -> None: ...
 
@@ -135,7 +135,7 @@ class LineSink:
 
 
 class TextLineSink(LineSink):
-    """Lines for people: ``12:00:01.250 info    counter  recovered  epoch=4 sequence_id=41``."""
+    """Sink that writes lines for people: ``12:00:01.250 info    counter  recovered  epoch=4 sequence_id=41``."""
 
     def line(self, notice: Notice) -> str:
         now_s = time.time()
@@ -155,7 +155,7 @@ def _shown(value: object) -> str:
 
 
 class JsonLineSink(LineSink):
-    """Lines for machines: a JSON object each, with all fields of the notice and its type.
+    """Sink that writes lines for machines: a JSON object each, with all fields of the notice and its type.
 
     {"time": "2026-01-31T12:00:01.250102Z", "level": "info", "instance": "counter", "message": "recovered",
      "notice": "Recovered", "epoch": 4, "sequence_id": 41}
@@ -168,15 +168,15 @@ class JsonLineSink(LineSink):
             front["notice"] = type(notice).__name__
         return printable_json(
             {**front, **notice.fields(), **front}, default=str
-        )  # the common fields come first and win
+        )  # the common fields are at the front, and have priority
 
 
-BURST_MAX = BURST  # notices of one kind that may come in a burst
+BURST_MAX = BURST  # notices of one kind in one burst
 
 
 class RateLimitedSink:
-    """Sink that passes a few notices of each kind on to ``sink``: strangers, peers, clients and apps can cause notices
-    at any rate. The last one left out is passed on later, with their number."""
+    """Sink that passes a few notices of each kind on to ``sink``, since strangers, peers, clients and apps can cause
+    notices at any rate. The last one left out is passed on later, with the number of those left out."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -197,11 +197,11 @@ class RateLimitedSink:
             self._emit_with_count(notice, left_out)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when :meth:`process` must be called, on the monotonic clock, in ns."""
+        """Return the time (monotonic clock, ns) at which :meth:`process` must run; None for never."""
         return min(map(self._limit.next_ns, self._left_out)) if self._left_out else None
 
     def process(self) -> None:
-        """Pass on the notices left out that are due."""
+        """Pass on the left-out notices that are due."""
         if not self._left_out:
             return
         now_ns = time.monotonic_ns()
@@ -221,7 +221,7 @@ LOG_FORMATS = ("human", "json")
 def configure(
     instance: str, *, level: Level = "info", log_format: str = "human", stream: TextIO | None = None
 ) -> Notices:
-    """Return notices that go to ``stream`` (stderr) as lines; records of the logging module go there, too."""
+    """Return :class:`Notices` that write lines to ``stream`` (default stderr); the logging module writes there, too."""
     sink: LineSink
     if log_format == "json":
         sink = JsonLineSink(instance, stream or sys.stderr, level)
@@ -235,12 +235,12 @@ def configure(
 
 
 def warnings_on_stderr(instance: str) -> Notices:
-    """Return notices whose warnings go to stderr, for a command that uses parts of a coordinator."""
+    """Return :class:`Notices` that write warnings to stderr, for a command that uses parts of a coordinator."""
     return Notices(instance, RateLimitedSink(TextLineSink(instance, sys.stderr, "warning")))
 
 
 class _LoggingHandler(logging.Handler):
-    """Passes records of the logging module on to a sink; the messenger uses that module."""
+    """Handler that passes records of the logging module, which the messenger uses, on to a sink."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__()

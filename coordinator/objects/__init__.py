@@ -1,18 +1,16 @@
 """Object storage, for archives of logs and for large checkpoints of logs in a database.
 
 This module has the errors; store.py opens a store by its URL, and needs the extra ``archive``. A coordinator imports
-it only where its settings name a store.
+it only if its settings name a store.
 """
 
 from __future__ import annotations
 
 from immortal.protocol.errors import ImmortalError
 
-# Errors.
-
 
 class ObjectError(ImmortalError):
-    """Raised when the objects in a store do not allow what was requested. An operator decides what to do."""
+    """Raised if the objects in a store do not allow a requested operation. An operator decides what to do."""
 
 
 class DamagedObjectError(ObjectError):
@@ -20,4 +18,4 @@ class DamagedObjectError(ObjectError):
 
 
 class StoreError(ImmortalError):
-    """Raised if the store is away, refuses, or is full: it may take the same later."""
+    """Raised if the store is unreachable, refuses, or is full: a later retry can succeed."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "az", "file")
 _READS_AT_ONCE = 8
-_SAID_MAX = 500  # characters of what a store says: it may be a page
+_SAID_MAX = 500  # characters of a store's error message: it can be a page
 
 
 class Stored(NamedTuple):
@@ -36,8 +36,6 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
     """Open the store of a URL. Credentials come from the environment, as for the store's own tools.
 
     ``make``: create a folder that is missing.
-
-    ``make``: a folder that is not there.
 
     Raises ObjectError for a URL of another form, StoreError.
     """
@@ -71,7 +69,7 @@ class Objects:
         return Objects(self._store, f"{self.where.rstrip('/')}/{folder}", f"{self._prefix}{folder}/")
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Make an object, durably; False: there is one of that name, and it stays. Raises StoreError."""
+        """Create an object durably; return False if one of that name exists, which stays. Raises StoreError."""
         path = self._prefix + name
         with _in_words(self.where):
             try:
@@ -83,7 +81,7 @@ class Objects:
         return True
 
     def get(self, name: str) -> bytes:
-        """Read an object. Raises DamagedObjectError where it is missing, StoreError."""
+        """Read an object. Raises DamagedObjectError if it is missing, StoreError."""
         with _in_words(self.where):
             try:
                 return bytes(obstore.get(self._store, self._prefix + name).bytes())
@@ -91,7 +89,7 @@ class Objects:
                 raise DamagedObjectError(f"the object {self.where}/{name} is missing") from None
 
     def get_all(self, names: Iterable[str]) -> Iterator[bytes]:
-        """Read several objects in parallel; yields them in the order of ``names``. Raises as :meth:`get`."""
+        """Read several objects in parallel; yield them in the order of ``names``. Raises as :meth:`get`."""
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
             yield from pool.map(self.get, names)
 
@@ -106,7 +104,7 @@ class Objects:
         return sorted(found)
 
     def folders(self) -> list[str]:
-        """List the folders at the top. Raises StoreError."""
+        """List the names of the folders at the top level. Raises StoreError."""
         with _in_words(self.where):
             listed = obstore.list_with_delimiter(self._store, prefix=self._prefix.rstrip("/") or None)
         return sorted(path.removeprefix(self._prefix).rstrip("/") for path in listed["common_prefixes"])
@@ -123,7 +121,7 @@ class Objects:
 
 @contextmanager
 def _in_words(where: str) -> Iterator[None]:
-    """Turn errors of obstore, and Python's own that it raises for some, into StoreError."""
+    """Turn errors of obstore, and errors of Python's own that it raises, into StoreError."""
     try:
         yield
     except (BaseError, OSError, ValueError) as error:

@@ -1,12 +1,12 @@
-"""Requests to a running coordinator: the file that says how it is reached, and one question with its answer.
+"""Requests to a running coordinator: the file that announces its control socket, and one question with its answer.
 
 A coordinator writes <folder>/coordinator.json when it is ready to answer, and `immortal run` <folder>/supervisor.json
-when it can be told to stop and to restart (process_file.py). It answers at a Unix socket, <folder>/control.sock,
+when it can be told to stop and to restart (protocol/files.py). It answers at a Unix socket, <folder>/control.sock,
 to its own user and to root (immortal.coordinator.operator.control_server).
 
-Question and answer are JSON behind a size of 4 bytes, little endian. Each connection carries one of each.
+Question and answer are JSON after a size of 4 bytes, little endian. Each connection has one question and its answer.
 
-    question {"verb": "skip", "argument": {...}}      answer: an object; {"refused": TEXT} for what it does not do
+    question {"verb": "skip", "argument": {...}}      answer: an object; {"refused": TEXT} if it refuses
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ SIZE_SIZE_BYTES = 4  # of the size in front of each
 READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at each "ready"
 SOCKET_FILE_NAME = "control.sock"
 _READ_SIZE_BYTES = 1 << 20
-_RETRY_S = 0.02  # between two attempts where more want to ask than the kernel lets wait
+_RETRY_S = 0.02  # between two attempts if the kernel's queue of connections is full
 
 
 class ControlError(ImmortalError):
-    """Raised if a coordinator cannot be asked."""
+    """Raised if a coordinator cannot be asked, or gives no usable answer."""
 
 
 class NotRunningError(ControlError):
-    """Raised if a coordinator does not run here. ``is_elsewhere``: it may run on the machine that the message names."""
+    """Raised if a coordinator does not run here. ``is_elsewhere``: it can run on the machine that the message names."""
 
     def __init__(self, message: str, *, is_elsewhere: bool = False) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class RefusedError(ControlError):
 
 
 class RunningError(ControlError):
-    """Raised if an operation needs an instance that does not run, but it runs."""
+    """Raised if an instance runs, but the operation needs one that does not run."""
 
 
 class ControlFile(ProcessFile, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class ControlFile(ProcessFile, frozen=True, kw_only=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A request to a coordinator. ``argument``: JSON, for the verb."""
+    """Request to a coordinator. ``argument``: JSON, for the verb."""
 
     verb: str
     argument: msgspec.Raw = msgspec.Raw(b"{}")
@@ -90,7 +90,7 @@ def supervisor_path(folder: Path) -> Path:
 
 
 def socket_path(folder: Path) -> Path:
-    """Return the path of the control socket, on file systems that have sockets."""
+    """Return the path of the control socket on a file system that has sockets."""
     return socket_addresses.socket_path(folder, SOCKET_FILE_NAME)
 
 
@@ -108,7 +108,7 @@ def announce(folder: Path, control: Path) -> None:
 
 @contextlib.contextmanager
 def supervised(folder: Path) -> Iterator[None]:
-    """Announce this process as the supervisor of the instance of ``folder``, in the block. Raises ControlError."""
+    """Announce this process as the supervisor of the instance of ``folder`` during the block. Raises ControlError."""
     _write(supervisor_path(folder), msgspec.json.encode(ProcessFile(**files.own_fields())))
     try:
         yield
@@ -136,7 +136,7 @@ def _withdraw(file: Path) -> None:
 
 
 def notify_ready() -> None:
-    """Tell the supervisor, if there is one, that the app, or the next one, is recovered and takes input."""
+    """Tell the supervisor, if there is one, that an app has recovered and takes input."""
     descriptor = os.environ.get(READY_VARIABLE, "")
     if descriptor.isdigit():
         try:
@@ -149,12 +149,12 @@ def notify_ready() -> None:
 
 
 def running(folder: Path) -> ControlFile | None:
-    """Return what the coordinator of this folder has announced; None if its process has ended."""
+    """Return the announcement of the coordinator of ``folder``; None if its process has ended."""
     return files.read_living(path(folder), ControlFile)
 
 
 def supervisor(folder: Path) -> ProcessFile | None:
-    """Return the `immortal run` of this folder; None if its process has ended."""
+    """Return the announcement of the `immortal run` of ``folder``; None if its process has ended."""
     return files.read_living(supervisor_path(folder), ProcessFile)
 
 
@@ -207,7 +207,7 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
 
 
 def _ends(folder: Path, found: ControlFile) -> bool:
-    """Return whether the process has ended, or ends just now: its sockets are closed before it is gone."""
+    """Return True if the process has ended, or is ending: its sockets are closed before it is gone."""
     deadline_s = time.monotonic() + ENDING_TIMEOUT_S
     while running(folder) == found:
         if time.monotonic() > deadline_s:

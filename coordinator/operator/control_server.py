@@ -1,11 +1,11 @@
-"""Control server of a running coordinator: a Unix socket for its own user and root. operator/control.py has the bytes.
+"""Control server of a running coordinator: a Unix socket for its own user and root. Its format: operator/control.py.
 
-connected --its question, whole--> asked --the answer--> told --all of it taken--> closed
+connected --a whole question--> asked --the answer--> answered --all of it sent--> closed
           --anything else, or too slow-------------> closed
 
 The kernel decides who may ask: the socket's file has mode 0600, and each connection has credentials (SO_PEERCRED). A
-secret in a file beside it would prove no more than that its bearer can read that file, which is the same user. Nothing
-here blocks: all sockets are behind one descriptor, and each connection has limits on time and size.
+secret in a file beside it would only prove that its bearer can read that file, which is the same user. Nothing here
+blocks: all sockets share one descriptor, and each connection has limits on time and size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from immortal.protocol.files import make_folder
 CONNECTIONS_MAX = 16  # at once: commands of one operator, and the metrics
 QUESTION_TIMEOUT_S = 5.0  # for a whole question
 ANSWER_TIMEOUT_S = 60.0  # from then on, until the answer is read: the change must reach the disk first
-_BACKLOG_MAX = 32  # connections that the kernel holds for us while a commit is waited for
+_BACKLOG_MAX = 32  # connections that the kernel queues while we wait for a commit
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 _NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that have none
 
@@ -48,7 +48,7 @@ _decode = decoding.JsonDecoder(Question).decode
 
 
 class ControlRequest(Struct, eq=False):
-    """A request of an operator, to be answered once. ``uid`` and ``pid`` are the asking process's, by the kernel."""
+    """Request of an operator, to be answered once. ``uid`` and ``pid`` are the asking process's, from the kernel."""
 
     verb: str
     argument: bytes  # JSON
@@ -57,7 +57,7 @@ class ControlRequest(Struct, eq=False):
     _queue_answer: Callable[[bytes], None]
 
     def answer(self, answer: object) -> None:
-        """Send ``answer`` as JSON; the asking process may be gone."""
+        """Send ``answer`` as JSON, unless the asking process is gone."""
         data = json.dumps(answer).encode()
         if len(data) > ANSWER_SIZE_BYTES_MAX:
             problem = f"the answer has {len(data)} bytes, more than {ANSWER_SIZE_BYTES_MAX}"
@@ -76,7 +76,7 @@ class _Connection(Struct, eq=False):
 
 
 class ControlServer:
-    """Serves the control socket; :meth:`process` must be called when :meth:`fileno` is readable, or it is due."""
+    """Server of the control socket. Call :meth:`process` when :meth:`fileno` is readable, and at its deadline."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,13 +112,13 @@ class ControlServer:
         return self._path
 
     def next_deadline_ns(self) -> int | None:
-        """Return when :meth:`process` must be called although nothing is ready, on the monotonic clock, in ns."""
+        """Return the time (monotonic clock, ns) at which :meth:`process` must run even if no socket is ready."""
         if not self._connections:
             return None
         return min(connection.closes_ns for connection in self._connections.values())
 
     def process(self) -> list[ControlRequest]:
-        """Handle what is ready or due; return the requests that are complete."""
+        """Serve the ready connections and close those whose time is up; return the complete requests."""
         questions: list[ControlRequest] = []
         for descriptor, mask in self._epoll.poll(0):
             if self._listening is not None and descriptor == self._listening.fileno():
@@ -160,7 +160,7 @@ class ControlServer:
             if silent is None:
                 accepted.close()
                 return
-            self._close(silent)  # a question comes at once: who holds a connection without one gives way
+            self._close(silent)  # an honest question arrives at once: a connection without one is dropped first
         self._connections[accepted.fileno()] = connection
         self._epoll.register(accepted.fileno(), select.EPOLLIN)
 
@@ -196,7 +196,7 @@ class ControlServer:
         connection.has_question = True
         connection.received = bytearray()
         connection.closes_ns = _deadline_ns(ANSWER_TIMEOUT_S)
-        self._epoll.modify(connection.socket.fileno(), 0)  # only that it is gone is of interest
+        self._epoll.modify(connection.socket.fileno(), 0)  # wait only for its end
 
         def send_answer(data: bytes) -> None:
             if self._connections.get(connection.socket.fileno()) is connection:
@@ -242,7 +242,7 @@ class ControlServer:
 def _listen(path: Path) -> socket.socket:
     """Return a non-blocking listening socket that only its owner can connect to. Raises OSError.
 
-    It gets its final name only once its mode is set.
+    The socket's file gets its final name only after its mode was set.
     """
     secure_folder(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -21,16 +21,16 @@ from immortal.protocol.timings import FOLDER_NAME
 
 
 def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> str:
-    """Remove the settings of ``name``, its keys, and with ``delete_log`` its log; return where the log is.
+    """Remove the settings of ``name``, its keys, and with ``delete_log`` its log; return the log's place.
 
-    Raises RunningError while it runs.
+    Raises RunningError if the instance runs.
     """
     with registry.locked():
         try:
             settings = registry.load(name)
         except ConfigError:
             if delete_log:
-                raise  # the file that can't be read says where the log is
+                raise  # only the file that can't be read tells the log's place
             settings = None
         folder = registry.home / name
         control.refuse_running(folder)
@@ -64,7 +64,7 @@ def _refuse_elsewhere(settings: InstanceSettings) -> None:
 
 
 def delete_log_of(settings: InstanceSettings) -> None:
-    """Delete the log of an instance that does not run, and so its state. Raises RegistryError where that fails."""
+    """Delete the log of an instance that does not run, and so its state. Raises RegistryError if that fails."""
     try:
         place_of(settings.log).remove()
     except LogError as error:
@@ -74,5 +74,5 @@ def delete_log_of(settings: InstanceSettings) -> None:
     audit.remove(settings.folder)
     clock.remove(settings.folder)
     shutil.rmtree(settings.folder / kept_code.FOLDER_NAME, ignore_errors=True)
-    for path in settings.folder.glob(f"{executions.FILE_NAME}*"):  # and what SQLite has beside it
+    for path in settings.folder.glob(f"{executions.FILE_NAME}*"):  # and SQLite's files beside it
         path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Requests of operators to a running coordinator: verbs, their objects, and the answers.
+"""Verbs of the control socket: the requests of operators to a running coordinator, and the answers.
 
-Verbs of the control socket: a verb and its JSON object become an event for the core. `cli` sends them.
+`cli` sends a verb with a JSON object; most verbs become an event of the core:
 
 letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
 letters-retry  the same
@@ -18,8 +18,6 @@ expel          {"group": "...", "member": "...", "who": "..."}
 
 stop           {}: as SIGTERM does
 hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
-
-Requests of operators to a running coordinator over its control socket, and the answers.
 """
 
 from __future__ import annotations
@@ -145,7 +143,7 @@ VERBS = tuple(_DECODERS)
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
-    """Return the event of a verb. ``kept``: the keys of all dead letters. Raises VerbError, LogError."""
+    """Return the core's event for a verb. ``kept``: the keys of all dead letters. Raises VerbError, LogError."""
     try:
         given = _DECODERS[verb].decode(argument)
     except decoding.DecodeError as error:
@@ -204,7 +202,7 @@ def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | N
 
 
 class HandOverError(ImmortalError):
-    """Raised if an instance can't be handed over: no standby is ready, or none has the name."""
+    """Raised if an instance can't be handed over: no standby is ready, or none has the requested name."""
 
 
 def choose_successor(standbys: Sequence[Standby], to: str) -> Standby:
@@ -224,7 +222,7 @@ def choose_successor(standbys: Sequence[Standby], to: str) -> Standby:
 
 
 class OperatorEndpoint:
-    """Answers requests of operators. ``post``: takes events of changes, which are answered once they are durable."""
+    """Endpoint for requests of operators. ``post``: takes events of changes, answered when these are durable."""
 
     def __init__(
         self,
@@ -280,7 +278,7 @@ class OperatorEndpoint:
         request.answer({"asked": True})
 
     def _stop(self, request: ControlRequest) -> None:
-        """Stop as by SIGTERM, for who can send none: what runs in another container."""
+        """Stop as by SIGTERM, for an operator in another container, who can't send signals."""
         request.answer({"asked": True})
         self._request_stop()
 
@@ -324,7 +322,7 @@ class OperatorEndpoint:
         }
         if self._log.problem:
             status["problems"] = [*status.get("problems", ()), self._log.problem]
-        status["unsent_bytes"] -= self._app.sent_bytes  # the machine has not heard of these yet
+        status["unsent_bytes"] -= self._app.sent_bytes  # the machine does not know of these yet
         behind = bool(status["backlog_records"] or status["unsent_bytes"]) and not status["paused"]
         silent_s = (time.monotonic_ns() - self._app.last_traffic_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
@@ -333,7 +331,7 @@ class OperatorEndpoint:
         return status
 
     def _peers_status(self) -> dict[str, dict[str, object]]:
-        """Return what the machine knows of each peer, and how it is reached."""
+        """Return the machine's knowledge of each peer, and the state of its connection."""
         peers = self._machine.view.peers()
         for name, peer in peers.items():
             peer |= self._peers.describe_peer(name, peer["error"])

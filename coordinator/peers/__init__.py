@@ -1,1 +1,1 @@
-"""Peers: where they are, which keys they have, who may call, and the way of frames to and from them."""
+"""Peers of an instance: their discovery, keys and permissions, and the frames to and from them."""

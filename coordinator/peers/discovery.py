@@ -1,7 +1,7 @@
 """Discovery of peers: by the instance's settings, then the registry folder, then a template.
 
-The first two may name a log that other machines reach: then the lease of the log says where its instance is now. All of
-them are polled, at a bounded rate, so that a peer that comes up later, or at another address, is found without a
+The first two can name a log that other machines reach: then the lease of the log has the endpoint of its instance. All
+sources are polled, at a limited rate, so that a peer that starts later, or at another address, is found without a
 restart. A route stays in use until another one is found.
 """
 
@@ -22,9 +22,9 @@ from immortal.protocol.errors import ImmortalError
 
 POLL_NS = 2_000_000_000  # between two polls while all is well: a few stats for each peer
 LEASE_POLL_NS = 100_000_000  # while leases are watched, which report a peer's move at once
-FAST_POLL_NS = 200_000_000  # while a peer is unknown or not connected: far below what a return may take
+FAST_POLL_NS = 200_000_000  # while a peer is unknown or not connected: far shorter than its restart
 UNCONNECTED_WARNING_NS = 10_000_000_000  # a peer that restarts is not worth a line
-LATE_NS = 1_000_000_000  # by which a poll may be late, as everything is on a busy machine
+LATE_NS = 1_000_000_000  # by which a poll can be late on a busy machine
 WARNING_REPEAT_NS = 60_000_000_000
 
 
@@ -45,12 +45,12 @@ class Route(Struct, frozen=True):
 
 
 class Discovery:
-    """Finds the peers of one instance by its current settings and the registry folder."""
+    """Discovery of one instance's peers, by its current settings and the registry folder."""
 
     def __init__(self, settings: InstanceSettings, registry: Registry) -> None:
         self._settings = settings
         self._registry = registry
-        self.problem = ""  # with the settings; those before stay in use
+        self.problem = ""  # with the settings; the earlier ones stay in use
         self.leased = LeaseWatcher()
 
     def read_settings(self) -> None:
@@ -62,7 +62,7 @@ class Discovery:
             self.problem = str(error)
 
     def find(self, name: str) -> Route:
-        """Return the route to ``name``. Raises UnknownInstanceError where no source has it, ConfigError for a settings
+        """Return the route to ``name``. Raises UnknownInstanceError if no source has it, ConfigError for a settings
         file that can't be read."""
         settings = self._settings
         if name in settings.peers:
@@ -81,7 +81,10 @@ class Discovery:
         return Route(settings.peer_template.replace(NAME_PLACE, name), Origin.TEMPLATE)
 
     def _from_lease(self, settings: InstanceSettings) -> str | None:
-        """Return the endpoint in the lease of the instance's log; a registry in the same database has it already."""
+        """Return the endpoint in the lease of the instance's log; None if none is known.
+
+        A registry in the same database has it already.
+        """
         copy = self._registry.copy
         if copy is None or not copy.has_log(settings.name, settings.log):
             return self.leased.endpoint(settings.log)
@@ -90,7 +93,7 @@ class Discovery:
 
     @property
     def is_notified(self) -> bool:
-        """True if a peer's move is known here at once, since leases are watched."""
+        """True if leases are watched, which tell a peer's move at once."""
         return self._registry.copy is not None or self.leased.is_used
 
     def _from_settings(self, name: str, place: str) -> Route:
@@ -103,13 +106,13 @@ class Discovery:
         return Route(endpoint, Origin.LEASE)
 
     def may_be_known(self, name: str) -> bool:
-        """Return whether :meth:`find` may find a name that it did not find before; cheaper than find()."""
+        """Return True if :meth:`find` may find a name that it did not find before; cheaper than find()."""
         settings = self._settings
         return name in settings.peers or settings.peer_template is not None or self._registry.path(name).exists()
 
 
 class _Destination(Struct):
-    """A peer that is called, and its route."""
+    """Peer that the instance calls, and its route."""
 
     route: Route | None = None
     problem: str = ""  # why there is no route
@@ -128,7 +131,7 @@ class Routes:
         self._next_poll_ns = 0
 
     def add(self, name: str, now_ns: int) -> None:
-        """Keep a route to ``name`` from now on, since it is called."""
+        """Look up ``name``, which is called, and keep a route to it from now on."""
         if name not in self._destinations:
             destination = self._destinations[name] = _Destination()
             self._look_up(name, destination)
@@ -140,7 +143,7 @@ class Routes:
         return None if destination is None or destination.route is None else destination.route.endpoint
 
     def describe(self, name: str) -> dict[str, str | None]:
-        """Return ``endpoint``, ``origin``, and the ``problem`` that keeps it from being found, each or None.
+        """Return the peer's ``endpoint``, ``origin``, and the ``problem`` that prevents its discovery, each or None.
 
         A peer that is not called is looked up now.
         """
@@ -164,17 +167,17 @@ class Routes:
         )
 
     def next_deadline_ns(self) -> int | None:
-        """Return when :meth:`poll` must be called next; None if nobody is called."""
+        """Return the time of the next :meth:`poll`; None if nobody is called."""
         return self._next_poll_ns if self._destinations else None
 
     def close(self) -> None:
         self._discovery.leased.close()
 
     def poll(self, now_ns: int, connected: Callable[[str], bool]) -> list[tuple[str, str | None]]:
-        """Look up all routes again if it is due; return the names that have moved, each with the endpoint before."""
+        """Look up all routes again if that is due; return the names that have moved, each with its former endpoint."""
         if not self._destinations or now_ns < self._next_poll_ns:
             return []
-        late_ns = max(0, now_ns - self._next_poll_ns - LATE_NS)  # in which this process did something else
+        late_ns = max(0, now_ns - self._next_poll_ns - LATE_NS)  # time in which this process did something else
         self._discovery.read_settings()
         self._warn_of_settings()
         moved: list[tuple[str, str | None]] = []
@@ -191,7 +194,7 @@ class Routes:
             else:
                 all_well = False
                 if destination.unconnected_since_ns is not None:
-                    destination.unconnected_since_ns += late_ns  # a connection may have been made, and not heard of
+                    destination.unconnected_since_ns += late_ns  # a new connection may not be noticed yet
                 self._warn_if_unreachable(name, destination, now_ns)
         pause_ns = POLL_NS if all_well else FAST_POLL_NS
         self._next_poll_ns = now_ns + (LEASE_POLL_NS if self._discovery.is_notified else pause_ns)
@@ -233,7 +236,7 @@ class Routes:
 
 
 class LeaseWatcher:
-    """Watches the leases of logs that other machines reach; each log asked about has its own thread and connection."""
+    """Watcher of the leases of logs that other machines reach, with a thread and connection for each requested log."""
 
     def __init__(self) -> None:
         self._watches: dict[str, EndpointWatch | None] = {}
@@ -245,7 +248,7 @@ class LeaseWatcher:
         if log not in self._watches:
             try:
                 self._watches[log] = place_of(log).watch()
-            except ImmortalError:  # no driver here for it: the settings say where its instance is
+            except ImmortalError:  # no driver for it is installed: the settings tell where its instance is
                 self._watches[log] = None
         watch = self._watches[log]
         endpoint = None if watch is None else watch.endpoint

@@ -1,4 +1,4 @@
-"""Frames to and from peers and clients: routes, keys, retransmission."""
+"""Endpoint for frames to and from peers and clients: routes, keys, retransmission."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ RETRY_DELAY_NS_MAX = 5_000_000_000
 
 
 class PeerRetransmissions:
-    """Frames that wait to be sent again. Times are monotonic, in ns."""
+    """Queue of frames that wait to be sent again. Times are monotonic, in ns."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, SendToPeer, int]] = []  # a heap: (due, number, effect, attempt)
         self._numbers = itertools.count()
 
     def add(self, effect: SendToPeer, attempt: int, now_ns: int) -> None:
-        """Schedule the next retransmission. ``attempt``: how often the frame has been sent, from 1."""
+        """Schedule the next retransmission of a frame. ``attempt``: the number of times that it was sent, from 1."""
         delay_ns = 0 if attempt == 1 else min(RETRY_DELAY_NS_MIN << min(attempt - 2, 32), RETRY_DELAY_NS_MAX)
         heapq.heappush(self._waiting, (now_ns + delay_ns, next(self._numbers), effect, attempt + 1))
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the next frame is due; None if none waits."""
+        """Return the time when the next frame is due; None if none waits."""
         return self._waiting[0][0] if self._waiting else None
 
     def take_due(self, now_ns: int) -> list[tuple[SendToPeer, int]]:
-        """Remove and return the frames that are due, each with the number of the attempt to be made."""
+        """Remove and return the frames that are due, each with the number of its next attempt."""
         due = []
         while self._waiting and self._waiting[0][0] <= now_ns:
             _, _, effect, attempt = heapq.heappop(self._waiting)
@@ -60,9 +60,9 @@ class PeerRetransmissions:
 
 
 class PeerEndpoint:
-    """The driver's port to other instances and clients: routes, keys, permissions and frames.
+    """Driver's port to other instances and clients: routes, keys, permissions and frames.
 
-    ``post``: called with each event that comes in.
+    ``post``: called with each event.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class PeerEndpoint:
         self._retries = PeerRetransmissions()
         self._blocked: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
-        # The windows of streams bound what is pending. No reply here comes with a callback, so all frames go to the
-        # server loop, in order.
+        # The windows of streams limit what is pending. No reply here has a callback, so all frames go to the server
+        # loop, in order.
         self._messenger = Messenger(security=self.security.security, pending=None)
         self.hold = self._messenger.hold
         self.fileno = self._messenger.fileno
@@ -109,7 +109,7 @@ class PeerEndpoint:
         return earliest(self._messenger_due_ns, self._poll_due_ns, self._retries.next_deadline_ns())
 
     def process(self, now_ns: int, *, ready: bool) -> bool:
-        """Receive what has come, and do what is due. ``ready``: the descriptor is readable. Return True if peers and
+        """Receive frames, and do what is due. ``ready``: True if the descriptor is readable. Return True if peers and
         keys were polled."""
         if self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns:
             self._messenger.process()
@@ -124,7 +124,7 @@ class PeerEndpoint:
         return polled
 
     def audit(self, auditor: Auditor, refusals: Mapping[str, Mapping[str, int]], now_ns: int) -> None:
-        """Record refusals and security changes. ``refusals``: counts by caller, as the machine has them."""
+        """Record refusals and security changes. ``refusals``: the machine's counts by caller."""
         counters = self._messenger.counters()
         auditor.observe(counters, self.security.security, self._permissions[0], refusals, self._impostors, now_ns)
 
@@ -227,7 +227,7 @@ class PeerEndpoint:
         return True
 
     def _drop(self, endpoint: str, destination: str) -> None:
-        """Forget what is in flight to ``endpoint``. What was for others than ``destination`` is sent again."""
+        """Drop the frames in flight to ``endpoint``. Those for others than ``destination`` are sent again."""
         self._messenger.drop(endpoint)
         for name in self._routes.names_at(endpoint):
             if name != destination:
@@ -236,8 +236,8 @@ class PeerEndpoint:
     # --- incoming frames ---------------------------------------------------------------------------------------------
 
     def _replied(self, effect: ef.SendToPeer, attempt: int, parts: list[bytes]) -> None:
-        # No parts: acknowledged, but the answer is no longer kept. The frame is sent again, as it is after an answer
-        # that was damaged in transit, or that only a later build knows.
+        # No parts: acknowledged, but the answer is no longer kept. The frame is sent again, also after an answer that
+        # was damaged in transit, or that only a later build knows.
         frame = self._decode(effect.destination, parts) if parts else None
         if frame is not None and frame.frame_type is FrameType.UNKNOWN:
             self._log.warning(
@@ -300,7 +300,7 @@ class PeerEndpoint:
         }
 
     def describe_output(self, destination: str, error: object) -> dict[str, object]:
-        """Describe the connection to ``destination``; ``error``: what the machine knows to be wrong with it."""
+        """Describe the connection to ``destination``. ``error``: the problem that the machine knows, or None."""
         if destination == self._name:
             return {"endpoint": "", "connected": True, "error": error}
         route = self._routes.describe(destination)

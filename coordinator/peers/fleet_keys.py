@@ -1,7 +1,7 @@
-"""Keys of a fleet, from one file: its members, their registry folders, and who may call whom.
+"""Keys of a fleet, by one file that lists its members, their registry folders and the allowed callers of each.
 
-    expires_days = 365                    how long keys that are made may be used; without it for ever
-    age_days_max = 300                    older ones are to be rotated
+    expires_days = 365                    how long new keys are valid; without it for ever
+    age_days_max = 300                    older keys must be rotated
 
     [instances.counter]
     home = "/srv/a"                       its registry folder, relative to this file; without it ".immortal"
@@ -10,7 +10,8 @@
     [clients.web]
     home = "/srv/web"
 
-Secrets stay where they are made. Each folder gets the public files of all that call its members or are called by them.
+Secrets stay where they are made. Each folder gets the public files of all callers of its members, and of all members
+that its own ones call.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _File(Struct):
 
 
 class Member(Struct, frozen=True):
-    """An instance, client or operator of the fleet. ``allow``: who may call an instance, and what."""
+    """Instance, client or operator of the fleet. ``allow``: the callers of an instance, with their permissions."""
 
     name: str
     role: Role
@@ -124,7 +125,7 @@ def read(path: Path) -> Fleet:
 
 
 def make(fleet: Fleet, today: date) -> Iterator[str]:
-    """Make missing keys, and write what each folder needs; yield what was done, in words.
+    """Create missing keys, and write the files that each folder needs; yield a text for each change.
 
     Raises KeysError, ConfigError.
     """
@@ -157,7 +158,7 @@ def _complete(member: Member) -> PublicFile:
 
 
 def _copy(member: Member, home: Path) -> bool:
-    """Copy the public file to ``home``; return whether it differed there. Raises KeysError."""
+    """Copy the public file to ``home``; return True if it differed there. Raises KeysError."""
     text = keys.public_text(member.public).encode()
     path = keys.public_path(home / member.name)
     if keys.secret_path(home / member.name).exists():
@@ -174,10 +175,7 @@ def _copy(member: Member, home: Path) -> bool:
 
 
 def _write_allow(member: Member) -> bool:
-    """Write ``allow`` into the member's settings, if it is registered; return whether it differed there.
-
-    Raises ConfigError.
-    """
+    """Write ``allow`` into a registered member's settings; return True if it differed there. Raises ConfigError."""
     registry = Registry(member.home)
     try:
         settings = registry.load(member.name)
@@ -199,7 +197,7 @@ def _allowed(allow: tuple[str, ...] | None, permissions: Mapping[str, Permission
 
 
 def problems(fleet: Fleet, today: date) -> Iterator[str]:
-    """Yield what differs from the fleet's file, or is due, in words."""
+    """Yield a text for each difference from the fleet's file, and for each key that must be rotated."""
     owners: dict[str, str] = {}
     for member in fleet.members.values():
         yield from _key_problems(fleet, member, owners, today)

@@ -1,13 +1,13 @@
 """CURVE keys of an instance: a secret file that only its owner can read, and a public one for its peers.
 
 <home>/counter/keys/pairs       "public secret" on each line; mode 0600, in a folder of mode 0700
-<home>/counter/public_keys      the public key of each pair, one a line; comments in front of it say since and until
-                                when it is to be used, and what its owner is: "; role: client" (without: an instance)
+<home>/counter/public_keys      the public key of each pair, one a line; comments in front of it have its first and last
+                                day, and the role of its owner: "; role: client" (without: an instance)
 
 The first pair is in use. A rotation adds a second, which peers accept from then on; retiring removes the first, and the
-second takes its place. So no peer is ever shown a key that it could not know.
+second takes its place. So no peer ever sees a key that it could not know.
 
-Keys of an instance of a shared registry, made on each machine that may run it; none leaves its machine.
+An instance of a shared registry has keys of its own on each machine that can run it; no secret leaves its machine.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ _ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
 
 _DATES = re.compile(r";\s*(?:made: (?P<made>\d{4}-\d\d-\d\d))?(?:, )?(?:expires: (?P<expires>\d{4}-\d\d-\d\d))?\s*")
 
-_ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file may give
+_ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file can give
 
 
 class KeysError(ImmortalError):
-    """Raised if keys are missing, unreadable, or not as they must be."""
+    """Raised if keys are missing, unreadable, wrong, or open to other users."""
 
 
 class PublicKey(Struct, frozen=True):
-    """A public key, the day (UTC) when it was made, and the last day on which it is valid; None: not given."""
+    """Public key, the day (UTC) when it was made, and the last day on which it is valid; None: not given."""
 
     key: str
     made: date | None = None
@@ -101,12 +101,12 @@ def public_path(folder: Path) -> Path:
 
 
 def is_key(text: object) -> bool:
-    """Return whether ``text`` is a key in Z85."""
+    """Return True if ``text`` is a key in Z85."""
     return isinstance(text, str) and _KEY.fullmatch(text) is not None
 
 
 def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
-    """Read the instance's own pairs, the one in use first; none where it has no keys.
+    """Read the instance's own pairs, the one in use first; none if it has no keys.
 
     Raises KeysError for a file that cannot be read, or that others than the owner can read or change.
     """
@@ -129,7 +129,7 @@ def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
 
 
 def read_public_keys(folder: Path) -> tuple[str, ...]:
-    """Read the public keys of an instance, the one in use first; none where there is no file. Raises KeysError."""
+    """Read the public keys of an instance, the one in use first; none if there is no file. Raises KeysError."""
     return tuple(known.key for known in read_public_file(folder).keys)
 
 
@@ -173,7 +173,7 @@ def _public_file(path: Path, lines: list[str]) -> PublicFile:
 
 
 def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days: int) -> Iterator[str]:
-    """Yield what to do about keys that expire within ``soon_days``, or are older than ``age_days_max``."""
+    """Yield a text about each key that expires within ``soon_days``, or is older than ``age_days_max``."""
     for public in file.keys:
         if public.has_expired(today):
             yield f"the key {public.key} expired on {public.expires}: nobody lets it in; rotate it, and retire it"
@@ -184,15 +184,15 @@ def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days
 
 
 def make(folder: Path, role: Role = Role.INSTANCE, expires: date | None = None) -> tuple[KeyPair, ...]:
-    """Make the pairs of an owner with ``role`` where there are none, and write the public file anew; return the pairs.
+    """Create a key pair for an owner with ``role`` if there is none, and write the public file anew; return all pairs.
 
-    ``expires``: the last day of the pairs that are made. Raises KeysError.
+    ``expires``: the last day of a new pair. Raises KeysError.
     """
     return _write(folder, read_pairs(folder) or (KeyPair.new(),), role, expires)
 
 
 def rotate(folder: Path, expires: date | None = None) -> tuple[KeyPair, ...]:
-    """Add a pair, which is used once the one in use is retired; ``expires``: its last day. Raises KeysError."""
+    """Add a pair, to be used after the one in use is retired. ``expires``: its last day. Raises KeysError."""
     pairs = read_pairs(folder)
     if not pairs:
         raise KeysError(f"{folder.name!r} has no keys yet: 'immortal keys {folder.name} --make' makes them")
@@ -204,7 +204,7 @@ def rotate(folder: Path, expires: date | None = None) -> tuple[KeyPair, ...]:
 
 
 def retire(folder: Path) -> tuple[KeyPair, ...]:
-    """Delete the pair in use: the next one takes its place. Raises KeysError."""
+    """Delete the pair in use; the next one takes its place. Raises KeysError."""
     pairs = read_pairs(folder)
     if len(pairs) < 2:
         raise KeysError(
@@ -236,8 +236,8 @@ def _check_mode(path: Path, expected: int) -> None:
 def _write(
     folder: Path, pairs: tuple[KeyPair, ...], role: Role | None = None, expires: date | None = None
 ) -> tuple[KeyPair, ...]:
-    """Write the secret file, then the public one, so that no public key is without its secret. ``role`` None: keep
-    it."""
+    """Write the secret file, then the public one, so that no public key lacks its secret key. ``role`` None: keep the
+    role."""
     path = secret_path(folder)
     before, known = _known(folder)
     try:
@@ -254,7 +254,7 @@ def _write(
 
 
 def _known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
-    """Return role and public keys by the present files; a lost or unreadable public file gives no dates or role."""
+    """Return role and public keys from the present files; a lost or unreadable public file gives no dates or role."""
     try:
         file = read_public_file(folder)
     except KeysError:
@@ -275,8 +275,8 @@ def public_text(file: PublicFile) -> str:
 
 
 def ensure_machine_keys(settings: InstanceSettings, registry: Registry) -> bool:
-    """Make keys for the instance on this machine and announce its address, if the registry is that of many machines.
-    Return whether keys were made.
+    """Create keys for the instance on this machine and announce its address, if the registry is shared by machines.
+    Return True if keys were created.
 
     Raises RegistryError for an instance whose log another machine has, KeysError, LogError, SharedHomeError.
     """
@@ -298,5 +298,5 @@ def ensure_machine_keys(settings: InstanceSettings, registry: Registry) -> bool:
     except SharedHomeError:
         if not has_some:
             raise
-        # The database is away, but it has a key of this machine: peers try the known keys in turn.
+        # The database is unreachable, but has a key of this machine: peers try the known keys in turn.
     return not has_some

@@ -1,7 +1,7 @@
-"""Security of an instance: its keys, its peers' keys, and the list of those who may call it.
+"""Security of an instance: its keys, its peers' keys, and the list of allowed callers.
 
 All of it is polled, so that keys change without a restart. A peer that had keys once is never called without encryption
-again, and where a file cannot be read, its earlier contents stay in use.
+again. If a file cannot be read, its earlier contents stay in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Version = tuple[int, int, int]
 
 
 class Keyring:
-    """Public keys of the instances of a registry, and those that one instance's settings give."""
+    """Public keys of the instances of a registry, and those in one instance's settings."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -54,8 +54,8 @@ class Keyring:
     def role_of(self, settings: InstanceSettings, registered: Collection[str], name: str) -> Role:
         """Return the role of ``name`` by the settings, the registry, or its public file. Raises KeysError.
 
-        A name with secrets in the registry folder that is no instance of it is a client. If there is only a public file
-        without a role, which was copied here, its owner is taken for an instance.
+        A name that has secrets in the registry folder and is no instance there is a client. If there is only a public
+        file without a role, which was copied here, its owner counts as an instance.
         """
         if name in settings.client_keys:
             return Role.CLIENT
@@ -74,11 +74,11 @@ class Keyring:
         return [name for name in names if name != settings.name]
 
     def watch(self, names: Iterable[str]) -> None:
-        """Note the present versions of the public files of ``names``, for :meth:`has_changed`."""
+        """Remember the present versions of the public files of ``names``, for :meth:`has_changed`."""
         self._watched = [(path, _version(path)) for path in map(self._path, names)]
 
     def has_changed(self) -> bool:
-        """Check the next few watched files, in turn; return whether one of them has changed."""
+        """Check the next few watched files, in turn; return True if one of them has changed."""
         for _ in range(min(KEY_FILES_PER_POLL, len(self._watched))):
             self._next = (self._next + 1) % len(self._watched)
             path, version = self._watched[self._next]
@@ -103,7 +103,7 @@ class Keyring:
 
 
 def _version(path: str) -> _Version | None:
-    """Return the version of a file by its time, size and inode; None where there is no such file."""
+    """Return the version of a file by its time, size and inode; None if there is no such file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -114,8 +114,8 @@ def _version(path: str) -> _Version | None:
 class PeerSecurity:
     """Security of the messenger, kept up to date for one running instance. Clocks are monotonic, in ns.
 
-    ``names_at`` returns the peers that are called at an endpoint. Raises KeysError for keys that cannot be used, and
-    where keys are required and there are none.
+    ``names_at`` returns the peers that are called at an endpoint. Raises KeysError for keys that cannot be used, and if
+    required keys are missing.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class PeerSecurity:
 
     @property
     def permissions(self) -> Mapping[str, Permission]:
-        """Permissions by name, of callers that may not do everything, as of the last poll."""
+        """Permissions of the restricted callers, by name, as of the last poll."""
         return self._settings.permissions
 
     def call_size_mib_max(self) -> int:
-        """Return which ``rpc_limit_mb`` is the largest of this instance and those that may call it. For any thread.
+        """Return the largest ``rpc_limit_mb`` of this instance and those that may call it. For any thread.
 
-        Who is not registered here may have any; without keys, anybody may call.
+        A caller that is not registered here can have any limit; without keys, anybody may call.
         """
         security = self.security
         if security is None:
@@ -163,7 +163,7 @@ class PeerSecurity:
             return ARGUMENTS_SIZE_MIB_MAX
 
     def next_deadline_ns(self) -> int:
-        """Return when :meth:`poll` must be called next."""
+        """Return the time of the next :meth:`poll`."""
         return self._next_poll_ns
 
     def schedule_check(self) -> None:
@@ -171,7 +171,7 @@ class PeerSecurity:
         self._next_poll_ns = 0
 
     def poll(self, now_ns: int) -> bool:
-        """Read keys and callers again if it is due; return whether ``security`` has changed."""
+        """Read keys and callers again if that is due; return True if ``security`` has changed."""
         if now_ns < self._next_poll_ns:
             return False
         self._next_poll_ns = now_ns + POLL_NS
@@ -207,7 +207,7 @@ class PeerSecurity:
         return now != (before.own, before.callers, before.roles, known_before)
 
     def _may_differ(self, pairs: tuple[KeyPair, ...]) -> bool:
-        """Return whether reading all keys again may find changes.
+        """Return True if reading all keys again may find changes.
 
         A command that changes a public file touches the registry's folder, so the change is seen at once; a change by
         hand is seen when it is the file's turn.
@@ -220,7 +220,7 @@ class PeerSecurity:
         return _version(str(self._registry.home)), self._today(), pairs, given
 
     def block_reason(self, endpoint: str) -> str | None:
-        """Return why ``endpoint`` must not be connected to now; None if it may."""
+        """Return the reason why ``endpoint`` must not be connected to now; None if there is none."""
         asked = (endpoint, *self._names_at(endpoint))  # called for each frame, so cached until the next poll
         if asked not in self._block_reasons:
             self._block_reasons[asked] = self._find_block_reason(endpoint)
@@ -248,7 +248,7 @@ class PeerSecurity:
     def _read_security(self, pairs: tuple[KeyPair, ...]) -> Security | None:
         if pairs:
             self._own, self._pairs = pairs[0], pairs
-        # A client that can read the secrets of the instance needs none of its own.
+        # A client that can read the secrets of the instance needs no keys of its own.
         callers = {pair.public: self._settings.name for pair in self._pairs}
         if self._registry.copy is not None and self._pairs:  # keys of this instance made on other machines
             elsewhere = self._keys_of(self._settings.name)
@@ -285,7 +285,7 @@ class PeerSecurity:
         return left
 
     def _has_expired(self, name: str) -> bool:
-        """Return whether all keys of ``name`` have expired."""
+        """Return True if all keys of ``name`` have expired."""
         found = self._keys_of(name)
         return bool(found) and not self._unexpired_keys(name, found)
 
@@ -309,7 +309,7 @@ class PeerSecurity:
         )
 
     def _warn_once(self, problem: str) -> None:
-        """Warn of a problem, once for as long as it lasts."""
+        """Warn of a problem once, as long as it lasts."""
         self._warned_now.add(problem)
         if problem not in self._warned:
             self._warn(problem)
@@ -341,6 +341,6 @@ def insecurity_warning(settings: InstanceSettings, security: Security | None) ->
 
 @functools.lru_cache(maxsize=1024)  # called for each frame
 def is_local(endpoint: str) -> bool:
-    """Return whether only this machine reaches ``endpoint``."""
+    """Return True if only this machine reaches ``endpoint``."""
     address = split_tcp(endpoint)
     return endpoint.startswith(("ipc://", "inproc://")) or (address is not None and is_loopback(address[0]))

@@ -1,7 +1,7 @@
 """Daemon of `immortal up`: runs a project's services, and writes their output to files.
 
-SIGHUP makes it read the project again: services that are new, changed, stopped or failed are started, also those that
-are to be upgraded, and those that the project no longer has are stopped. SIGTERM stops all with checkpoints.
+At SIGHUP it reads the project again: it starts services that are new, changed, stopped, failed or must be upgraded, and
+stops those that the project no longer has. SIGTERM stops all with checkpoints.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ProjectDaemon:
         for name, running in self._members.items():
             gap = gaps.get(name)
             if gap is not None and not gap.can_upgrade and running.runs:
-                planned[name] = running.service  # keep the one that runs: the planned one can't
+                planned[name] = running.service  # keep the running one: the planned one can't run
             elif planned.get(name) != running.service or (gap is not None and gap.is_requested):
                 changed.append(running)
         await stop_all(changed)

@@ -1,13 +1,13 @@
-"""Change of the code of a running instance: check the new code against its log, and take it over.
+"""Change of a running instance's code: watch its source files, check new code against the log, let it take over.
 
-The records behind the newest checkpoint are replayed by the new code (`immortal verify`). That is what a recovery does,
-and what a crash right after the change would need. The calls are compared with what the log says of them, and with the
-logs of those that got them, where these are here:
+The new code replays the records after the newest checkpoint (`immortal verify`). A recovery does the same, and a crash
+right after the change would need it. The calls are compared with the log, and with the logs of their receivers if these
+are here:
 
-- the same calls: the new code may take over, at a clean stop.
-- other calls, or a call that fails: the change can't be made where it is. It can be made *here*: the old code stops
-  with a checkpoint, and the new code begins behind it, so that nothing is replayed by code that did not make it.
-  Whether the new code can take over the state as it is now, with the handlers that wait in it, is tried first.
+- the same calls: the new code can take over, at a clean stop.
+- other calls, or a call that fails: a recovery with the new code would fail. But the new code can begin *here*: the old
+  code stops with a checkpoint, and the new code begins after it, so that no code replays records that it did not make.
+  Before that the new code is tried on the present state, with the handlers that wait in it.
 - code of another version (@upgrades) upgrades the state there, as `immortal upgrade` does.
 - or the log is deleted, and all begins anew.
 """
@@ -51,8 +51,8 @@ class Outcome(enum.Enum):
 
 
 class ChangeReport(Struct, frozen=True):
-    """Result of replaying with the new code. ``lines``: the differences, with record and calls. ``version``: of the
-    log; None where there is none."""
+    """Result of a replay with the new code. ``lines``: the differences, with record and calls. ``version``: the log's;
+    None if nothing is logged."""
 
     outcome: Outcome
     lines: Sequence[str] = ()
@@ -60,12 +60,12 @@ class ChangeReport(Struct, frozen=True):
 
 
 class ChangeError(ImmortalError):
-    """Raised if the new code can't take over, so the old code goes on."""
+    """Raised if the new code can't take over, so that the old code continues."""
 
 
 class VersionGap(Struct, frozen=True):
-    """Difference between the version of a service's log and that of its class in the project. ``text``: both, in words.
-    ``can_upgrade``: the class has the log's version, too, so that runs until an upgrade. ``is_requested``: the next
+    """Difference between the version of a service's log and that of its class in the project. ``text``: description of
+    both. ``can_upgrade``: the class also has the log's version, which runs until an upgrade. ``is_requested``: the next
     start upgrades."""
 
     text: str
@@ -74,17 +74,17 @@ class VersionGap(Struct, frozen=True):
 
     @property
     def stays(self) -> bool:
-        """True if the service keeps its version until an upgrade is asked for."""
+        """True if the service keeps its version until an upgrade is requested."""
         return self.can_upgrade and not self.is_requested
 
 
 def version_gap(registry: Registry, service: ServiceSpec) -> VersionGap | None:
-    """Return how the version of the log differs from that of the class; None if it does not, or can't be told."""
+    """Return the difference between the versions of log and class; None if they are equal, or one is unknown."""
     name, version = service.name, service.version
     try:
         settings = registry.load(name)
         known, mark = own_logs.log_version(settings), upgrade_mark.read(settings.folder)
-    except ImmortalError:  # not registered yet; else its start says what is wrong
+    except ImmortalError:  # not registered yet; any other error is reported at the start
         return None
     if known in (None, version):
         return None
@@ -130,7 +130,7 @@ class CodeChange:
         return ChangeReport(outcome, lines, status.get("version"))
 
     async def try_at_current_state(self) -> None:
-        """Take a checkpoint with the old code and try the new code on it. Raises ChangeError if that can't go on."""
+        """Take a checkpoint with the old code and try the new code on it. Raises ChangeError if either fails."""
         before = (self._status() or {}).get("checkpoint") or {"id": 0}
         try:
             control.query(self._settings.folder, "checkpoint")
@@ -151,7 +151,7 @@ class CodeChange:
             request_upgrade(self._registry, self.service)
 
     def records_behind(self) -> int:
-        """Return how many records after its last checkpoint a stopped instance has."""
+        """Return the number of records after the last checkpoint of a stopped instance."""
         if not log_exists(self._settings.log):
             return 0
         with own_logs.open_reader(self._settings) as reader:
@@ -160,7 +160,7 @@ class CodeChange:
         return summary.last_sequence_id - newest
 
     async def reset(self, say: Callable[[str], None]) -> None:
-        """Delete the log of a stopped instance and reset its peers' streams with it. Raises RegistryError."""
+        """Delete the log of a stopped instance, and reset its peers' streams with it. Raises RegistryError."""
         settings = self._settings
         delete_log_of(settings)
         upgrade_mark.clear(settings.folder)
@@ -177,7 +177,7 @@ class CodeChange:
                 say(line)
 
     def _has_met(self, other: str) -> bool:
-        """Return whether the log of ``other`` has streams with this instance."""
+        """Return True if the log of ``other`` has streams with this instance."""
         settings = self._registry.load(other)
         if not log_exists(settings.log):
             return False
@@ -231,7 +231,7 @@ Stamp = tuple[int, int, int]
 
 
 class SourceFiles:
-    """Polls source files for changes. A change counts once it has stood for one poll: an editor may still write."""
+    """Watcher of source files, by polls. A change counts after it has stood for one poll: an editor may still write."""
 
     def __init__(self, files: Iterable[str | Path]) -> None:
         self._stamps: dict[str, Stamp | None] = {}
@@ -245,7 +245,7 @@ class SourceFiles:
         self._moving &= wanted
 
     def poll(self) -> set[str]:
-        """Return the files that were changed, made or removed since they were last returned."""
+        """Return the files that were changed, created or removed since they were last returned."""
         settled = set()
         for file, before in self._stamps.items():
             now = _stamp(file)

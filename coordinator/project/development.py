@@ -30,12 +30,12 @@ from immortal.coordinator.project.project import ModuleImportError, Project, Ser
 from immortal.coordinator.service.children import StopRequests
 from immortal.protocol.errors import ImmortalError
 
-OWN = "immortal"  # name in front of this module's own lines
+OWN = "immortal"  # name in front of this module's lines
 _SETTLED = (State.READY, State.STOPPED, State.FAILED)
 
 
 class Development:
-    """Runs a project's services in development. ``interactive``: questions can be asked at the terminal.
+    """Runner of a project's services in development. ``interactive``: questions can be asked at the terminal.
 
     ``debugpy``: the port at which clients of debugpy attach to the first service; each next one has the next port.
     """
@@ -61,7 +61,7 @@ class Development:
         self._reported_failed: set[str] = set()  # names of services that ended by themselves, which was reported
         self._changed: set[str] = set()  # names of services that must take over new code
         self._all_changed = False
-        self._other_versions: set[str] = set()  # names of services to be asked about once they are ready
+        self._other_versions: set[str] = set()  # names of services to be asked about when they are ready
         self._unread: set[str] = set()  # names of services that were changed while the project could not be read
         self._task: asyncio.Task[None] | None = None
         self._is_committed = False  # the change under way can't be cancelled
@@ -103,7 +103,7 @@ class Development:
     # --- what runs ----------------------------------------------------------------------------------------------------
 
     def _start_new(self, services: Iterable[ServiceSpec]) -> None:
-        """Start the services that are new."""
+        """Register and start the services that do not run yet."""
         new = [one for one in services if one.name not in self._members]
         for service in [one for one in new if self._has_version(one)]:
             if self._register(service) and not self._is_started_elsewhere(service.name):
@@ -134,7 +134,7 @@ class Development:
         return True
 
     def _has_version(self, service: ServiceSpec) -> bool:
-        """Return whether the class has the version of the log; where it only upgrades that, ask about it later."""
+        """Return True if the class has the log's version. If its own version is another, ask about an upgrade later."""
         gap = version_gap(self._registry, service)
         if gap is None:
             return True
@@ -211,7 +211,7 @@ class Development:
         }
 
     async def _apply_changes(self) -> None:
-        """Take over the code changed until now. If cancelled, services not done yet count as changed again."""
+        """Apply the code changed until now. If cancelled, the services not done yet count as changed again."""
         names, everything = self._changed | self._unread, self._all_changed
         self._changed, self._unread, self._all_changed = set(), set(), False
         try:
@@ -231,7 +231,7 @@ class Development:
                 for name, member in self._members.items()
                 if name in names or (everything and planned[name] != member.service)
             ]
-            # Check all before the first takes over: what it has received proves the calls of the others.
+            # Check all before the first takes over: the calls that it received prove those of the others.
             found = await asyncio.gather(*(change.examine() for _, change in changing))
             for (member, change), described in zip(changing, found, strict=True):
                 await self._change(member, change, described)
@@ -301,7 +301,7 @@ class Development:
         return await self._console.ask(name, "[k]eep the old code, [u]pgrade here, [r]eset the log? ", "kur")
 
     async def _handle_failed(self, members: list[ServiceProcess]) -> None:
-        """Report services that ended by themselves, and offer to reset their logs. As a rule they need other code, or
+        """Report services that ended by themselves, and offer to reset their logs. Usually they need other code, or
         this code can't replay the log."""
         for member in members:
             ended = f"{member.name} has ended with status {member.exit_status}; its own lines say why"
@@ -343,7 +343,7 @@ class Development:
 
     @contextlib.contextmanager
     def _committed(self) -> Iterator[None]:
-        """Make a change that is not cancelled by what is saved meanwhile; a stop waits for it."""
+        """Protect the change in the block: files saved meanwhile do not cancel it, and a stop waits for it."""
         self._is_committed = True
         try:
             yield

@@ -1,12 +1,11 @@
-"""Processes of a project's services, each an `immortal run` in a process of its own.
+"""Processes of a project's services, each under an `immortal run` of its own; unit files of systemd for them.
 
-An `immortal run` restarts its coordinator and its app; one that a signal killed is itself started again here.
-Their output goes to an :class:`OutputSink`, line by line. A text that stays without an end of line for a while is taken
-for a question, such as a debugger's prompt, which the sink may answer. All services die with this process.
+An `immortal run` restarts its coordinator and its app; one that a signal killed is itself started again here. The
+output goes to an :class:`OutputSink`, line by line. A text that stays without an end of line for a while counts as a
+question, such as a debugger's prompt, which the sink can answer. All services die with this process.
 
-Unit files of systemd for a project: a service for each instance, and a target for all of them.
-
-`immortal run --restart` restarts what dies; systemd restarts `immortal run`, and all of them after a reboot.
+The unit files are a service for each instance, and a target for all of them. systemd restarts an `immortal run`, which
+restarts its processes, and starts all of them after a reboot.
 """
 
 from __future__ import annotations
@@ -66,27 +65,28 @@ class State(enum.Enum):
     RESTARTING = "restarting"  # one of its processes died, or its 'immortal run'
     STOPPING = "stopping"
     STOPPED = "stopped"
-    FAILED = "failed"  # it ended by itself, with an error
+    FAILED = "failed"  # ended by itself, with an error
 
 
 class OutputSink(Protocol):
     def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
-        """Take one line of the service ``name``, of its coordinator (with ``level`` and ``clock``) or of its app."""
+        """Accept one line of the service ``name``, of its coordinator (with ``level`` and ``clock``) or of its app."""
 
     def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
-        """Take the question ``text`` of the app of ``name``, which waits for a line."""
+        """Accept the question ``text`` of the app of ``name``, which waits for a line; pass the line to ``answer``."""
 
     def ended(self, name: str, state: str) -> None:
-        """Drop the questions of ``name``, whose `immortal run` has ended. ``state``: of the service from now on."""
+        """Drop the questions of ``name``, whose `immortal run` has ended. ``state``: its state from now on."""
 
     def changed(self) -> None:
-        """Note that the state of a service has changed."""
+        """Show or publish the states, since one has changed."""
 
 
 class ServiceProcess:
-    """A service and its `immortal run`. ``simulates_effects``: functions of the project run in place of its effects.
+    """Service of a project, with its `immortal run`.
 
-    ``debugpy``: the port at which its app listens for clients of debugpy.
+    ``simulates_effects``: functions of the project run in place of its effects. ``debugpy``: the port at which its app
+    listens for clients of debugpy.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ServiceProcess:
         self._exited: asyncio.Future[int] | None = None
         self._stop_requested = False
         self._pause = RestartBackoff()
-        self._restart: asyncio.TimerHandle | None = None  # set while its `immortal run` is dead and comes back
+        self._restart: asyncio.TimerHandle | None = None  # set while its `immortal run` is dead, until the next start
         self._death = ""
         self._started_s = 0.0
         self._was_ready = False
@@ -138,8 +138,8 @@ class ServiceProcess:
         return self._process is not None or self._restart is not None
 
     def start(self, *, with_class: bool = True) -> None:
-        """Start `immortal run` for the service. ``with_class``: with that of the project, not the last one. Raises
-        OSError."""
+        """Start `immortal run` for the service. ``with_class``: with the project's class, not that of the last run.
+        Raises OSError."""
         argv = [
             *PYTHON,
             "-m",
@@ -194,7 +194,7 @@ class ServiceProcess:
         self._set_state(State.STARTING)
 
     def stop(self) -> None:
-        """Request a clean stop; a second call ends it at once. :meth:`wait` waits for the end."""
+        """Request a clean stop; a second call ends the service at once. :meth:`wait` waits for the end."""
         if self._process is not None:
             self._stop_requested = True
             self._process.send_signal(signal.SIGTERM)
@@ -205,7 +205,7 @@ class ServiceProcess:
             self._set_state(State.STOPPED)
 
     async def wait(self) -> int | None:
-        """Wait for its end; return the exit status, None if it was never started."""
+        """Wait for the end of `immortal run`; return its exit status, None if it was never started."""
         return None if self._exited is None else await asyncio.shield(self._exited)
 
     def _ended(self, status: int) -> None:
@@ -225,7 +225,7 @@ class ServiceProcess:
 
     def _start_again(self) -> None:
         try:
-            control.refuse_running(self._project.home / self.name)  # processes that it had started may still be dying
+            control.refuse_running(self._project.home / self.name)  # its child processes may still be dying
             self._restart = None
             self.start(with_class=False)  # an upgrade may have changed it
         except (OSError, control.RunningError):
@@ -271,7 +271,7 @@ class ServiceProcess:
 
 
 class _LineReader:
-    """Reads a pipe as data comes: ``say`` is called with each line, ``ask`` with a text that stays without an end."""
+    """Reader of a pipe: calls ``say`` with each line, and ``ask`` with a text that stays without an end of line."""
 
     def __init__(self, pipe: IO[bytes], say: Callable[[str], None], ask: Callable[[str], None] | None) -> None:
         self._pipe = pipe
@@ -284,7 +284,7 @@ class _LineReader:
         self._loop.add_reader(pipe.fileno(), self._read)
 
     def _read(self) -> bool:
-        """Read once; return True if there may be more."""
+        """Read once; return True if there may be more data."""
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -312,7 +312,7 @@ class _LineReader:
         self._ask(text)
 
     def end(self) -> None:
-        """Pass on what is left in the pipe of a process that has ended, and close it."""
+        """Pass on the rest of the pipe of an ended process, and close the pipe."""
         while self._read():
             pass
         self._loop.remove_reader(self._pipe.fileno())
@@ -328,7 +328,7 @@ def _text(line: bytes) -> str:
 
 
 async def stop_all(members: Iterable[ServiceProcess]) -> None:
-    """Stop services cleanly, all at the same time. A second stop() of one meanwhile ends it at once."""
+    """Stop services cleanly, all at the same time. A second stop() of one of them ends it at once."""
     running = [member for member in members if member.runs]
     for member in running:
         member.stop()
@@ -337,7 +337,7 @@ async def stop_all(members: Iterable[ServiceProcess]) -> None:
 
 
 def register(registry: Registry, service: ServiceSpec) -> str:
-    """Register ``service``, or update its registered settings by the project; return what was done in words, or "".
+    """Register ``service``, or update its registered settings by the project; return a text about the change, or "".
 
     Settings that the project does not mention stay as they are. Raises ConfigError, RegistryError.
     """
@@ -379,7 +379,7 @@ def _update(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str
     return sorted(changed)
 
 
-_STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # longer than a supervisor takes at most
+_STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # longer than a supervisor's longest stop
 
 _FOR_GOOD = (STATUS_FENCED, STATUS_HANDLER_FAILED)  # a start would end in the same
 

@@ -1,8 +1,8 @@
-"""Output of a project's services: on one screen (Console), in files (LogFiles), and read from these (Tail).
+"""Output of a project's services: on one screen (Console), in files (LogFiles), and read from the files (Tail).
 
 On the screen each line has the service's name in its color, with a line of states below, and questions. Lines wait
-while a question is open, so that a debugger's prompt stays where it is; what is typed answers the question that is
-shown. Colors and the line of states are for terminals; elsewhere, and with NO_COLOR, it is plain text.
+while a question is open, so that a debugger's prompt stays where it is; typed text answers the question that is shown.
+Colors and the line of states are for terminals; elsewhere, and with NO_COLOR, the output is plain text.
 
 The files are <home>/NAME/output.log and older ones, output.log.1 and so on, readable by their owner alone. Each line
 begins with its time and level; "-" stands for the app:
@@ -31,7 +31,7 @@ from immortal.coordinator.core.notices import Level
 from immortal.protocol.files import make_folder, opener
 from immortal.protocol.safe_output import printable
 
-LINES_HELD_MAX = 10_000  # while a question is open; then the oldest go
+LINES_HELD_MAX = 10_000  # while a question is open; beyond it the oldest are dropped
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _LEVEL_COLORS = {"warning": 33, "error": 31, "debug": 2}
 _DIM = 2
@@ -42,8 +42,8 @@ Answer = Callable[[str], None]
 
 
 class Console:
-    """Screen for the output of many services. ``names``: of the services, for the width of their column. ``states``:
-    returns the line below."""
+    """Screen for the output of many services. ``names``: names of the services, for the width of their column.
+    ``states``: returns the line of states."""
 
     def __init__(self, names: list[str], stream: TextIO, states: Callable[[], str] = lambda: "") -> None:
         self._stream = stream
@@ -52,7 +52,7 @@ class Console:
         self._colored = self._is_terminal and not os.environ.get("NO_COLOR")
         self._width = max(map(len, names), default=0)
         self._known = list(names)
-        self._questions: deque[tuple[str, str, Answer]] = deque()  # whose, its text, and who takes the answer
+        self._questions: deque[tuple[str, str, Answer]] = deque()  # service, text, and callback for the answer
         self._held: deque[tuple[str, str, Level | None, str]] = deque()
         self._lost_count = 0
         self._drawn = False  # the line of states
@@ -70,7 +70,7 @@ class Console:
             self._write(self._format_line(name, text, level, clock))
 
     def interrupt(self, name: str, text: str) -> None:
-        """Show a line even while a question is open, which is then shown again."""
+        """Show a line at once; an open question is shown again after it."""
         if self._questions:
             self._write(f"\n{self._format_line(name, text, None, '')}")
             self._show_question()
@@ -165,7 +165,7 @@ class Console:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read)
 
     def close(self) -> None:
-        """Stop reading, drop questions, and end the screen with a whole line."""
+        """Stop reading, drop all questions, and end the screen with a whole line."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self._states = lambda: ""
         self._questions.clear()
@@ -180,7 +180,7 @@ class Console:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         *lines, self._typed = (self._typed + data).split(b"\n")
         for line in lines:
-            self._drawn = False  # the terminal has gone to the next line
+            self._drawn = False  # the terminal is at the next line
             if self._questions:
                 answer = self._questions.popleft()[2]
                 answer(line.decode("utf-8", "replace").rstrip("\r"))
@@ -198,7 +198,7 @@ class _Rotating(RotatingFileHandler):
 
 
 class LogFiles:
-    """Writes the output of services to files. ``size_bytes_max``: size of a file at which the next one begins."""
+    """Log files with the output of services. ``size_bytes_max``: size of a file at which the next one begins."""
 
     def __init__(self, home: Path, changed: Callable[[], None], size_bytes_max: int = SIZE_BYTES_MAX) -> None:
         self._home = home
@@ -223,7 +223,7 @@ class LogFiles:
         self.line(name, text)
 
     def ended(self, name: str, state: str) -> None:
-        """Write into the project's own log how a service ended that nobody stopped."""
+        """Write to stderr, the project's own log, how a service ended that nobody stopped."""
         if state != "stopped":
             print(f"{name}: {state}", file=sys.stderr, flush=True)  # noqa: T201 (to the file of the daemon)
 
@@ -236,7 +236,7 @@ class LogFiles:
 
 
 class Tail:
-    """Reads the lines of one service from its files, from the oldest one, as they come."""
+    """Reader of the lines of one service from its files, from the oldest one on, while they grow."""
 
     def __init__(self, home: Path, name: str) -> None:
         self.name = name
@@ -245,7 +245,7 @@ class Tail:
         self._rest = b""
 
     def all_lines(self) -> Iterator[str]:
-        """Yield all lines so far; :meth:`new_lines` goes on after them."""
+        """Yield all lines so far; :meth:`new_lines` continues after them."""
         for number in range(OLD_COUNT, 0, -1):
             old = self._path.with_name(f"{FILE_NAME}.{number}")
             if old.exists():
@@ -253,7 +253,7 @@ class Tail:
         yield from self.new_lines()
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines since the last call, also across files."""
+        """Yield the lines after those of the last call, also across files."""
         while True:
             if self._file is None:
                 try:
@@ -268,7 +268,7 @@ class Tail:
             self._file = None
 
     def _is_rotated(self) -> bool:
-        """Return whether the open file was rotated and is read to its end."""
+        """Return True if the open file was rotated and is read to its end."""
         assert self._file is not None
         try:
             now = self._path.stat()
@@ -279,7 +279,7 @@ class Tail:
 
 
 def merge_by_time(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (name, line) of all services, ordered by time; only the last ``count`` lines of each."""
+    """Yield (name, line) of all services, ordered by time. ``count``: only so many last lines of each; None: all."""
 
     def of(tail: Tail) -> Iterator[tuple[str, str, str]]:
         lines = tail.all_lines()

@@ -1,4 +1,4 @@
-"""Project: find it, read its immortal.toml, and list the services that it runs.
+"""Projects: find one, read its immortal.toml, list its services; write a new one from a template.
 
     name = "shop"                   of the project; without: its folder's
 
@@ -11,9 +11,8 @@
 
 The user's modules are imported in processes of their own, never in this one.
 
-New projects by `immortal init`, from templates: folders of files beside this module.
-
-In a template @name@ stands for the project's name, and @package@ for what a package of that name is called.
+The templates of `immortal init` are folders of files beside this module. In a template @name@ stands for the project's
+name, and @package@ for the name of its package.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ from immortal.protocol.errors import ImmortalError
 
 
 class ProjectError(ConfigError):
-    """Raised if a project does not exist, or does not say what is to run."""
+    """Raised if a project does not exist, or its services are missing or wrong."""
 
 
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance to run. ``app``: "module:Class". ``versions``: those that its class can run, its own first.
+    """Instance that a project runs. ``app``: "module:Class". ``versions``: those that its class can run, its own first.
     ``files``: those of its code. ``calls``: the instances that it calls. ``effects``: functions and their replacements
-    in development. ``settings``: those that the project gives, as in a file."""
+    in development. ``settings``: those that the project gives, in the form of a settings file."""
 
     name: str
     app: str
@@ -76,7 +75,10 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Project:
-    """A project. ``file``: immortal.toml, or one Python file, whose services all have the default settings."""
+    """Project of ``file``: an immortal.toml, or one Python file, whose services all have the default settings.
+
+    ``home``: its registry, .immortal beside the file by default.
+    """
 
     def __init__(self, file: Path, home: Path | None = None) -> None:
         self.file = file
@@ -88,10 +90,7 @@ class Project:
         return self.file.suffix == ".py"
 
     def services(self) -> list[ServiceSpec]:
-        """Return the services. The project's modules are imported in processes of their own.
-
-        Raises ConfigError, ModuleImportError.
-        """
+        """Return all services, importing modules in other processes. Raises ConfigError, ModuleImportError."""
         if self.is_module:
             return self._services_of_module()
         listings: dict[object, ModuleListing] = {}
@@ -104,7 +103,7 @@ class Project:
         return list(planned.values())
 
     def _planned(self, given: GivenService, listings: dict[object, ModuleListing]) -> Iterator[ServiceSpec]:
-        """Return the instances of one table. ``listings``: of modules that were imported, by module and environment."""
+        """Return the instances of one table. ``listings``: imported modules, by module and environment."""
         module, _, class_name = given.app.partition(":")
         if not class_name:
             module = _module_of(given.app)
@@ -152,9 +151,9 @@ class Project:
         return next(one for one in self._planned(given, {}) if one.name == name)
 
     def set_app(self, name: str, app: str) -> str:
-        """Write the class of the instance ``name`` into immortal.toml; return the class as it was there.
+        """Write the class of the instance ``name`` into immortal.toml; return the class that was there.
 
-        Raises ConfigError, also where other instances share the table.
+        Raises ConfigError, also if other instances share the table.
         """
         import tomlkit  # here: few commands write settings
 
@@ -178,7 +177,7 @@ class Project:
 
 def find_project(given: Path | None, home: Path | None = None) -> Project:
     """Find a project. ``given``: an immortal.toml, its folder, or a Python file; None: the immortal.toml of the current
-    folder, or of the next one above that has any. ``home``: of its registry, if not .immortal beside it.
+    folder, or of the next one above that has any. ``home``: its registry's folder, if not .immortal beside it.
 
     Raises ProjectError.
     """
@@ -204,7 +203,7 @@ def find_project(given: Path | None, home: Path | None = None) -> Project:
 def _planned(
     given: GivenService, module: str, class_name: str, listing: ModuleListing, files: Iterable[str] = ()
 ) -> Iterator[ServiceSpec]:
-    """Yield the instances of one table. ``files``: further files of their code, besides those of the module."""
+    """Yield the instances of one table. ``files``: further files of their code, in addition to the module's."""
     own = [name for name, service in listing.services.items() if service.is_own]
     if not class_name:
         if len(own) != 1:
@@ -272,7 +271,7 @@ def _app(value: object) -> str:
 
 
 def _peer(value: object) -> str:
-    """Check an endpoint as 'immortal register' takes it, where * stands for a free port."""
+    """Check an endpoint in the form of 'immortal register', in which * stands for a free port."""
     if not isinstance(value, str) or (not value.startswith("ipc://") and split_tcp(value) is None):
         raise WrongValueError
     return value
@@ -333,8 +332,8 @@ class ProjectFile(Struct, frozen=True, kw_only=True):
 
 
 class GivenService(Struct, frozen=True):
-    """A table [services.NAME] as read. ``settings``: of the instance, as in a file. ``place``: file and line, for
-    errors."""
+    """Table [services.NAME] as read. ``settings``: the instance's, in the form of a settings file. ``place``: file and
+    line, for errors."""
 
     name: str
     app: str
@@ -390,7 +389,7 @@ def _given(source: Source, name: str, service: Service, values: Mapping[str, Any
 
 
 def _is_path(key: str, value: str) -> bool:
-    """Return whether ``value`` is a path relative to the file, and no URL or special word."""
+    """Return True if ``value`` is a path relative to the file, and no URL or special word."""
     return (
         not value.startswith(("/", "unix:"))
         and "://" not in value
@@ -403,8 +402,8 @@ class ModuleImportError(ImmortalError):
 
 
 class DiscoveredService(msgspec.Struct, frozen=True):
-    """A service class in a module. ``versions``: those that it can run, its own first. ``peers``: the instances that
-    it calls. ``is_own``: the module defines it, in its newest version."""
+    """Service class in a module. ``versions``: those that it can run, its own first. ``peers``: the instances that it
+    calls. ``is_own``: True if the module defines it, in its newest version."""
 
     versions: list[int]
     peers: list[str]
@@ -412,7 +411,7 @@ class DiscoveredService(msgspec.Struct, frozen=True):
 
 
 class ModuleListing(msgspec.Struct, frozen=True):
-    """Services of a module by class name, and ``files`` of the project that the module is made of."""
+    """Services of a module by class name, and the ``files`` of the project that the module imports."""
 
     services: dict[str, DiscoveredService]
     files: list[str]
@@ -439,17 +438,17 @@ _FOLDER = Path(__file__).parent / "templates"
 
 _COMMON = "common"  # in all projects
 
-_SUFFIX = ".template"  # no tool takes them for its own files
+_SUFFIX = ".template"  # so no tool takes the files for its own
 
 TEMPLATES = ("shop", "agent", "worker")
 
 
 class NewProjectError(ImmortalError):
-    """Raised if a project can't be made: the name is wrong, or a file exists already."""
+    """Raised if a project can't be created: the name is wrong, or a file exists already."""
 
 
 def make_project(folder: Path, name: str, template: str) -> list[Path]:
-    """Write the files of ``template`` into ``folder``, which is made if missing; return their paths.
+    """Write the files of ``template`` into ``folder``, which is created if missing; return their paths.
 
     Existing files are not overwritten. Raises NewProjectError, OSError.
     """

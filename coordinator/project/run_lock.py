@@ -1,7 +1,7 @@
 """Lock of a project, so that one process at a time runs it: `immortal dev`, or the daemon of `immortal up`.
 
-<home>/.project.json    written by the running process about itself
-<home>/.project.lock    held by it
+<home>/.project.json    describes the running process, which writes it
+<home>/.project.lock    locked by that process
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ProjectRunningError(ImmortalError):
 
 
 class RunLockHolder(ProcessFile, frozen=True, kw_only=True):
-    """The process that runs a project. ``what``: its command. ``states``: of the services, such as "ready" or "failed:
-    status 70". ``looks``: how often it has read the project and started what was to run."""
+    """Process that runs a project. ``what``: its command. ``states``: of the services, such as "ready" or "failed:
+    status 70". ``looks``: number of times that it has read the project and started its services."""
 
     what: str
     states: Mapping[str, str] = {}
@@ -49,7 +49,7 @@ def publish(home: Path, what: str, states: Mapping[str, str], looks: int = 0) ->
 
 @contextlib.contextmanager
 def hold(home: Path, what: str) -> Iterator[None]:
-    """Hold the lock of the project in the block. Raises ProjectRunningError, OSError."""
+    """Hold the lock of the project during the block. Raises ProjectRunningError, OSError."""
     make_folder(home)
     descriptor = open_lock(home / _LOCK_FILE_NAME)
     try:

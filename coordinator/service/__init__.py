@@ -1,1 +1,1 @@
-"""A coordinator's process, and the process that starts it with its app and starts them again."""
+"""Processes of an instance: the runtime of its coordinator, and the supervisor that starts coordinator and app."""

@@ -1,8 +1,6 @@
-"""Child processes of `immortal run`, and what every process of an instance does at its start and end.
+"""Child processes of `immortal run`: the commands of a coordinator and its app, and the meaning of their deaths.
 
-Process limits, children that die with their parent, stop requests by signals, and turns of many that start.
-
-Child processes of `immortal run`: the commands of a coordinator and its app, and what their deaths mean.
+Also for both: process limits, death with the parent, stop requests by signals, and turns if many start at once.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ STATUS_NO_RECOVERY = 3  # of a coordinator whose log can't be replayed: the next
 
 STATUS_FENCED = 4  # of a coordinator whose log another process writes by now
 
-DESCRIPTORS_WANTED = 1 << 16  # more than one stranger's address has ports
+DESCRIPTORS_WANTED = 1 << 16  # more than the ports of one stranger's address
 
 
 def raise_descriptor_limit() -> None:
@@ -75,10 +73,10 @@ SIGNAL_COALESCE_S = 0.5
 
 
 class StopRequests:
-    """Counts stop requests by signals. ``count``: 0 for none, 1 for a clean stop, more for an immediate one.
+    """Counter of stop requests by signals. ``count``: 0 for none, 1 for a clean stop, more for an immediate one.
 
-    One request may come as several signals at the same moment: a terminal or `timeout` signals a whole process group,
-    and a supervisor forwards what it got. So only a signal that comes SIGNAL_COALESCE_S later counts as another one.
+    One request can be several signals at the same moment: a terminal or `timeout` signals a whole process group, and a
+    supervisor forwards its signals. So only a signal at least SIGNAL_COALESCE_S later counts as another request.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -87,7 +85,7 @@ class StopRequests:
         self._last_s = float("-inf")
 
     def signalled(self) -> None:
-        """Note a signal."""
+        """Count a signal, unless it belongs to the last request."""
         now_s = self._clock_s()
         if now_s - self._last_s >= SIGNAL_COALESCE_S:
             self.count += 1
@@ -100,10 +98,10 @@ START_TURN_S = 60.0
 
 
 def start_turn(home: Path) -> Callable[[], None]:
-    """Wait while many others of the registry ``home`` start; calling the result lets the next one do so.
+    """Wait for a turn to start if many others of the registry ``home`` start; return a function that ends the turn.
 
     A start takes about a second of a processor: of hundreds at once each would take minutes, and its app would give its
-    coordinator up meanwhile. A turn ends after START_TURN_S, whatever becomes of the start.
+    coordinator up meanwhile. A turn ends after START_TURN_S in any case.
     """
     count = STARTS_PER_PROCESSOR * (os.cpu_count() or 1)
     places = (home / f".start-{number}" for number in (*range(count), os.getpid() % count))
@@ -154,17 +152,14 @@ class Role(enum.Enum):
 
 
 class Command(Struct, frozen=True):
-    """Command that starts one of the two. ``environment`` is set in addition to the supervisor's own."""
+    """Command that starts a coordinator or an app. ``environment`` is set in addition to the supervisor's own."""
 
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def supervised(settings: InstanceSettings) -> InstanceSettings:
-    """Return ``settings`` as they are under `immortal run`, where the app knows the secret.
-
-    Raises ConfigError.
-    """
+    """Return ``settings`` for `immortal run`, under which the app knows the secret. Raises ConfigError."""
     return override(settings, app_auth=AppAuth.CHALLENGE)
 
 
@@ -208,8 +203,8 @@ def app_command(
     log_level: str = "",
     folder: Path | None = None,
 ) -> Command:
-    """Return the command of the app. ``log_format``, ``log_level``: of its handlers' lines; None, "": by the
-    environment. ``folder``: the instance's, of a follower."""
+    """Return the command of the app. ``log_format``, ``log_level``: those of its handlers' lines; None, "": by the
+    environment. ``folder``: for a follower, the folder of the instance."""
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
@@ -232,14 +227,14 @@ def app_command(
 
 # The app's input under `immortal run`: none, the supervisor's pipe, or the terminal, for a debugger.
 #
-# At a terminal the app stays in the supervisor's process group, so that it may read there as a shell's job: Ctrl-Z
-# stops both, `fg` brings both back, and an app that reads in the background stops the job until `fg`. The coordinator
-# has a group of its own and goes on meanwhile. Ctrl-C goes to the whole group; the app has it blocked, whatever a
+# At a terminal the app stays in the supervisor's process group, so that it can read there as a shell's job: Ctrl-Z
+# stops both, `fg` continues both, and an app that reads in the background stops the job until `fg`. The coordinator
+# has a group of its own and continues meanwhile. Ctrl-C signals the whole group; the app has it blocked, whatever a
 # debugger makes of it, so that the supervisor alone stops both.
 
 
 class SpawnOptions(TypedDict):
-    """Arguments of Popen for a child."""
+    """Arguments of Popen that decide a child's stdin and process group."""
 
     stdin: int | None
     process_group: int
@@ -247,7 +242,7 @@ class SpawnOptions(TypedDict):
 
 
 class NoStdin:
-    """Spawns a child without input, in a process group of its own, which Ctrl-C does not reach."""
+    """Stdin of a child without input, in a process group of its own, which Ctrl-C does not reach."""
 
     def spawn_options(self) -> SpawnOptions:
         # preexec_fn is unsafe in a process with threads: a lock held by another thread stays locked in the child. The
@@ -255,18 +250,18 @@ class NoStdin:
         return SpawnOptions(stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent(os.getpid()))
 
     def restore_terminal(self) -> None:
-        """Restore the terminal after the child has ended; without a terminal there is nothing to do."""
+        """Restore the terminal after the child has ended; do nothing if there is no terminal."""
 
 
 class PipedStdin(NoStdin):
-    """Spawns a child with the supervisor's stdin, which is another program's pipe."""
+    """Stdin of a child that reads the supervisor's stdin, which is another program's pipe."""
 
     def spawn_options(self) -> SpawnOptions:
         return SpawnOptions(stdin=None, process_group=0, preexec_fn=die_with_parent(os.getpid()))
 
 
 class TerminalStdin(NoStdin):
-    """Spawns a child with the supervisor's terminal, in the supervisor's process group."""
+    """Stdin of a child that reads the supervisor's terminal, in the supervisor's process group."""
 
     def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno()
@@ -283,7 +278,7 @@ class TerminalStdin(NoStdin):
 
     def restore_terminal(self) -> None:
         """Restore the terminal's mode: an app that was ended at a prompt leaves it without echo."""
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # also from behind
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # also in the background
         try:
             with contextlib.suppress(termios.error):  # it may be gone
                 if termios.tcgetattr(self._descriptor) != self._mode:
@@ -293,7 +288,7 @@ class TerminalStdin(NoStdin):
 
 
 def app_stdin(interactive: bool | None) -> NoStdin:
-    """Return how the app gets its stdin. ``interactive``: it gets this process's stdin; None: if that is a terminal."""
+    """Return the app's stdin. ``interactive``: it gets this process's stdin; None: only if that is a terminal."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if interactive is False or (interactive is None and not is_terminal):
         return NoStdin()
@@ -305,12 +300,11 @@ def app_stdin(interactive: bool | None) -> NoStdin:
 # - status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
 # - status 71 of the app: an upgrade failed. Both are started again, with the version before.
 # - status 75 of the app: it ended to be recovered. It is started again at once, with restart or without.
-# - status 2 of either: its command line is wrong, and would be the next time.
-# - status 3 of the coordinator: its log can't be replayed, and could not be the next time.
-# - status 4 of the coordinator: another process writes its log by now. A follower is started again, to follow; any
-#   other is not.
-# - status 0 of the coordinator: somebody asked it to stop. It is a clean end once the app has ended with 0 as well;
-#   with restart both come back, since the supervisor was not asked.
+# - status 2 of either: its command line is wrong, also for a next start.
+# - status 3 of the coordinator: its log can't be replayed, also at a next start.
+# - status 4 of the coordinator: another process writes its log now. Only a follower is started again, to follow.
+# - status 0 of the coordinator: somebody asked it to stop. This is a clean end if the app ends with 0 as well; with
+#   restart both are started again, since the supervisor was not asked.
 # - status 0 of the app: a clean end, if the coordinator ends by itself with 0 as well; else a death like any other.
 # - anything else: a death. If both are found dead at once, the coordinator died first, unless a signal killed the app
 #   and not the coordinator: an app that loses its coordinator ends by itself.
@@ -336,7 +330,7 @@ RESTART_BACKOFF_RESET_S = 10.0  # a process that lived this long did not die of 
 
 
 class ProcessExit(Struct, frozen=True):
-    """End of a process. ``returncode`` is as subprocess gives it, negative for a signal."""
+    """End of a process. ``returncode`` is that of subprocess, negative for a signal."""
 
     role: Role
     pid: int
@@ -367,13 +361,13 @@ class Outcome(enum.Enum):
 
 
 def classify_exit(first: ProcessExit, second: ProcessExit, second_was_told: bool) -> Outcome:
-    """Classify the end of both: ``first`` died by itself, then ``second`` by itself or because it was told to."""
+    """Classify the end of both: ``first`` died by itself, then ``second`` by itself or, if told, by a signal."""
     if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
         return Outcome.HANDLER_FAILED
     if first.role is Role.APP and first.returncode == STATUS_UPGRADE_FAILED:
         return Outcome.UPGRADE_FAILED
     coordinator = first if first.role is Role.COORDINATOR else second
-    if coordinator.returncode == STATUS_NO_RECOVERY:  # the app may be found dead first: it leaves when it hears of it
+    if coordinator.returncode == STATUS_NO_RECOVERY:  # the app may be found dead first: it ends when it hears of this
         return Outcome.NO_RECOVERY
     if coordinator.returncode == STATUS_FENCED:
         return Outcome.FENCED
@@ -385,7 +379,7 @@ def classify_exit(first: ProcessExit, second: ProcessExit, second_was_told: bool
 
 
 def first_to_die(exits: Sequence[ProcessExit]) -> ProcessExit:
-    """Return the process whose death was the cause, of those that were found dead at once."""
+    """Return the process whose death was the cause, if several were found dead at once."""
     by_role = {one.role: one for one in exits}
     app, coordinator = by_role.get(Role.APP), by_role.get(Role.COORDINATOR)
     if app is None or coordinator is None:
@@ -398,7 +392,7 @@ class RestartBackoff:
     """Pauses before restarts: none after a long life; else 0.1 s, doubling up to 5 s while the two die young and before
     they have recovered.
 
-    ``at_once``: how many deaths in a row have no pause first.
+    ``at_once``: number of first deaths in a row without a pause.
     """
 
     def __init__(self, at_once: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""Runtime of a coordinator: puts its parts together, and runs the loop that feeds its driver.
+"""Runtime of a coordinator: creates and connects its parts, and runs the loop that feeds its driver.
 
-One thread waits for what is ready or due and turns it into events; the driver does the rest (driver/turn.py). ZeroMQ is
-drained through the messenger's descriptor; commits run inline when small, else on the log writer's thread.
+One thread waits for ready sockets and due times, and turns them into events; the driver does the rest (driver/turn.py).
+The messenger's descriptor stands for all of ZeroMQ; small commits run inline, others on the log writer's thread.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ MakeApp = Callable[["Coordinator", InstanceSettings, Notices, select.epoll], App
 class Coordinator:
     """Coordinator of one instance. :meth:`run` returns when it has stopped.
 
-    ``store``: the log, open for writing; None: ``follow`` says where it is, which another process may write. ``lines``:
-    where its lines go. ``follower_settings``: the settings with the addresses where the app and operators find it while
-    it follows; None: those of the instance. ``make_app``: the app's side, by default sockets for another process.
+    ``store``: the log, open for writing; None: ``follow`` gives access to it, and another process can write it.
+    ``lines``: sink for its lines. ``follower_settings``: settings with the addresses where the app and operators find
+    it while it follows; None: those of the instance. ``make_app``: makes the app's side; by default sockets for another
+    process.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Coordinator:
         self._epoll.register(self._control_fileno, select.EPOLLIN)
 
     def run(self) -> int:
-        """Serve until stopped; return 0 after a clean stop, or the exit status of the error, which is logged."""
+        """Serve until stopped; return 0 after a clean stop, or log the error and return its exit status."""
         try:
             self._catch_signals()
             for descriptor in (self._peers_fileno, self._log_fileno, self._wake_fileno):
@@ -224,7 +225,7 @@ class Coordinator:
         self._log.info("coordinator started, to follow", **self._app.addresses)
 
     def _become_instance(self) -> None:
-        """Listen and announce at the instance's addresses: this process writes the log now."""
+        """Listen and announce at the instance's addresses, since this process writes the log now."""
         self._is_the_instance = True
         settings = self._settings
         self._peers.listen()
@@ -285,11 +286,11 @@ class Coordinator:
         if self._own_settings is not self._settings:
             summary = store.summary()
             self._clock.take_over(summary)
-            if summary.versions:  # another process may have done the upgrade that was asked for
+            if summary.versions:  # another process may have done the requested upgrade
                 complete_upgrade(self._settings, self._registry, summary.versions[-1].version)
 
     def _poll(self) -> None:
-        """Wait until something is ready or due, and put the events of it into the driver's inbox."""
+        """Wait until something is ready or due, and put the resulting events into the driver's inbox."""
         ready = dict(self._epoll.poll(self._timeout_s()))
         now_ns = time.monotonic_ns()
         inbox, app, peers = self._inbox, self._app, self._peers
@@ -399,7 +400,7 @@ class Coordinator:
         self._machine.stopped = True
 
     def _close(self) -> None:
-        """Close everything, first what a successor needs: the address, the files, and last of these the log."""
+        """Close everything. A successor's needs are first: the address, then the files, then the log."""
         if self._has_signals:
             signal.set_wakeup_fd(-1)
         if self._is_the_instance:
@@ -407,7 +408,7 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT) if self._has_signals else ():
             signal.signal(number, signal.SIG_IGN)  # one more signal must not change the exit status
         self._peers.close()
-        # Withdraw the files before the socket closes: a client that is cut off reads them then
+        # Withdraw the files before the socket closes: a client that loses its connection reads them
         for each in (self._settings, self._own_settings):
             control.withdraw(each.folder)
         self._control.close()
@@ -446,7 +447,7 @@ def limits_of(settings: InstanceSettings) -> Limits:
 
 
 def complete_upgrade(settings: InstanceSettings, registry: Registry, version: int) -> None:
-    """Clear the upgrade mark if it asked for ``version``, which the log has now."""
+    """Clear the upgrade mark if it requests ``version``, which the log has now."""
     mark = upgrade_mark.read(settings.folder)
     if mark is None or mark.to != version:
         return
@@ -456,7 +457,7 @@ def complete_upgrade(settings: InstanceSettings, registry: Registry, version: in
 
 
 def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: RowLogStore) -> int | None:
-    """Return the version that the next recovery must end in; None for the log's. Raises UpgradeMarkError."""
+    """Return the version to which the next recovery must upgrade; None for none. Raises UpgradeMarkError."""
     versions = store.summary().versions
     if versions:
         complete_upgrade(settings, registry, versions[-1].version)
@@ -475,8 +476,7 @@ def _follower(places: LogAccess) -> LogFollower:
 
 
 class Metrics:
-    """Prometheus metrics of a coordinator, from its status and from notices given to ``sink``. Raises
-    ImmortalError."""
+    """Prometheus metrics of a coordinator, from its status and the notices of ``sink``. Raises ImmortalError."""
 
     def __init__(self, settings: InstanceSettings) -> None:
         try:
@@ -508,7 +508,7 @@ class Metrics:
 
 
 def status_of(error: ImmortalError) -> int:
-    """Return the exit status of a coordinator that ``error`` has ended."""
+    """Return the exit status of a coordinator that ended with ``error``."""
     if isinstance(error, FencedError):
         return STATUS_FENCED
     return STATUS_NO_RECOVERY if isinstance(error, _NO_RECOVERY) else 1
@@ -526,12 +526,11 @@ def run_coordinator(
 ) -> int:
     """Open the log (a new one at the first start) and serve until stopped; return the exit status.
 
-    ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
-    ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``follower_settings``: follow the
-    log while another process writes it (coordinator/instances/registry.py). ``make_app``: see
-    :class:`Coordinator`.
+    ``log``: sink for its lines. ``promote``: a recovered app begins to work without a checkpoint first.
+    ``trust_pickle``: the log can be of another home, with states that pickle wrote. ``follower_settings``: follow the
+    log while another process writes it (coordinator/instances/registry.py). ``make_app``: see :class:`Coordinator`.
 
-    Raises ImmortalError if it can't start; the next start may succeed.
+    Raises ImmortalError if it can't start; a later start can succeed.
     """
     registry.refuse_open_folder(settings.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -2,12 +2,12 @@
 
     both run --- one dies ---> the other is stopped --- both are gone ---> with restart: a pause, then both run again
        |                                                           '-----> without: the end, status 1
-       '--- the app alone dies, with restart ---> the app is started again, its coordinator goes on meanwhile
+       '--- the app alone dies, with restart ---> the app is started again, its coordinator continues meanwhile
        '--- SIGTERM, SIGINT ---> the coordinator is asked to stop; it takes a checkpoint and says goodbye to the app
        '--- SIGUSR1 ---> the same, then both run again, with the code as it is by then
 
-children.py says what a death means. The children die with the supervisor, even when that is killed with SIGKILL
-(PR_SET_PDEATHSIG). The app may have the supervisor's terminal, the coordinator never has.
+children.py defines the meaning of a death. The children die with the supervisor, even if it is killed with SIGKILL
+(PR_SET_PDEATHSIG). The app can have the supervisor's terminal, the coordinator never has it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CLEAN_STOP_S = 30.0  # for a last checkpoint, which may have GiB
 # Deaths by a page of the log that the disk can't read, or that is damaged.
 _PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
 # By default a message that kills its process is skipped after the third death
-# (coordinator/core/failures/poison_guard.py). No pauses before that, so that callers behind it wait less.
+# (coordinator/core/failures/poison_guard.py). No pauses before that, so that later callers wait less.
 APP_DEATHS_AT_ONCE = 3
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_SIGNAL = signal.SIGUSR1
@@ -81,14 +81,14 @@ class _Child:
 
 
 class Supervisor:
-    """Runs the coordinator and its app until they are stopped. For the main thread of a process that ends with it: it
-    handles SIGTERM, SIGINT and RESTART_SIGNAL.
+    """Supervisor that runs the coordinator and its app until they are stopped. For the main thread of a process that
+    ends with it: it handles SIGTERM, SIGINT and RESTART_SIGNAL.
 
-    ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
-    whether there is a version before it that can go on. ``announced`` is entered once signals are understood; with
-    ``follows``, once the coordinator is ready, which it is when it has taken over. ``follows_next``: with ``restart``,
-    who runs this follows once another process has the log. ``app_stdin``: what the app reads. ``on_started`` is called
-    when the first start is over, however it ended.
+    ``commands`` is called before each start. ``on_upgrade_failed`` is called if the app gave an upgrade up; it returns
+    True if the version before can continue. ``announced`` is entered when signals are handled; with ``follows``, when
+    the coordinator is ready, which it is after it has taken over. ``follows_next``: with ``restart``, the caller
+    follows after another process got the log. ``app_stdin``: what the app reads. ``on_started`` is called when the
+    first start is over, successful or not.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Supervisor:
         self._children: dict[Role, _Child] = {}  # running
         self._exits: dict[Role, ProcessExit] = {}  # exits of the processes started last
         self._ready_descriptor: int | None = None
-        self._was_ready = self._app_was_ready = False  # since both were started; since the app was
+        self._was_ready = self._app_was_ready = False  # since both were started; since the app was started
         self._stop_requests = StopRequests()
         self._restart_asked = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -139,7 +139,7 @@ class Supervisor:
                     self._announce()
                 return self._run()
         finally:
-            for child in self._children.values():  # only where something raised
+            for child in self._children.values():  # only after an error
                 child.process.kill()
                 child.collect()
             self._app_stdin.restore_terminal()
@@ -226,7 +226,7 @@ class Supervisor:
             self._log_started()
 
     def _restartable_app_exit(self) -> ProcessExit | None:
-        """Return the exit of an app that died alone and is to be restarted; None in all other cases."""
+        """Return the exit of an app that died alone and must be restarted; None in all other cases."""
         dead = self._exits.get(Role.APP)
         if dead is None or dead.returncode in APP_FAULT_STATUSES:
             return None
@@ -257,7 +257,7 @@ class Supervisor:
         self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None, self._app_stdin)
 
     def _stop_other(self, first: ProcessExit) -> tuple[ProcessExit, bool]:
-        """Wait for the end of the other process; return its exit, and whether it had to be terminated."""
+        """Wait for the end of the other process; return its exit, and True if it had to be terminated."""
         other = first.role.other
         # Status 1 of the app means that it lost its coordinator, whose own status says why.
         if first.returncode == 0 or (first.role is Role.APP and first.returncode == 1):
@@ -279,7 +279,7 @@ class Supervisor:
         return self._exits[role]
 
     def _stop_cleanly(self) -> int:
-        """Ask the coordinator to stop, which says goodbye to the app; return the exit status once both have ended."""
+        """Stop the coordinator, which says goodbye to the app; return the exit status when both have ended."""
         self._log.info("stopping")
         requests = self._stop_requests.count
         self._children[Role.COORDINATOR].process.terminate()
@@ -302,12 +302,12 @@ class Supervisor:
         return 1 if failed else 0
 
     def _died_starting(self, one: ProcessExit) -> bool:
-        """Return whether SIGTERM ended a process that was still starting: then it had not begun anything."""
+        """Return True if SIGTERM ended a process that was still starting, and so had not begun any work."""
         was_ready = self._app_was_ready if one.role is Role.APP else self._was_ready
         return not was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)
 
     def _log_outcome(self, outcome: Outcome, first: ProcessExit) -> None:
-        """Log one line about the process that died, and how."""
+        """Log one line about the process that died, and the outcome."""
         name, other, what = first.role.value, first.role.other.value, f"the {first.role.value} died: {first}"
         if outcome is Outcome.STOPPED:
             self._log.info(f"the {name} was stopped, and the {other} with it", pid=first.pid)
@@ -325,7 +325,7 @@ class Supervisor:
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Handle deaths and signals until ``condition`` holds; return False when the time was over first."""
+        """Handle deaths and signals until ``condition`` holds; return False if the time was over first."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not condition():
             rest_s = None if deadline_s is None else deadline_s - time.monotonic()

@@ -1,7 +1,7 @@
-"""Timing notes for traces: when each record's input came, was submitted to the log, durable, and given to the app.
+"""Timing notes for traces: when each record's input arrived, was submitted, became durable, and went to the app.
 
-The loop only notes what it sees, with the time. A thread of its own finds the record that belongs to it and writes the
-rows. The machine and replays know nothing of it (docs/decisions/0051).
+The loop only notes observations, each with its time. A thread of its own finds their records and writes the rows. The
+machine and replays know nothing of this (docs/decisions/0051).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header
 from immortal.protocol.timings import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter, TimingKind, TimingRow
 from immortal.protocol.trailer import BatchKind, decode_trailer
 
-RECORDS_MAX = 10_000  # records that the app has not been given; beyond it the oldest is written without that time
+RECORDS_MAX = 10_000  # records not sent to the app yet; beyond it the oldest is written without that time
 SOURCES_MAX = 10_000
 ARRIVALS_MAX = 1_000  # arrivals of one source that are not logged yet
 
@@ -54,7 +54,7 @@ class Given(Struct):
 
 
 class Arrived(Struct):
-    """Observation: messages of a source came, up to ``last_position``."""
+    """Observation: messages of a source arrived, up to ``last_position``."""
 
     source: tuple[int, str]  # kind, name
     last_position: int
@@ -65,9 +65,9 @@ Seen = Submitted | Durable | Given | Arrived
 
 
 class TimingRecorder:
-    """Records the timings of one running coordinator, in the folder of its instance. Times are monotonic, in ns.
+    """Recorder of one running coordinator's timings, in the folder of its instance. Times are monotonic, in ns.
 
-    ``limit_bytes``: of its segments. ``say``: called with the reason if they can't be written.
+    ``limit_bytes``: largest size of its segments. ``say``: called with the reason if they can't be written.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TimingRecorder:
         self._noting.put(Durable(ticket, self._clock_ns()))
 
     def arrived(self, event: ev.Event) -> None:
-        """Note an event, as it comes in."""
+        """Note an event when it arrives."""
         if type(event) is ev.PeerFrameReceived and event.frame.frame_type is FrameType.BATCH:
             frame = event.frame
             source = int(BatchKind.STREAM), frame.sender
@@ -131,7 +131,7 @@ class TimingRecorder:
 
 
 class RowBuilder:
-    """Makes rows of observations, in the order of records, once the app has a record or a later one. No I/O."""
+    """Builder of rows from observations, in the order of records; a row is due when the app has its record. No I/O."""
 
     def __init__(self) -> None:
         self.committer_id = 0
@@ -152,12 +152,12 @@ class RowBuilder:
         return []
 
     def rest(self) -> list[TimingRow]:
-        """Return the rows of records that the app was not given."""
+        """Return the rows of records that were not sent to the app."""
         return [row for submitted in self._take_waiting(len(self._waiting)) for row in self._rows(submitted, 0)]
 
     def _submitted(self, seen: Submitted) -> list[TimingRow]:
         rows: list[TimingRow] = []
-        if seen.sequence_id in self._waiting:  # once more, as the log did not answer
+        if seen.sequence_id in self._waiting:  # submitted again, as the log did not answer
             return rows
         if len(self._waiting) >= RECORDS_MAX:
             rows = [row for submitted in self._take_waiting(1) for row in self._rows(submitted, 0)]

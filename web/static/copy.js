@@ -1,5 +1,5 @@
 "use strict";
-/* Buttons that copy the text of another element; hidden where there is no clipboard, as without TLS beyond loopback. */
+/* Buttons that copy the text of another element; hidden if there is no clipboard, as without TLS beyond loopback. */
 for (const button of document.querySelectorAll("button[data-copy]")) {
   if (!navigator.clipboard) continue;
   button.hidden = false;

@@ -1,6 +1,6 @@
 "use strict";
-/* A browser keeps six connections to a server: pages in the background give theirs back, and are loaded again when they
-   are looked at. */
+/* A browser keeps six connections to a server: pages in the background release theirs, and are loaded again when they
+   are visible. */
 (() => {
   const sources = new Set();
   htmx.createEventSource = (url) => {
@@ -8,7 +8,7 @@
     sources.add(source);
     return source;
   };
-  /* What the server refuses is shown where its answer would have been. */
+  /* An error of the server is shown in place of its answer. */
   document.addEventListener("htmx:beforeSwap", (event) => {
     if (event.detail.xhr.status >= 400) { event.detail.shouldSwap = true; event.detail.isError = false; }
   });

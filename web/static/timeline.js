@@ -1,8 +1,8 @@
 "use strict";
-/* The timeline: a window of the logs, drawn. Times are µs behind the first record of all lanes.
+/* The timeline: a drawn window of the logs. Times are µs after the first record of all lanes.
 
-   The server is asked for the window on view and half of it to either side, at most once at a time; what is drawn
-   meanwhile is what is known. Far away it gives counts, near by messages: never more than some thousand. */
+   The server is asked for the visible window and half of it on either side, one request at a time; meanwhile the known
+   data is drawn. The server sends counts for a wide window, messages for a narrow one: never more than some thousand. */
 (() => {
   const canvas = document.getElementById("timeline");
   if (!canvas) return;
@@ -37,7 +37,7 @@
     return us < 86400e6 ? `${(us / 3600e6).toFixed(1)} h` : `${(us / 86400e6).toFixed(1)} d`;
   }
 
-  /* Stretches of the window in which something happens; where nothing does, all time takes GAP pixels. */
+  /* Find the segments of the window in which something happens; each gap between them takes GAP pixels. */
   function fit() {
     segments = [];
     const inner = width - LEFT - RIGHT;
@@ -176,7 +176,7 @@
     context.globalAlpha = 1;
     label(lane);
   }
-  /* What a message is, above its dot; of some that are close the first that is not the clock's. */
+  /* Draw a message's label above its dot; of close ones only that of the first that is not the clock's. */
   function label(lane) {
     context.fillStyle = css("--ink");
     const groups = [];

@@ -1,5 +1,5 @@
 "use strict";
-/* The slider goes to a record when it is let go; arrow keys outside of fields step by message. */
+/* The slider goes to a record when it is released; arrow keys outside of fields step by message. */
 (() => {
   const scrub = document.getElementById("scrub");
   if (scrub) {
