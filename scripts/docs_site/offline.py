@@ -1,6 +1,6 @@
-"""Checks that no page of a built site makes a browser ask another host.
+"""Checks that a built site asks no other host and has no code of its tools' makers that would.
 
-Links that a reader can follow are allowed. Checked are the addresses that the browser loads by itself.
+A link that a reader may follow is none of that: what the browser loads by itself is looked at, and what scripts fetch.
 
     python -m scripts.docs_site.offline FOLDER
 """
@@ -47,7 +47,7 @@ class _Page(HTMLParser):
 
 
 def loaded_by(text: str, suffix: str) -> list[str]:
-    """List the addresses on other hosts that a page or a style sheet makes the browser load."""
+    """List what a page or a style sheet makes the browser load from another host."""
     if suffix == ".css":
         return _IN_STYLE.findall(text)
     page = _Page()

@@ -1,4 +1,4 @@
-"""Extension of griffe: docstrings name things as Sphinx does (:func:`x`); Markdown shows them as code."""
+"""An extension of griffe: docstrings name things as Sphinx does (:func:`x`); Markdown shows them as code."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.docs_site.pages import with_tables
+from scripts.docs_site.tables import with_tables
 from tests.helpers.postgres import VERSION_MIN, binaries
 from tests.soak.outcomes import CELLS, Fault, document
 from tests.soak.service import processes_with, wait_for

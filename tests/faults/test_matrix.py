@@ -24,7 +24,7 @@ from immortal.coordinator.log.verify import verify_log
 from immortal.log import open_reader
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
-from scripts.docs_site.pages import with_tables
+from scripts.docs_site.tables import with_tables
 from tests.faults.clock import JUMPS
 from tests.faults.disk import Disk, read_journal, synced_paths, without_power
 from tests.faults.matrix import CELLS, Cell, Fault, Thing, document

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.docs_site.links import BESIDE, linked
 from scripts.docs_site.offline import findings, loaded_by
-from scripts.docs_site.pages import BESIDE, linked
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"index.md", "CHANGELOG.md", "guarantees.md", "how-to/sdk.md", "how-to/async.md"}

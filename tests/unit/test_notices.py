@@ -28,7 +28,7 @@ from immortal.coordinator.notices.sinks import (
     SyncTimed,
     TextLineSink,
 )
-from scripts.docs_site.pages import with_tables
+from scripts.docs_site.tables import with_tables
 from tests.helpers.notices import Told
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "notices.md"

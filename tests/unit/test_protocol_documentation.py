@@ -86,7 +86,7 @@ from immortal.protocol.verdicts import (
     encode_verdict,
     encode_verdicts,
 )
-from scripts.docs_site.pages import with_tables
+from scripts.docs_site.tables import with_tables
 
 PAGE = with_tables((Path(__file__).parents[2] / "docs" / "WIRE.md").read_text(encoding="utf-8"))
 

@@ -27,7 +27,7 @@ from immortal.coordinator.config import (
 from immortal.coordinator.config.schema import Setting, settings_of
 from immortal.coordinator.config.values import says, whole
 from immortal.coordinator.instances.registry import Registry
-from scripts.docs_site.pages import with_tables
+from scripts.docs_site.tables import with_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 PEER = "tcp://127.0.0.1:7001"
