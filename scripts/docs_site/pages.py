@@ -50,7 +50,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def reference_pages() -> dict[str, str]:
     """Return a page for each public module: its ``__all__``, or all that it defines. Each name is on one page."""
-    pages, seen = {}, set()
+    pages: dict[str, str] = {}
+    seen: set[int] = set()
     for name, title in REFERENCE.items():
         module: Any = importlib.import_module(name)
         offered = [one for one in _offered(module) if id(getattr(module, one)) not in seen]
