@@ -28,8 +28,8 @@ DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record write
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians of the turns. ``cpu_us``: of a call, user and system, in all processes; ``client_cpu_us``: the part of
-    the outside client. ``switches``: how often threads waited in a call, except the client's."""
+    """Cost of one call as medians of the turns: latency, CPU time of all processes, switches of threads.
+    ``client_cpu_us``: the outside client's part. ``switches``: how often threads waited, except the client's."""
 
     p50_us: float
     cpu_us: float
@@ -39,7 +39,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedRow:
-    """Results of one case. Ratios are those of one process to sidecars: medians of the ratios of each turn."""
+    """Results of one case. A ratio is one process divided by sidecars: the median of the ratios of all turns."""
 
     case: str
     turns: int
@@ -58,7 +58,7 @@ class EmbeddedResults:
 
 
 class Side:
-    """Way to run the services, with its client."""
+    """Way to run the services (in one process, or with sidecars), with its client."""
 
     def __init__(self, name: str, services: dict[str, Popen[str]], driver: Popen[str], client: Popen[str]) -> None:
         self.name = name
@@ -93,7 +93,7 @@ def run_embedded_benchmark(
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> EmbeddedResults:
-    """Measure each :class:`Case` both ways, ``repeats`` turns of about ``seconds`` each.
+    """Measure each :class:`Case` in one process and with sidecars, ``repeats`` turns of about ``seconds`` each.
 
     ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
     """
@@ -137,7 +137,7 @@ def _measure(
 
 
 def _task_for(side: Side, case: Case, size_bytes: int, seconds: float) -> Task:
-    """Return the task of a turn: the first run finds the processes cold, the second one gives its size."""
+    """Run twice, to warm the processes up and to measure; return a task that takes about ``seconds``."""
     rounds = max(2, WARM_UP_CALLS // case.calls_per_round)
     for _ in range(2):
         done, _ = side.run(Task(case, rounds, size_bytes))

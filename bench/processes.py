@@ -76,8 +76,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a process in bytes. Of shared pages ``resident`` counts all, ``proportional`` its part, ``own`` none:
-    the process would give back ``own`` at its end."""
+    """Memory of a process in bytes. Shared pages: ``resident`` counts all, ``proportional`` a share, ``own`` none.
+    The process would give back ``own`` at its end."""
 
     resident: int
     proportional: int

@@ -111,7 +111,7 @@ def archive(
 
 
 def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -> Archive:
-    """Return the archive of an instance. Raises FailedError if the extra is missing."""
+    """Return the archive of an instance. Raises FailedError if the optional packages for archives are missing."""
     try:
         from immortal.coordinator.archive.archive import Archive, Cipher
     except ImportError as error:
@@ -182,7 +182,7 @@ def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None
 
 
 def _names(url: str) -> list[str]:
-    """Return the names of the instances that have an archive there; folders with other names are left out."""
+    """Return the names of the instances that have an archive at ``url``; folders with other names are left out."""
     names = []
     for folder in _objects(url, make=False).folders():
         with contextlib.suppress(ConfigError):
@@ -215,7 +215,7 @@ def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> N
 
 
 def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, Any] | None:
-    """Describe what would be lost with the log; None if the log is not here."""
+    """Count the records and seconds that only the log has, not the archive; None if the log is not on this machine."""
     from immortal.coordinator.archive.archiver import unarchived
 
     if name not in registry.names():

@@ -1,4 +1,4 @@
-"""Decoder of method names and arguments by the class that handles them: the option decode."""
+"""Decoder of method names and arguments by the class that handles the calls, for the option ``decode``."""
 
 from __future__ import annotations
 

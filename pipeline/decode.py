@@ -45,7 +45,7 @@ class Values:
 
 @dataclass(slots=True)
 class Headers:
-    """Headers of values, and flags that tell which of them are sound."""
+    """Headers of values. ``usual`` is True for each record that is sound so far and that this module can decode."""
 
     data: Bytes
     size_bytes: Longs
@@ -119,7 +119,7 @@ def decode_headers(values: Values, committer_id: int) -> Headers:
 
 
 def verify_checks(values: Values, headers: Headers) -> None:
-    """Compare the checks of all usual records and their trailers; a record that does not match is no longer usual."""
+    """Compare the checksums of usual records and their trailers; a mismatch sets ``headers.usual`` to False."""
     view = memoryview(values.raw)
     raw = values.raw
     usual = headers.usual
@@ -141,7 +141,7 @@ def verify_checks(values: Values, headers: Headers) -> None:
 
 
 def decode_trailers(values: Values, headers: Headers, *, with_marks: bool) -> Trailers:
-    """Decode the trailers of usual records. A damaged trailer, or one with very many batches, makes it unusual."""
+    """Decode the trailers of usual records; a damaged one, or very many batches, sets ``headers.usual`` to False."""
     data, usual = headers.data, headers.usual
     end = values.end - CRC_SIZE_BYTES
     at = headers.content_end
@@ -194,7 +194,7 @@ def _decode_marks(data: Bytes, usual: Flags, count: Longs, at: Longs, end: Longs
 
 
 def _steps(usual: Flags, count: Longs) -> Iterator[Longs]:
-    """Yield, for each step, the records with more entries than that; a few with very many become unusual."""
+    """Yield for each n from 0 the records with over n entries; set ``usual`` to False for a few with very many."""
     for step in itertools.count():
         active = np.flatnonzero(usual & (count > step))
         if step >= _STEPS_MIN and active.size < ITEMS_MIN:
@@ -206,7 +206,7 @@ def _steps(usual: Flags, count: Longs) -> Iterator[Longs]:
 
 
 def _name(data: Bytes, at: Longs, end: Longs) -> tuple[Longs, Longs, Flags]:
-    """Return a name's first offset, the offset after it, and if it is ok."""
+    """Return for each name its first offset, the offset after its end, and True if the name is sound."""
     size, start, ok = zigzag(data, at, end)
     ok &= (size >= 0) & (size <= NAME_SIZE_BYTES_MAX)
     size = np.where(ok, size, 0)
@@ -232,7 +232,7 @@ def of_usual(rows: Rows, usual: Flags) -> Rows:
 
 
 def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tuple[pa.Array, list[str]]:
-    """Decode the names of ``rows``: (index of each, distinct names). A wrong name makes its record unusual.
+    """Decode the names of ``rows``: (index of each, distinct names). A wrong name sets ``headers.usual`` to False.
 
     A client's name loses its trace context.
     """
@@ -256,7 +256,7 @@ def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tup
 
 
 def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messages:
-    """Decode the messages of usual records. A record with anything but RPCs and batches of them is no longer usual."""
+    """Decode the messages of usual records; anything but RPCs and their batches sets ``headers.usual`` to False."""
     data, usual = headers.data, headers.usual
     usual[batches.record[batches.kind == BatchKind.INITIAL]] = False
     at, end = batch_ranges(values, headers, batches)

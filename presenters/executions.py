@@ -38,9 +38,10 @@ Values = dict[str, Any]
 
 
 def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> Values:
-    """Return plain values of one execution: ``execution``, ``steps`` with their ``attempts`` and ``children``,
-    ``waits``, ``parent``, ``repeats``. Raises ExecutionsError.
-    """
+    """Return all that is known of one execution as plain values, to be shown. Raises ExecutionsError.
+
+    Keys: ``execution``, ``steps`` (each with ``attempts``, ``children``), ``children`` of unfinished steps, ``waits``,
+    ``parent``, ``repeats``, ``problem``."""
     with open_index(settings.folder, settings.name) as index:
         found = _get(index, settings.name, key)
         key = found.key

@@ -76,8 +76,8 @@ def multicasts(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the process ID of `immortal run`, if it runs; between two starts, only that process runs. Without it,
-    return the state that the project's process knows."""
+    """Return the status fields of `immortal run`, if it runs, else of the project's process.
+    Between two starts, only `immortal run` runs."""
     found = control.supervisor(settings.folder)
     if found is not None:
         return {"supervisor_pid": found.pid} | ({} if "pid" in row else {"phase": STARTING})
@@ -190,7 +190,7 @@ def problems(row: dict[str, Any]) -> list[str]:
 
 
 def format_unsaved(row: dict[str, Any]) -> str:
-    """Return a text of why there are no checkpoints, what that costs and what helps; "" if there are some."""
+    """Format the reason why there are no checkpoints, the cost and the remedies; "" if there are checkpoints."""
     unsaved = row.get("unsaved")
     if not unsaved:
         return ""
@@ -199,7 +199,7 @@ def format_unsaved(row: dict[str, Any]) -> str:
 
 
 def clock_problem(clock: dict[str, Any]) -> str:
-    """Return a text of the difference between the machine's clock and the instance's time, and its handling."""
+    """Format the difference between the machine's clock and the instance's time, and its treatment."""
     ahead_s = clock["ahead_s"]
     way = f"{age_text(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the instance's time"
     if clock.get("slowed"):

@@ -21,7 +21,7 @@ from immortal.protocol.files import make_folder, open_beside
 
 FOLDER_NAME = "code"
 FOLDER_VARIABLE = "IMMORTAL_KEPT_CODE"
-"""Variable with the folder where an app keeps its code; if it is missing, the app keeps none."""
+"""Environment variable with the folder in which an app keeps its code; without the variable the app keeps none."""
 SOURCES_SIZE_BYTES_MAX = 8 << 20  # of one app: larger code is not kept
 STARTS_MAX = 200  # the oldest are dropped: a developer saves often
 

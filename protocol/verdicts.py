@@ -1,4 +1,4 @@
-"""Verdicts on logged messages that fail alone, and reports of an app about its work.
+"""Verdicts on logged messages that fail alone, so that the app continues; reports of an app about its work.
 
 A replay would repeat a message that stopped the app, and stop again. So the message fails alone: the app, the
 coordinator or an operator gives a verdict, the coordinator keeps it in the log, and each replay receives it before it
@@ -24,14 +24,14 @@ VERDICTS_SIZE_BYTES_MAX = 1 << 20  # limit of one Verdicts message; there can be
 RECORD = -1  # message index for the record as a whole
 
 FAILED_CALL = "~failed"
-"""Name of the error that a caller receives if the handler failed; no exception has it. Its arguments: [type of the
-exception, its message, the failed message and its log]."""
+"""Name of the error that a caller receives if the handler failed; no exception has this name.
+Arguments of the error: [type of the exception, its message, the failed message and its log]."""
 
 
 class VerdictKind(IntEnum):
-    """Treatment of a message in a replay. KEPT and, up to a record, TAKEN_BACK are handled again; all others are
-    skipped, and answered by the verdict.
-    """
+    """Treatment of a failed message in a replay: handled again, or skipped and answered by the verdict.
+
+    KEPT and, up to a record, TAKEN_BACK messages are handled again."""
 
     REFUSED = 1  # it could not be delivered: nothing was called
     UNDONE = 2  # its handler raised, and its changes of the state were undone
@@ -42,7 +42,7 @@ class VerdictKind(IntEnum):
 
 
 class Cause(IntEnum):
-    """Reason of a refused message."""
+    """Reason why a message was refused."""
 
     NONE = 0
     METHOD = 1  # unknown here: a later version can have it
@@ -101,9 +101,8 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def is_dead_letter(self) -> bool:
-        """True if the message becomes a dead letter: no caller waits for it, or the caller has got another answer,
-        since it was taken back.
-        """
+        """True if the message becomes a dead letter: no caller waits for its answer, or the message was taken back.
+        The caller of a message that was taken back has got another answer."""
         return self.kind is VerdictKind.TAKEN_BACK or (self.caller is None and not self.step)
 
     @property
@@ -151,7 +150,7 @@ class Handling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Careful(msgspec.Struct, array_like=True, frozen=True):
-    """Request to the app to announce each step of work, since an earlier process of the app died at one.
+    """Request to the app to announce each step of work, since an earlier process of the app died during a step.
 
     The app sends Handling before each record up to ``last_sequence_id``, and before each message of the record
     ``suspect_sequence_id`` (-1: no record), and waits until it is sent. After the last of them it sends that it handles

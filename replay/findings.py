@@ -1,4 +1,4 @@
-"""Findings of a comparison: differences counted by method, the first of them in full; data shared by two runs."""
+"""Findings of a comparison of two runs: differences, counted by method; the random numbers that both runs draw."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from immortal.replay.comparison import Difference, Key, Kind
 
 
 class Finding(Struct, frozen=True):
-    """Difference for people. ``key``: the input that caused the calls, (record, message), or (position, 0) if unknown.
+    """Difference between the calls of two runs, in a form to be shown.
 
-    ``number`` counts the differences of the stream, so that findings have a fixed order.
-    """
+    ``key``: the input that caused the calls, (record, message), or (position, 0) if unknown. ``number`` counts the
+    differences of the stream, so that findings have a fixed order."""
 
     key: Key
     destination: str
@@ -88,7 +88,7 @@ NUMBERS_MAX = 200_000  # the last ones: some 30 MB
 
 
 class Executions:
-    """Random numbers that a replay reported, with the handlers that drew them."""
+    """Index of the random numbers that a replay reported, the handlers that drew them, and the handlers' inputs."""
 
     def __init__(self) -> None:
         self._began: dict[int, Key] = {}  # handler to the input that began it
@@ -127,7 +127,7 @@ MESSAGE_SIZE_BYTES = 100  # approximate memory of a message beside its bytes
 
 
 class DrawnNumbersQueue:
-    """Queue of Numbers messages between two threads: the old code's puts, the new code's takes."""
+    """Queue of Numbers messages between two threads: the old code's thread adds, the new code's thread takes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -139,7 +139,7 @@ class DrawnNumbersQueue:
         self._is_begun = False
 
     def drawn(self, sequence_id: int, data: bytes, *, complete: bool) -> None:
-        """Add numbers that the old code drew. ``complete``: no more follow for this record or earlier ones."""
+        """Add numbers that the old code drew. ``complete``: no more numbers follow for this record or earlier ones."""
         with self._changed:
             self._is_told = True
             if complete:

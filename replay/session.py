@@ -46,7 +46,7 @@ from immortal.protocol.verdicts import MessageKey, Verdict, decode_unsaved, deco
 from immortal.replay.plan import OWN_VERSION, ReplayError, Route, StateUnsavedError, UpgradeFailedError
 
 Tells = Callable[[Verdict], bool]
-"""Function that returns True for the verdicts of the log that the app gets. Without a verdict it calls the message."""
+"""Function that returns True if the app gets a verdict of the log; without the verdict, the app handles the message."""
 
 _OF_VERDICTS = REPORTS - {MessageType.VERDICT}
 
@@ -71,7 +71,7 @@ class Outputs(Struct, frozen=True):
 
 
 class KeptImpulses(Struct, frozen=True):
-    """Impulses of the past at their place; ``payload`` is empty if only the place is known."""
+    """Impulses of the recorded run, at their positions; ``payload`` is empty if only the positions are known."""
 
     destination: str
     first_position: int
@@ -133,7 +133,7 @@ def cut_origins(origins: Sequence[Origin], count: int) -> tuple[list[Origin], li
 
 
 class BlobPiece(Struct, frozen=True):
-    """Piece of the state at the end."""
+    """Piece of the app's state at the end of the replay."""
 
     data: bytes
 
@@ -151,7 +151,7 @@ class NumbersDrawn(Struct, frozen=True):
 
 
 class VerdictGiven(Struct, frozen=True):
-    """Verdict that the app gave: a message failed alone, without a verdict from the log."""
+    """Verdict that the app gave on a message that failed in this replay and has no verdict in the log."""
 
     verdict: Verdict
 
@@ -465,7 +465,7 @@ class ReplaySession:
         raise AppProtocolError(f"the app sent a message of type {message.message_type}, which has no place in a replay")
 
     def _check_kind(self, message: Message | None) -> None:
-        """Check by the app's first message (None: a blob) that it is of the kind that began the log."""
+        """Check that the app is of the kind (SDK or not) that began the log. ``message``: its first; None: a blob."""
         self._app.note_first_message(message)
         time = MessageType.RECORD_TIME
         logged, asked = time in (self._summary.extensions or ()), time in self._app.extensions

@@ -37,8 +37,8 @@ class Field(Struct, frozen=True):
 
 
 class Action(Struct, frozen=True):
-    """Action on an instance. ``request``: makes the verb's argument from the fields. ``done``: returns a text for the
-    answer; raises WebError if nothing was done."""
+    """Action on an instance, with its form. ``request`` makes the verb's argument from the fields.
+    ``done`` returns a text for the answer; raises WebError if nothing was done."""
 
     verb: str
     title: str
@@ -50,7 +50,7 @@ class Action(Struct, frozen=True):
 
 
 def do(settings: InstanceSettings, action: Action, fields: Values) -> tuple[list[str], list[str]]:
-    """Request ``action`` from the coordinator, which audits it; return texts of what was done, and of what was not."""
+    """Request ``action`` from the coordinator; return texts of what was done, and of what failed."""
     try:
         return [action.done(ask(settings, action.verb, action.request(fields)))], []
     except ImmortalError as error:
@@ -58,7 +58,8 @@ def do(settings: InstanceSettings, action: Action, fields: Values) -> tuple[list
 
 
 def ask(settings: InstanceSettings, verb: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Send a request to the coordinator in this user's name; return the answer. Raises WebError, ControlError."""
+    """Send a request, with the user's name for most verbs, to the coordinator; return the answer.
+    Raises WebError, ControlError."""
     if verb not in ("checkpoint", "reset-peer"):
         request["who"] = f"{operator_name()} by immortal web"
     answer = control.query(settings.folder, verb, ANSWER_S, argument=request)
@@ -322,7 +323,7 @@ async def carry_out(
     tab: str,
     do: Callable[[InstanceSettings, Action, Values], tuple[list[str], list[str]]],
 ) -> Response:
-    """Carry out the action of a form by ``do``, and show the texts that it returns about done and failed parts."""
+    """Carry out the action of a form by ``do``, and show the texts that ``do`` returns on done and failed parts."""
     action, settings = require_actions(request, actions, key), settings_of(request)
     form = await form_of(request)
     said, problems = await to_thread.run_sync(lambda: do(settings, action, form))

@@ -43,9 +43,9 @@ At = tuple[int, int]
 
 
 class Message(Struct):
-    """Logged message. ``kind``: call, answer, exception, initial, other, or damaged. ``source``: its sender: an
-    instance, "~" and a client's ID, "" for itself, None for nobody (impulses, the first start).
+    """Logged message. ``kind``: call, answer, exception, initial, other, or damaged.
 
+    ``source``: the sender: an instance, "~" and a client's ID, "" for itself, None for nobody (impulses, first start).
     ``position``: in the source's stream. ``latency_ns``: from sending to the log. ``text``: its arguments as JSON.
     """
 
@@ -73,7 +73,7 @@ class Message(Struct):
 
 
 class Wanted(Struct, frozen=True):
-    """Filter of messages on a page. "" and 0: any."""
+    """Filter of messages on a page. The values "" and 0 accept any message."""
 
     method: str = ""
     pattern: str = ""
@@ -108,8 +108,8 @@ class Filter:
 
 
 class Page(Struct):
-    """Page of messages. ``looked_from``, ``looked_to``: the records that were read. ``is_cut``: the time was up before
-    the page was full. ``older``, ``newer``: where the next pages begin; None at the log's end."""
+    """Page of messages. ``looked_from``, ``looked_to``: the first and the last record that was read.
+    ``is_cut``: the time was up before the page was full. ``older``, ``newer``: starts of the next pages, or None."""
 
     messages: list[Message]
     first: int
@@ -353,7 +353,7 @@ WAIT_S = 20.0
 
 
 class Logs:
-    """Readers of logs, one at a time for each log, and the method names of apps. For all threads."""
+    """Readers of logs, one at a time for each log, and the method names of apps, shared by all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch negligible; small enough to keep both ends busy
 AWAITED_BATCH_SIZE_BYTES = 8 << 10
-"""Size of a batch of awaited calls, or of answers. To make one costs ten times as much as to pass it on: the other side
-would idle for milliseconds while a full batch fills."""
+"""Size at which a batch of awaited calls, or of answers, is closed.
+To make one costs ten times as much as to pass it on: the other side would idle for ms while a full batch fills."""
 
 LARGE_PART_SIZE_BYTES = 8 << 10  # batches of such large calls are sent in parts: that costs less than a copy
 FRONTED_SIZE_BYTES_MAX = 4 << 10  # of arguments: the fronts of smaller ones are cached, by size
@@ -62,13 +62,13 @@ IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: limit of what hooks 
 IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
 
 OF_ORDER = frozenset({ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID, HANDLES_METHOD_ID})
-"""Methods by which instances agree on an order, or on handles. Their messages need no barrier."""
+"""IDs of the methods by which instances agree on an order, or on handles. Their messages need no barrier."""
 
 Write = Callable[[list[bytes], tuple[Any, ...]], int]
 Send = Callable[[tuple[Any, ...]], None]
 Chunk = bytes | bytearray | memoryview
 Name = str
-"""Name, also of a subclass of ``str``, such as a StrEnum: compiled code would refuse that for ``str``."""
+"""Type of a name: ``str`` or a subclass, such as a StrEnum, which compiled code would refuse for ``str``."""
 
 
 class _TooLargeError(Exception):
@@ -111,8 +111,8 @@ def _refused(name: Name, parameters: Iterable[str], arguments: Sequence[Any], er
 def _encoded_again(
     fronts: _Fronts, name: Name, parameters: Iterable[str], arguments: tuple[Any, ...], error: Exception
 ) -> tuple[bytes, bytes, int]:
-    """Encode a call again: (front, body, size), if ``error`` is about integers of more than 64 bits. Raises what
-    :func:`_refused` returns for any other error."""
+    """Encode a call again, if ``error`` is about integers of more than 64 bits; return (front, body, size).
+    Raises the exception that :func:`_refused` returns for any other error."""
     try:
         if isinstance(error, OverflowError):
             body = encode_value(arguments)
@@ -157,7 +157,7 @@ def make_writer(
 
 
 def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
-    """Encode a message in one piece with a function of :func:`make_writer`. Raises what that raises."""
+    """Encode a message in one piece with ``write``, made by :func:`make_writer`. Raises the errors of ``write``."""
     parts: list[bytes] = []
     write(parts, arguments)
     return b"".join(parts)
@@ -170,7 +170,7 @@ def encode_batch_front(message_type: MessageType, destination: Name, count: int,
 
 
 class Batch:
-    """Batch of messages to one destination that is still open."""
+    """Batch of messages to one destination, not encoded yet."""
 
     __slots__ = ("destination", "parts", "size_bytes")
 
@@ -254,7 +254,7 @@ class Outbox:
     def make_fork(
         self, destination: Name, name: Name, method_id: int, signature: inspect.Signature
     ) -> Callable[..., None]:
-        """Make the ``fork`` of one method of one destination ("" is the own instance)."""
+        """Make ``fork`` for a method: it sends a call that no caller awaits. ``destination`` "" is the own instance."""
         batch: Batch = self._batches.setdefault(destination, Batch(destination))
         parameters_count: cython.Py_ssize_t = plain_count(signature)
         context: Context = self._context
@@ -299,7 +299,7 @@ class Outbox:
         parameters: Iterable[str] = (),
         rpc_type: RpcType = RpcType.ASYNC,
     ) -> Send:
-        """Make a sender of awaited calls of one method, or of answers to them. For the SDK itself, in handlers."""
+        """Make a sender of awaited calls of one method, or of answers to them. Only the SDK uses the sender."""
         write = make_writer(name, method_id, rpc_type, kind, parameters, self._context)
         batch = self._batches.setdefault(destination, Batch(destination))
 
@@ -341,12 +341,12 @@ class Outbox:
             self._send_batch(batch)
 
     def _hold(self, batch: Batch) -> None:
-        """Give a batch to the holder, which sends it later."""
+        """Hand the messages of a batch to ``self.holder``, which sends them later."""
         self.holder.hold(batch.destination, batch.parts)
         batch.parts, batch.size_bytes = [], 0
 
     def push(self, destination: Name, parts: list[bytes]) -> None:
-        """Send messages, in two parts each, even if calls are held back. No batch is open (:meth:`close_open`)."""
+        """Send messages, in two parts each, even if calls are held back. Requires :meth:`close_open` first."""
         batch, count = Batch(destination), len(parts)
         start = 0
         for index in range(0, count, 2):
@@ -392,7 +392,7 @@ class Outbox:
             self._unordered = destination
 
     def _is_plain_call(self, front: bytes) -> bool:
-        """Return True if a message is a plain call. ``front``: its bytes before the arguments, in incoming form."""
+        """Return True for a call of a method not in OF_ORDER. ``front``: its encoded form before the arguments."""
         _, start = decode_zigzag_int(front, 0)
         return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.of_order
 
@@ -413,7 +413,7 @@ class Outbox:
             self.send(encode_attach_to(destination))
 
     def send(self, chunk: Chunk) -> None:
-        """Append bytes to the output. The app's own messages (Hello, Checkpoint) are sent so, too."""
+        """Append bytes to the output. The app also sends its own messages (Hello, Checkpoint) by this method."""
         self._ready.append(chunk)
         self.ready_size_bytes += len(chunk)
 
@@ -434,7 +434,7 @@ class Outbox:
         self._open.clear()
 
     def take(self) -> list[Chunk]:
-        """Return all output to be sent now, impulses included. The caller owns it."""
+        """Return the output to send now, for the caller to own: with impulses, or only reports if ``only_reports``."""
         if self.only_reports:
             reports: list[Chunk] = [*self._reports]
             self._reports = []
@@ -493,7 +493,7 @@ class ImpulseQueue:
         self._why_closed = after_fork_message("these impulses' way", self._process_id, advice)
 
     def append(self, destination: Name, name: Name, write: Write, arguments: tuple[Any, ...]) -> None:
-        """Queue one impulse; wait while the window is full. For any thread but the handlers'.
+        """Queue one impulse; wait while the window is full. Handlers must not call this method.
 
         Raises Disconnected, TypeError if it can't be encoded, UsageError from a handler or if it is too large.
         """
@@ -511,7 +511,7 @@ class ImpulseQueue:
         self._wake()
 
     def append_own(self, write: Write, arguments: tuple[Any, ...]) -> None:
-        """Queue one impulse of the SDK to this instance, even if the window is full: there are few. For any thread.
+        """Queue one impulse of the SDK to this instance, even if the window is full: there are few. Thread-safe.
 
         Raises UsageError for one that is too large.
         """

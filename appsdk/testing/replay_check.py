@@ -159,7 +159,7 @@ def problems_of(
 
 
 def _first_unsteady(source: RecordSource, section: VerifySection, definition: Definition) -> str:
-    """Return the first message after which two replays have two states; "" if they end in the same state."""
+    """Describe the first record after which two replays have different states; "" if there is none."""
     checks: list[list[tuple[int, int]]] = [[], []]
     for found in checks:
 

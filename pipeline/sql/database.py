@@ -61,12 +61,12 @@ class Log(Struct):
         return self.settings.name
 
     def paths(self, table: str) -> list[str]:
-        """Return the paths of a table's Parquet files, once they are written."""
+        """Return the paths of a table's Parquet files; none before the files are written."""
         return [str(one.path(table)) for one in self.ranges or ()]
 
 
 class Database:
-    """Database of :func:`open_database`. ``cuts``: where each log was cut, once :meth:`prepare` has run."""
+    """Database that :func:`open_database` opens. ``cuts``: the cut of each log, after :meth:`prepare`."""
 
     def __init__(self, connection: DuckDBPyConnection, logs: Sequence[Log], decode: Decode) -> None:
         self.connection = connection
@@ -164,7 +164,7 @@ class Database:
     # --- cuts of the logs --------------------------------------------------------------------------------------------
 
     def _cut(self) -> None:
-        """Cut each log at its end as it was when the database was opened, compared with its end now."""
+        """Cut each log at the end that it had when the database was opened, or at its present end if this is less."""
         for log in self._logs.values():
             first, last = log.reader.ends()
             self.cuts[log.name] = LogCut(log.name, first, min(log.last, last), log.last < last)
@@ -173,7 +173,7 @@ class Database:
             make_consistent(self.connection, list(self.cuts.values()))
 
     def _make_log_views(self) -> None:
-        """Create ``_logged_TABLE``: the rows of all files; and views of the rows before the cuts, as these are now."""
+        """Create views: ``_logged_TABLE`` with the rows of all files, ``_shown_TABLE`` with those within the cuts."""
         for log in self._logs.values():
             if log.ranges is None:
                 log.ranges = update(log.reader, log.settings.folder)
@@ -341,7 +341,7 @@ _METHODS = ("instance", "key", "method")
 
 
 def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str]]:
-    """Yield (instance, key, method); key: 2 * method ID, plus 1 for the instance's own methods, which calls have."""
+    """Yield (instance, key, method). Key: 2 * method ID for answers, plus 1 for calls to the instance's own methods."""
     answers: dict[int, str] = {}
     for (destination, method_id), name in methods.items():
         short = name.rpartition(".")[2]
@@ -410,7 +410,7 @@ def _texts(texts: Sequence[str]) -> str:
 
 
 class LogCut(Struct):
-    """Cut of one log. ``last``: last shown record. ``goes_on``: the log has, or had when others were read, more."""
+    """Cut of one log. ``last``: last shown record. ``goes_on``: True if the log has records after ``last``."""
 
     instance: str
     first: int
@@ -419,7 +419,8 @@ class LogCut(Struct):
 
 
 def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
-    """Cut the logs if needed. ``database`` has the uncut tables "_logged_messages" and "_logged_outputs"."""
+    """Move ``cuts`` back until no log shows a call whose cause is after the cut of its sender's log.
+    ``database`` has the uncut tables "_logged_messages" and "_logged_outputs"."""
     if len(cuts) < 2 or not any(cut.goes_on for cut in cuts):
         return
     by_name = {cut.instance: cut for cut in cuts}

@@ -93,8 +93,7 @@ class Walk(LocalRun):
         return describe_state(dispatcher.definition, shown, dispatcher.tasks.save())
 
     def advance(self, last: int, behind: Behind | None = None, *, collects: bool = False) -> None:
-        """Handle all records up to ``last``. ``behind``: called after each message. ``collects``: outputs are added to
-        ``made``.
+        """Handle all records up to ``last``; call ``behind`` after each message. ``collects``: add outputs to ``made``.
 
         Raises ReplayError if a record is missing or the app's calls differ from the log's; raises the errors of
         the app.
@@ -196,7 +195,7 @@ MADE_MAX = 200  # outputs of one message that are shown
 
 
 class MomentExplorer:
-    """Answers to questions about one log's moments. ``app``: the class that replays, "module:Class". For one thread."""
+    """Explorer that answers questions about one log's moments. ``app``: "module:Class" to replay. Not thread-safe."""
 
     def __init__(self, source: RecordSource, app: str) -> None:
         """Load the class. Raises ReplayError if it can't be used, AppError."""
@@ -419,8 +418,8 @@ class MomentExplorer:
         return {"at": hit, "old": text_of(old), "new": text_of(new), "is_cut": walk.reached < upper}
 
     def _checkpoint_before_change(self, last: int, steps: list[Step], now: Tree) -> tuple[CheckpointHeader, bool]:
-        """Return the newest checkpoint with another value, found by steps that double and are then halved, and True if
-        it is the oldest checkpoint instead, since none has another value."""
+        """Return (newest checkpoint with another value, False), or (oldest checkpoint, True) if no value differs.
+        The search takes steps that double, and then halves the range."""
         kept = self._checkpoints(last)
         high = len(kept)  # from here on all compared checkpoints have the value
         low, step = -1, 1
@@ -504,7 +503,7 @@ class MomentExplorer:
         return kept
 
     def _before_record(self, record: int) -> Walk:
-        """Return a walk that has handled the record before."""
+        """Return a walk that has handled the records before ``record``, and no later ones."""
         if record > self._source.summary().last_sequence_id:
             raise ReplayError(f"record {record} is not in the log yet")
         problems = []

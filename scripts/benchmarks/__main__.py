@@ -25,7 +25,7 @@ from scripts.benchmarks.parts import PARTS
 
 
 def _numbers(kind: type[float], highest: float, expected: str) -> Callable[..., list[float] | None]:
-    """Return a click callback for numbers of that kind, above 0, with commas between them."""
+    """Return a click callback that parses comma-separated numbers of type ``kind``, above 0, at most ``highest``."""
 
     def numbers_of(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
         if value is None:
@@ -109,7 +109,7 @@ def main(
 
 
 def _lines(console: Console) -> Any:
-    """Return a progress function for no terminal: a line for each new text before the colon, not for each turn."""
+    """Return a progress function for output that is no terminal: it prints each text before a colon only once."""
     said: set[str] = set()
 
     def progress(text: str) -> None:

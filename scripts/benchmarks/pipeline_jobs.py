@@ -1,4 +1,4 @@
-"""Measures an audit: a synthetic fleet, its export, the audit of both.
+"""Measurement of an audit: creates a synthetic fleet, exports it, audits both.
 
 python -m scripts.benchmarks.pipeline_jobs
 """

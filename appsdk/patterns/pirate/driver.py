@@ -1,4 +1,4 @@
-"""Driver of a pool over its links: the machine in the shells of :mod:`immortal.appsdk.client.shells`.
+"""Driver of a pool of servers: a state machine that a shell of :mod:`immortal.appsdk.client.shells` runs.
 
 A link is the way to one server: PlainLink to a plain one, InstanceLink to an instance. Each plain server has its own
 DEALER: so a reply is from that server, and with keys nobody else can send one.
@@ -106,23 +106,21 @@ Event = Reached | Lost | Heard | Replied | ServerBusy | Unsent
 
 
 class Link(Protocol):
-    """Link to one server, used by one thread at a time. ``problem``: why nothing arrives, as far as known; "" for
-    none.
-    """
+    """Link to one server, used by one thread at a time.
+
+    ``problem``: the known reason why nothing arrives, or ""."""
 
     @property
     def problem(self) -> str: ...
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """Return the sockets to wait for. They signal once: :meth:`process` takes all that has arrived, and can open
-        others.
-        """
+        """Return the sockets to wait for. Each signals once: :meth:`process` takes all input, and can open others."""
 
     def process(self) -> Sequence[Event]:
         """Return all events that have arrived."""
 
     def send(self, number: int, settled: int, payload: Any) -> bool:
-        """Send a request; return False if it has certainly not left. ``settled``: all lower numbers are done with."""
+        """Send a request; return False if it has certainly not left. ``settled``: lower-numbered requests are over."""
 
     def ping(self) -> None: ...
 
@@ -285,7 +283,7 @@ class InstanceLink:
         return events
 
     def send(self, number: int, settled: int, payload: InstanceCall) -> bool:
-        """Call the instance. It recognizes the request by its key, and keeps the reply as for any key."""
+        """Call the instance, which recognizes a repeated request by its key, and keeps the reply."""
         key = payload.key or REQUEST_KEY.format(client_id=self._client_id, number=number)
         call = Call(payload.method.method, payload.arguments, lambda call: self._done(number, payload.method, call))
         self._connection.submit(call, key)
@@ -338,9 +336,7 @@ class NoReply:
 
 
 class Pending:
-    """Request of a caller, for a shell. ``outcome`` is set when it is over: a reply, an exception to raise, or
-    NoReply.
-    """
+    """Request of a caller, for a shell. ``outcome`` after its end: a reply, an exception to raise, or NoReply."""
 
     patience_s: float | None = None  # the pool gives it up in time
 
@@ -369,7 +365,7 @@ class Pending:
 
     @property
     def sent(self) -> bool:
-        """True if a server may have this request, after it was given up."""
+        """True if a server may have received this request before the pool gave it up."""
         return bool(self.trail.asked)
 
     def finish(self, outcome: Any) -> None:
@@ -389,7 +385,7 @@ class Pending:
         """Do nothing: the pool ends the request."""
 
     def value(self, ask: Callable[[Pending], Any]) -> Any:
-        """Return the reply. Raises the server's error, GaveUp, ClientError."""
+        """Return the reply. Raises the server's error, GaveUp (which can try again by ``ask``), ClientError."""
         outcome = self.outcome
         if isinstance(outcome, NoReply):
             raise GaveUp(outcome.reason, self, outcome.tries, partial(self._again, ask))
@@ -409,7 +405,7 @@ def _nobody_waits() -> None:
 
 
 class Driver:
-    """Driver of a pool over its links, used by one thread at a time. Its constructor raises NotConnectable.
+    """Driver of a pool: sends requests over links to servers, in one thread. Its constructor raises NotConnectable.
 
     ``look`` returns the servers' names; ``looks_again``: they can change later. ``keeps_replies``: servers are never
     told that a reply is no longer needed. ``end`` is called when all links are closed.

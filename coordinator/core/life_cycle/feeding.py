@@ -1,4 +1,4 @@
-"""Feeds the app with its input, and passes an operator's questions and orders on to its waiting handlers.
+"""Feeder that gives the app its input, and passes an operator's questions and orders to its waiting handlers.
 
 The app gets its checkpoint's blob and the log's records, as far as it is allowed to and has room.
 
@@ -44,7 +44,7 @@ from immortal.protocol.trailer import decode_trailer
 
 @dataclass(slots=True, eq=False, repr=False)
 class RecordFeeder:
-    """Feeds the app with its checkpoint's blob and the log's records."""
+    """Feeder that gives the app its checkpoint's blob and the log's records."""
 
     state: CoreState
     peers: Peers
@@ -108,7 +108,7 @@ class RecordFeeder:
 
     @property
     def _takes_none(self) -> bool:
-        """True if the app has enough to read, must give its last checkpoint, or is paused."""
+        """True if the app gets no input now: it has enough to read, must send its last checkpoint, or is paused."""
         state = self.state
         return (
             state.session.unsent_bytes >= state.limits.app_window_bytes
@@ -194,7 +194,7 @@ OPEN_MAX = 64  # unanswered questions and orders: an app that is busy for long g
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Ordered:
-    """Order that is in the log."""
+    """Operator's order that is in the log, and whose result must still be asked for."""
 
     token: Token
     sequence_id: int

@@ -1,4 +1,4 @@
-"""Proof that a replay makes the same outputs: compares the messages of one stream with the marks in the log.
+"""Check that a replay makes the same outputs: it compares the messages of one stream with the marks in the log.
 
 A record's trailer has the stream's position when the record was sealed, and the running checksum of all messages up to
 there. A replay can make messages before or after their mark is read, so each waits for the other. Only the last mark
@@ -26,7 +26,7 @@ SHOWN_MESSAGES_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Mark that the replay does not fit.
+    """Mark in the log that the outputs of a replay do not match.
 
     The record ``sequence_id`` (None: a checkpoint's header) holds the mark at ``position`` of the stream to
     ``destination``; up to ``after_position`` all was equal. ``made``: the messages that the replay made between the
@@ -59,7 +59,7 @@ class OutputDivergenceError(DivergenceError):
 
 
 Differs = Callable[[Divergence], None]
-"""Callback for a mark that does not fit. Raises OutputDivergenceError, or returns if the replay can continue."""
+"""Callback for a mark that a replay does not match. Raises OutputDivergenceError, or returns to let it continue."""
 
 
 def stop(divergence: Divergence) -> None:
@@ -106,10 +106,9 @@ class OutputCheck:
             self._logged_size_bytes -= len(self._logged.popleft().payload)
 
     def made(self, batch: OutputBatch, checksum_before: int, checksum_after: int) -> None:
-        """Add a ``batch`` that the replay has made, with the stream's checksums before and after it. Impulses do not
-        change the checksum.
+        """Add a ``batch`` that the replay has made, with the stream's checksums before and after it.
 
-        Raises OutputDivergenceError.
+        Impulses do not change the checksum. Raises OutputDivergenceError.
         """
         self._made.append(_Made(batch, checksum_before, checksum_after))
         self._made_size_bytes += len(batch.payload)
@@ -150,8 +149,7 @@ class OutputCheck:
             raise OutputDivergenceError(self._divergence(*self._expected[0]))
 
     def _checksum_at(self, position: int) -> int | None:
-        """Return the checksum at ``position``; None if its messages are no longer kept, and a later mark covers
-        them."""
+        """Return the checksum at ``position``; None if its messages were dropped, since a later mark covers them."""
         for made in self._made:
             batch = made.batch
             if position == batch.last_position:
@@ -171,7 +169,7 @@ class OutputCheck:
         return expected[-1]
 
     def _divergence(self, sequence_id: int | None, mark: OutputMark, through: int | None = None) -> Divergence:
-        """Describe a divergence. ``through``: compare calls with the log's up to there; None: up to the mark."""
+        """Describe a divergence. ``through``: position up to which calls are compared; None: the mark's position."""
         after, last = self._confirmed.position, max(mark.position, through or 0)
         made = _messages([entry.batch for entry in self._made], after, last)
         logged = _messages(self._logged, after, last)
@@ -190,7 +188,7 @@ class OutputCheck:
 
 
 def _messages(batches: Iterable[OutputBatch], after: int, last: int) -> dict[int, bytes]:
-    """Return the messages after ``after`` up to ``last``, by position. Acknowledged impulses have none."""
+    """Return the messages from position ``after`` + 1 to ``last``, by position. Acknowledged impulses have none."""
     found: dict[int, bytes] = {}
     for batch in batches:
         if batch.last_position <= after or batch.first_position > last:

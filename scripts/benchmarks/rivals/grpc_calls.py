@@ -1,4 +1,4 @@
-"""Rival for calls and streams: grpcio, with and without asyncio. None of it is durable.
+"""Rival for calls and streams: grpcio, with and without asyncio. It makes nothing durable.
 
 ``python -m scripts.benchmarks.rivals.grpc_calls server|client threads|asyncio|stream [ADDRESS ...]``, each in a process
 of its own, as the apps are. A server prints its address. A client of ``threads`` and ``asyncio`` takes runs of unary
