@@ -10,16 +10,18 @@ from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
 from immortal.coordinator.core.clock import Timers
 from immortal.coordinator.core.effects import Effect, Report, SendToApp
 from immortal.coordinator.core.group_commit import GroupCommit
-from immortal.coordinator.core.interfaces import CheckpointHeader, VersionStart
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSpace, VersionStart
 from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
 from immortal.coordinator.core.life_cycle.session import AppSession, Phase
-from immortal.coordinator.core.limits import Limits, LogCapacity
+from immortal.coordinator.core.limits import MIB, Limits
 from immortal.coordinator.core.notices import Notice
 from immortal.protocol.extensions import encode_impulses_accepted
 from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from immortal.protocol.trailer import BatchSource
+
+CHECKPOINTS_IN_ONE_PLACE_MAX = 2  # of two kept ones, both must be new before old records can be removed
 
 
 class CoreState:
@@ -223,3 +225,55 @@ class AppOutbox:
         accepted = self._session.acceptance_to_send()
         if accepted is not None and MessageType.IMPULSES_ACCEPTED in self._session.extensions:
             self.send_control(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))
+
+
+class LogCapacity:
+    """Room in the log. ``full``: why the log refuses all input that it can refuse; "" while there is room."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.full = ""
+        self.space: LogSpace | None = None
+        self._name = name
+        self._limits = limits
+        self._asked_at = -2  # the record after which a checkpoint was last asked for
+        self._asked = 0  # number of requests at that record
+
+    def measured(self, space: LogSpace) -> bool:
+        """Note a measurement; return True if :attr:`full` has changed. A full log has room at 90 % of its limit."""
+        self.space = space
+        limits, was_full = self._limits, bool(self.full)
+        most_bytes = limits.log_limit_bytes
+        least_bytes = limits.disk_free_bytes_min
+        too_large = most_bytes is not None and space.used_bytes > (most_bytes * 9 // 10 if was_full else most_bytes)
+        too_little = space.free_bytes < (least_bytes * 11 // 10 if was_full else least_bytes)
+        if was_full == (too_large or too_little):
+            return False
+        self.full = self._reason(space, too_large=too_large) if not was_full else ""
+        self._asked_at = -2
+        return True
+
+    def _reason(self, space: LogSpace, *, too_large: bool) -> str:
+        if too_large:
+            limit_text = _mib_text(self._limits.log_limit_bytes or 0)
+            what = f"its log takes {_mib_text(space.used_bytes)}, log_limit_mb is {limit_text}"
+        else:
+            free, least = _mib_text(space.free_bytes), _mib_text(self._limits.disk_free_bytes_min)
+            what = f"its disk has {free} left, disk_free_mb is {least}"
+        return f"{self._name!r} is full: {what}; its app must catch up, or the limit be raised"
+
+    def wants_checkpoint(self, fed_sequence_id: int, durable_sequence_id: int, last: CheckpointHeader | None) -> bool:
+        """Return True if a checkpoint now would free records: the app has handled at least a quarter of those after the
+        last one. Call it once for each measurement."""
+        if not self.full or last is None:
+            return False
+        behind = durable_sequence_id - last.sequence_id
+        if fed_sequence_id < durable_sequence_id and (fed_sequence_id - last.sequence_id) * 4 < behind:
+            return False
+        if self._asked_at != fed_sequence_id:
+            self._asked_at, self._asked = fed_sequence_id, 0
+        self._asked += 1
+        return self._asked <= CHECKPOINTS_IN_ONE_PLACE_MAX
+
+
+def _mib_text(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:.0f} MiB"

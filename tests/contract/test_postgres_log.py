@@ -562,9 +562,10 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
     store: RowLogStore, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken: list[int] = []
+    really_connect = connections.connect
 
     def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
-        connection = connections.connect(address)
+        connection = really_connect(address)
         if len(broken) < 2:
             broken.append(connection.info.backend_pid)
             postgres.execute("SELECT pg_terminate_backend(%s, 10000)", connection.info.backend_pid)

@@ -1,4 +1,4 @@
-"""Short soaks: `scripts/soak` itself, with 20 kills of each example, with 20 faults, and with seven takeovers."""
+"""Short soaks: `scripts/soak` with kills of each example, with faults of all kinds, and with seven takeovers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.docs_site.tables import with_tables
+from tests.helpers.effort import effort
 from tests.helpers.postgres import VERSION_MIN, binaries
 from tests.soak.outcomes import CELLS, Fault, document
 from tests.soak.service import processes_with, wait_for
@@ -34,14 +35,15 @@ def soak(*arguments: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
-def test_twenty_kills(workload: str) -> None:
-    soak("--kills", "20", "--workload", workload)
+def test_kills(workload: str) -> None:
+    soak("--kills", str(effort(8)), "--workload", workload)
 
 
 @pytest.mark.timeout(300)
-def test_twenty_faults() -> None:
+def test_faults() -> None:
     """Of all kinds: tests/soak/faults.py. Three banks and a teller that call each other."""
-    assert "20 faults in 1 rounds" in soak("--faults", "20", "--workload", "bank")
+    count = effort(10)
+    assert f"{count} faults in 1 rounds" in soak("--faults", str(count), "--workload", "bank")
 
 
 TAKEOVERS = ("KILL", "STOP", "CUT", "BACKENDS", "PROMOTE", "PROMOTE_BEHIND", "DISK")

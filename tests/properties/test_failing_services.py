@@ -14,6 +14,7 @@ from immortal import CalleeFailed, CallRefused, Immortal, peer, rpc, upgrades
 from immortal.appsdk.testing.node import CrashPlan, Victim
 from immortal.protocol.verdicts import VerdictKind
 from immortal.testing import Environment, Instance, ProcessDies
+from tests.helpers.effort import effort
 
 
 class Book(Immortal):
@@ -191,7 +192,7 @@ def settle(env: Environment, instances: list[Instance[Any]]) -> None:
     env.run()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=effort(60))
 @given(steps=st.lists(actions, max_size=8), order=st.one_of(st.none(), st.integers(0, 99)), crash=crashes)
 def test_whatever_is_called_it_goes_on_and_failed_calls_never_happened(
     steps: list[Any], order: int | None, crash: CrashPlan

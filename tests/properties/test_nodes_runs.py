@@ -9,9 +9,10 @@ import pytest
 from immortal.appsdk.nodes.accounts import Accounts
 from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.nodes.reference_counts import Grant, Holder, Key, Owner
+from tests.helpers.effort import effort
 from tests.helpers.nodes_runs import PASSING, BrokenHandlesError, run_seed
 
-SEEDS = 40
+SEEDS = effort(20)
 SEEDS_MAX = 300  # within which each planted bug is found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.effort import effort
 from tests.helpers.ordering_world import Op, Script, World
 
 NAMES = ("a", "b", "c", "d")
@@ -22,7 +23,7 @@ def _without_calls_to_oneself(script: Script) -> Script:
     }
 
 
-@settings(max_examples=150)
+@settings(max_examples=effort(60))
 @given(SCRIPTS.map(_without_calls_to_oneself), st.randoms(use_true_random=False), st.integers(1, 10))
 def test_the_order_holds_and_crashes_change_nothing(script: Script, random: object, crash_each: int) -> None:
     world, crashing = World(script), World(script)

@@ -16,9 +16,10 @@ from immortal.appsdk.ordering.multicasts import Multicasts
 from immortal.appsdk.ordering.send_queue import Sending
 from immortal.coordinator.core.errors import DivergenceError
 from tests.helpers import causal_runs
+from tests.helpers.effort import effort
 from tests.helpers.ordering_runs import BrokenOrderError, run_seed
 
-SEEDS = 60
+SEEDS = effort(25)
 CAUSAL_SEEDS = 10
 SEEDS_MAX = 1000  # within which each planted bug is found
 

@@ -29,6 +29,7 @@ from immortal.replay.findings import DrawnNumbersQueue
 from immortal.replay.plan import ReplayPlan
 from immortal.replay.result import Sink
 from immortal.replay.session import Event, NumbersDrawn
+from tests.helpers.effort import effort
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
@@ -151,7 +152,7 @@ def in_stages(choice: random.Random, some: list[Op]) -> Stages:
     return stages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(30), deadline=None)
 @given(orders, st.randoms(use_true_random=False))
 def test_each_call_gets_the_answer_of_its_counterpart(scripts: list[Stages], choice: random.Random) -> None:
     changed.clear()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.effort import EFFORT
 from tests.simulation import run
 from tests.simulation.marks import EXPECTED
 from tests.simulation.mutations import MUTATIONS, planted
@@ -20,7 +21,7 @@ from tests.simulation.trace import Trace
 from tests.simulation.world import Totals, World
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 200
+SEEDS = 80 if EFFORT <= 1 else 200  # `scripts/simulate` runs as many as one likes
 SHARE = 40
 
 

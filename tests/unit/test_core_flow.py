@@ -12,7 +12,8 @@ from immortal.coordinator.core.input.back_pressure import HELD_OVERHEAD_BYTES
 from immortal.coordinator.core.input.input_stream import WindowGrants
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSpace, SpilledBatch, Transaction
 from immortal.coordinator.core.life_cycle.session import Phase
-from immortal.coordinator.core.limits import Limits, LogCapacity
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.state import LogCapacity
 from immortal.coordinator.log.backend import Span
 from immortal.coordinator.log.format import SEQUENCE_KEY, decode_batch_count
 from immortal.coordinator.log.memory import MemoryLogStore
