@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from immortal.coordinator.log.identity import Time
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
 from immortal.protocol.decoding import DecodeError, decode_json
+from immortal.protocol.distribution import add_extra
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.files import opener
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
@@ -201,9 +204,14 @@ class _Change(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+_EFFECTS = ("fail", "by-key")
+
+
 def _function(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    if value is not None and ":" not in value and value not in ("fail", "by-key"):
-        raise click.BadParameter(f"{value!r}: a function was expected, as module:function")
+    words = _EFFECTS if parameter.name == "effects" else ()
+    if value is not None and ":" not in value and value not in words:
+        expected = " or ".join((*words, "a function"))
+        raise click.BadParameter(f"{value!r}: {expected} was expected, as module:function")
     return value
 
 
@@ -249,6 +257,9 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     metavar="A..B",
     help="Find the first commit of that range of this git repository whose code makes a difference, or breaks --check.",
 )
+@click.option(
+    "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
+)
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -266,6 +277,7 @@ def _fleet(
     handler_limit: float,
     seeds: int,
     git_range: str | None,
+    page: Path | None,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -276,12 +288,16 @@ def _fleet(
     would, 1 if it could not be tried.
     """
     if git_range is not None:
+        if page is not None:
+            raise click.UsageError("--bisect tries many commits: --html is for one")
         sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
+    if page is not None and (missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]):
+        raise FailedError(f"--html needs {', '.join(missing)}: {add_extra('spark')}")
     if os.environ.get(_HASH_SEED) != "0":  # the order of sets is that of the apps; and what ends the process is told
         sys.exit(_in_child(ctx))
     from immortal.replay.fleet.opening import load_function, what_if
-    from immortal.replay.fleet.outcome import outcome_lines
     from immortal.replay.fleet.player import seal_process
+    from immortal.replay.fleet.report import outcome_lines
 
     times = []
     for option, moment in (("--from", begin), ("--to", end)):
@@ -300,22 +316,29 @@ def _fleet(
             code=code,
             begin_ns=times[0],
             to_ns=times[1],
-            effects=effects if effects in ("fail", "by-key") else load_function(effects),
+            effects=effects if effects in _EFFECTS else load_function(effects),
             answer=functions["answer"],
             check=functions["check"],
             seeds=seeds,
             trust_pickle=trust_pickle,
+            details=page is not None,
         )
     if as_json:
         echo_json(msgspec.to_builtins(outcome))
     else:
         echo_lines(outcome_lines(outcome))
+    if page is not None:
+        from immortal.presenters.what_if_fleet import fleet_page
+
+        with open(page, "w", encoding="utf-8", opener=opener) as file:
+            file.write(fleet_page(outcome, dict(changes)))
     sys.exit(DIFFERENT if outcome.is_different else 0)
 
 
 def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
     from immortal.replay.fleet.bisect import Commit, bisect
-    from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+    from immortal.replay.fleet.outcome import FleetOutcome
+    from immortal.replay.fleet.report import outcome_lines
     from immortal.replay.plan import ReplayError
 
     arguments = _without(ctx.meta["arguments"], ("--bisect", "--code"), ("--json",))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +179,8 @@ def test_a_check_says_where_it_breaks_first(folder: Path) -> None:
     found = values(folder, "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:check", "--seeds", "3")
     assert found["broken_in_record"] is None
     assert (found["broken"]["service"], found["broken"]["text"]) == ("till", "sold too much")
-    assert found["seeds"] == {"runs": 3, "different": 0, "broken": 3}
+    end = {"seed": 0, "count": 3, "broken": 3, "example": ""}
+    assert found["seeds"] == {"runs": 3, "different": 0, "broken": 3, "ends": [end]}
 
 
 def test_nothing_leaves(folder: Path) -> None:
@@ -232,6 +235,34 @@ def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
 def test_wrong_options_are_said(folder: Path) -> None:
     assert "such as shop=shop_v2:Shop" in what_if(folder, "--change", "shop", status=2)
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
+
+
+def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -> None:
+    (folder / "checks.py").write_text("def few(fleet):\n    return fleet['till'].sold.get('tea', 0) <= 15\n")
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:few", "--seeds", "2"
+    what_if(folder, *told, "--html", "page.html", status=3)
+    page = html.unescape((folder / "page.html").read_text())
+    assert page.count("<svg") == 2
+    assert "<script" not in page
+    assert "sold['tea']" in page
+    assert "the check does not hold behind till, record 4" in page
+    assert "in 0 of 2 orders" in page
+    assert "shop -> till: Till.sell" in page  # in a chart
+    said = what_if(folder, *told, "--html", "page.html", "--bisect", "a..b", status=2)
+    assert "--html is for one" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "module", "extra"),
+    [("--html", "jinja2", "spark")],
+)
+def test_a_file_without_its_extra_names_that(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, option: str, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    said = what_if(folder, "--change", f"shop={variant(folder)}", option, "there", status=1)
+    assert f"{option} needs {module}: " in said
+    assert f"immortal-services[{extra}]" in said
 
 
 # --- which commit --------------------------------------------------------------------------------------------------
