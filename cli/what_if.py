@@ -260,6 +260,13 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
 )
+@click.option(
+    "--parquet",
+    "tables",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write Parquet tables: differences, states and outcomes.",
+)
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -278,6 +285,7 @@ def _fleet(
     seeds: int,
     git_range: str | None,
     page: Path | None,
+    tables: Path | None,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -288,11 +296,17 @@ def _fleet(
     would, 1 if it could not be tried.
     """
     if git_range is not None:
-        if page is not None:
-            raise click.UsageError("--bisect tries many commits: --html is for one")
+        if page is not None or tables is not None:
+            raise click.UsageError("--bisect tries many commits: --html and --parquet are for one")
         sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
-    if page is not None and (missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]):
-        raise FailedError(f"--html needs {', '.join(missing)}: {add_extra('spark')}")
+    for option, path, extra, packages in (
+        ("--html", page, "spark", ("jinja2", "matplotlib")),
+        ("--parquet", tables, "sql", ("pyarrow",)),
+    ):
+        if path is not None and (missing := [name for name in packages if find_spec(name) is None]):
+            raise FailedError(f"{option} needs {', '.join(missing)}: {add_extra(extra)}")
+    if tables is not None and tables.exists():
+        raise FailedError(f"{tables} is there already: give another name, or remove it first")
     if os.environ.get(_HASH_SEED) != "0":  # the order of sets is that of the apps; and what ends the process is told
         sys.exit(_in_child(ctx))
     from immortal.replay.fleet.opening import load_function, what_if
@@ -321,7 +335,7 @@ def _fleet(
             check=functions["check"],
             seeds=seeds,
             trust_pickle=trust_pickle,
-            details=page is not None,
+            details=page is not None or tables is not None,
         )
     if as_json:
         echo_json(msgspec.to_builtins(outcome))
@@ -332,6 +346,10 @@ def _fleet(
 
         with open(page, "w", encoding="utf-8", opener=opener) as file:
             file.write(fleet_page(outcome, dict(changes)))
+    if tables is not None:
+        from immortal.presenters.what_if_tables import write_tables
+
+        write_tables(outcome, tables)
     sys.exit(DIFFERENT if outcome.is_different else 0)
 
 

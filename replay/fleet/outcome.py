@@ -140,6 +140,26 @@ class Hour(Struct):
         return self.changed + self.added + self.missing + self.moved
 
 
+class CallDifference(Struct):
+    """A call that differs. ``record``, ``message``: of the log, what made it; None where the log does not have that.
+
+    ``time_ns``: since the Unix epoch. ``old``, ``new``: the call in words; None where it was or would be none.
+    ``cause``: the number of the difference that it follows from; None: the changed code itself.
+    """
+
+    number: int
+    service: str
+    kind: str
+    to: str
+    handler: str
+    record: int | None
+    message: int | None
+    time_ns: int
+    old: str | None
+    new: str | None
+    cause: int | None
+
+
 class BrokenCheck(Struct):
     service: str
     record: int | None
@@ -153,8 +173,8 @@ class FleetOutcome(Struct):
 
     ``equal_services``: outside the cone, proved equal by comparison, and not run. ``effects``: those without a recorded
     result at their place, and what came for them. ``unanswered``: calls to services without a log.
-    ``broken_in_record``: the check did not hold in the record either. ``hours``: with details alone; states of
-    services are whole then, and not cut off.
+    ``broken_in_record``: the check did not hold in the record either. ``hours``, ``differences``: with details
+    alone; states of services are whole then, and not cut off.
     """
 
     is_different: bool
@@ -169,6 +189,7 @@ class FleetOutcome(Struct):
     seeds: Seeds
     notes: list[str]
     hours: list[Hour] = field(default_factory=list)
+    differences: list[CallDifference] = field(default_factory=list)
 
     def service(self, name: str) -> ServiceOutcome:
         """Return what is said of a service of the cone. Raises KeyError."""
@@ -325,6 +346,7 @@ def _outcome(
         Seeds(1),
         simulation.notes,
         _hours(simulation, words) if details else [],
+        list(map(words.difference, range(len(simulation.differences)))) if details else [],
     )
 
 
@@ -427,6 +449,11 @@ class _Words:
             "moved": f"moved: {new or old}",
         }[one.kind]
         return f"{one.service}, {where}{made} -> {self.kind_of(one)[0]}: {text}"
+
+    def difference(self, number: int) -> CallDifference:
+        one = self._simulation.differences[number]
+        place, sides = _place(one.place), self._sides(one)
+        return CallDifference(number, one.service, one.kind, *self.kind_of(one), *place, one.time_ns, *sides, one.cause)
 
     def _sides(self, one: Difference) -> tuple[str | None, str | None]:
         """The call then and now."""

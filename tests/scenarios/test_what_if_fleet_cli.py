@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
@@ -249,12 +250,12 @@ def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -
     assert "in 0 of 2 orders" in page
     assert "shop -> till: Till.sell" in page  # in a chart
     said = what_if(folder, *told, "--html", "page.html", "--bisect", "a..b", status=2)
-    assert "--html is for one" in said
+    assert "--html and --parquet are for one" in said
 
 
 @pytest.mark.parametrize(
     ("option", "module", "extra"),
-    [("--html", "jinja2", "spark")],
+    [("--html", "jinja2", "spark"), ("--parquet", "pyarrow", "sql")],
 )
 def test_a_file_without_its_extra_names_that(
     folder: Path, monkeypatch: pytest.MonkeyPatch, option: str, module: str, extra: str
@@ -263,6 +264,34 @@ def test_a_file_without_its_extra_names_that(
     said = what_if(folder, "--change", f"shop={variant(folder)}", option, "there", status=1)
     assert f"{option} needs {module}: " in said
     assert f"immortal-services[{extra}]" in said
+
+
+def test_parquet_tables_have_each_difference_and_are_read_by_duckdb(folder: Path) -> None:
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--parquet", "found"
+    found = values(folder, *told)
+    connection = duckdb.connect()
+
+    def rows(query: str) -> list[tuple[Any, ...]]:
+        files = {name: f"'{folder}/found/{name}.parquet'" for name in ("differences", "states", "outcomes")}
+        return connection.execute(query.format(**files)).fetchall()
+
+    made = rows("select kind, old, new from {differences} where handler = 'Till.sell' order by number")
+    assert made[0][0] == "changed"
+    assert made[0][1].startswith("Till.sell('tea', 1) as call")
+    assert made[0][2] == "Till.sell('tea', 2) as a new call of shop"
+    counts = rows(
+        "select kind, count(*) from {differences} where service = 'shop' and handler = 'Till.sell' group by 1"
+    )
+    assert dict(counts) == {"changed": 4, "missing": 1}
+    causes = "select c.service, c.handler from {differences} d join {differences} c on d.cause = c.number"
+    assert ("shop", "Stock.take") in rows(f"{causes} where d.service = 'stock'")
+    assert rows("select old, new from {states} where service = 'till'") == [("15", "20")]
+    assert rows("select sum(recorded), sum(changed), sum(missing) from {outcomes} where handler = 'Till.sell'") == [
+        (5, 4, 1)
+    ]
+    assert rows("select distinct typeof(hour) from {outcomes}") == [("TIMESTAMP WITH TIME ZONE",)]
+    assert len(found["differences"]) == rows("select count(*) from {differences}")[0][0]
+    assert "found is there already" in what_if(folder, *told, status=1)
 
 
 # --- which commit --------------------------------------------------------------------------------------------------
