@@ -21,6 +21,7 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of
 from immortal.protocol import decoding
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
 from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, EffectDone, Log, LoggedRecord, Place, Player, Recorded
 from immortal.replay.plan import ReplayError
@@ -88,12 +89,18 @@ class UnansweredCall(Struct):
 
 
 class Broken(Struct):
-    """A check that does not hold behind a record."""
+    """A check that does not hold behind a record. ``message``: the last one there; b"" stands for the initial message.
+
+    ``inputs``: how many messages from outside came up to there; ``cut``: the last record by service, -1 for none.
+    """
 
     service: str
     place: Place
     time_ns: int
     text: str
+    message: bytes
+    inputs: int
+    cut: dict[str, int]
 
 
 class Service(Struct, eq=False):
@@ -137,6 +144,11 @@ class Service(Struct, eq=False):
         """Tell which numbers the executions drew then that these messages are about to start."""
         told = [draw for index in indices for draw in self.recorded.draws.get((sequence_id, index), ())]
         self.player.tasks.told(told)
+
+    def count_inputs(self) -> int:
+        """Count the messages from outside that it has had: impulses, with timers and results, and clients' requests."""
+        batches = (batch for record in self.log.records[: self.cursor] for batch in record.trailer.batches)
+        return sum(batch.count for batch in batches if batch.kind in (BatchKind.IMPULSES, BatchKind.CLIENT))
 
     def count_equal(self, destination: str, count: int = 1) -> None:
         self.equal[destination] = self.equal.get(destination, 0) + count
@@ -202,11 +214,15 @@ class Stream(Struct, eq=False):
 
 
 class Rules(Struct):
-    """``effects``: "fail", "by-key" or a function; ``answer``: None fails calls that no log answers."""
+    """``effects``: "fail", "by-key" or a function; ``answer``: None fails calls that no log answers.
+
+    ``then``: records, by service, behind which the check does not hold in the record; None while that is looked for.
+    """
 
     effects: str | Answer = "fail"
     answer: Answer | None = None
     check: Check | None = None
+    then: set[tuple[str, int]] | None = None
 
     def answered(self, service: Service, to: str, message: bytes, time_ns: int) -> tuple[bytes, UnansweredCall] | None:
         """Return the answer to a call of ``service`` to one without a log; None where nobody waits for one, or the log

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.state.tree import canonical, differences
@@ -161,11 +162,19 @@ class CallDifference(Struct):
 
 
 class BrokenCheck(Struct):
+    """A check that does not hold behind a record, of which ``input`` is the last message.
+
+    ``inputs``: how many messages from outside came up to there. ``cut``: the last record by service, -1 for none.
+    """
+
     service: str
     record: int | None
     message: int | None
     time: str
     text: str
+    input: str
+    inputs: int
+    cut: dict[str, int]
 
 
 class FleetOutcome(Struct):
@@ -173,7 +182,8 @@ class FleetOutcome(Struct):
 
     ``equal_services``: outside the cone, proved equal by comparison, and not run. ``effects``: those without a recorded
     result at their place, and what came for them. ``unanswered``: calls to services without a log.
-    ``broken_in_record``: the check did not hold in the record either. ``hours``, ``differences``: with details
+    ``broken_in_record``: the check did not hold in the record either. ``prefix``: the smallest prefix of the input, in
+    the order of time, behind which it does not hold, but does in the record. ``hours``, ``differences``: with details
     alone; states of services are whole then, and not cut off.
     """
 
@@ -186,6 +196,7 @@ class FleetOutcome(Struct):
     unanswered: list[dict[str, str]]
     broken: BrokenCheck | None
     broken_in_record: BrokenCheck | None
+    prefix: BrokenCheck | None
     seeds: Seeds
     notes: list[str]
     hours: list[Hour] = field(default_factory=list)
@@ -206,11 +217,12 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
         if name not in logs.sources:
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
     recorded: dict[str, Recorded] = {}
-    broken_in_record = None
+    broken_in_record: BrokenCheck | None = None
     if rules.check is not None:
         then = Logs(logs.sources, logs.code, {}, logs.begin_ns, logs.to_ns, logs.outsiders)
         simulation = simulate(then, rules, 0, recorded)
-        broken_in_record = simulation.broken
+        broken_in_record = _broken(simulation.broken, _Words(simulation))
+        rules = replace(rules, then=simulation.breaks)
         simulation.close()
     first: FleetOutcome | None = None
     first_states: Mapping[str, _States | None] = {}
@@ -225,7 +237,7 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
         digest = _digest(states, simulation)
         if first is None:
             first, first_states = _outcome(logs, simulation, states, details=details), states
-            first.broken_in_record = _broken(broken_in_record)
+            first.broken_in_record = broken_in_record
         if digest not in ends:
             ends[digest] = End(seed, 0, 0, _example(first_states, states) if ends else "")
         ends[digest].count += 1
@@ -341,8 +353,9 @@ def _outcome(
         clients,
         effects,
         unanswered,
-        _broken(simulation.broken),
+        _broken(simulation.broken, words),
         None,
+        _broken(simulation.prefix, words),
         Seeds(1),
         simulation.notes,
         _hours(simulation, words) if details else [],
@@ -375,10 +388,12 @@ def _because(service: Service, logs: Logs, words: _Words) -> str:
     return "what comes to it is the same" if service.why is None else words.of(service.why)
 
 
-def _broken(found: Broken | None) -> BrokenCheck | None:
+def _broken(found: Broken | None, words: _Words) -> BrokenCheck | None:
     if found is None:
         return None
-    return BrokenCheck(found.service, *_place(found.place), time_text(found.time_ns), found.text)
+    where = found.service, *_place(found.place), time_text(found.time_ns)
+    given = words.call(found.service, found.message) if found.message else "the initial message"
+    return BrokenCheck(*where, found.text, given, found.inputs, found.cut)
 
 
 def _place(place: Place) -> tuple[int | None, int | None]:
@@ -475,7 +490,11 @@ class _Words:
         if place is None or not 0 <= at < len(service.log.records):
             return None
         message = message_at(record_of(service.log.records[at].value).content, place[1])
-        return None if message is None else _known(format_call(message, "", self._methods(service.name)))
+        return None if message is None else self.call(service.name, message)
+
+    def call(self, service: str, message: bytes) -> str:
+        """A message that came to a service."""
+        return _known(format_call(message, "", self._methods(service)))
 
     def first(self, service: Service) -> First | None:
         for number, one in enumerate(self._simulation.differences):

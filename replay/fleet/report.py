@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from immortal.protocol.command_line import table_lines
+from immortal.protocol.command_line import counted, table_lines
 from immortal.replay.fleet.outcome import (
     KINDS,
     SHOWN_MAX,
@@ -62,6 +62,12 @@ def check_lines(outcome: FleetOutcome) -> Iterator[str]:
         yield f"the check does not hold behind {_place_words(broken)}: {broken.text}"
         then = outcome.broken_in_record
         yield "  in the record it holds" if then is None else f"  nor in the record, behind {_place_words(then)}"
+    if (prefix := outcome.prefix) is not None:
+        yield (
+            f"  the smallest prefix of the input that breaks it under the change alone has"
+            f" {counted(prefix.inputs, 'input')} from outside, and ends with {prefix.input}"
+            f" at {_place_words(prefix)}: {prefix.text}"
+        )
 
 
 def seed_lines(seeds: Seeds) -> Iterator[str]:

@@ -184,6 +184,27 @@ def test_a_check_says_where_it_breaks_first(folder: Path) -> None:
     assert found["seeds"] == {"runs": 3, "different": 0, "broken": 3, "ends": [end]}
 
 
+def test_a_check_says_the_smallest_prefix_that_breaks_it_under_the_change_alone(folder: Path) -> None:
+    (folder / "checks.py").write_text(
+        "def check(fleet):\n    assert fleet['till'].sold.get('tea', 0) not in (3, 6, 20), 'a bad number'\n"
+        "def typo(fleet):\n    return fleet['tll'].sold\n"
+    )
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--check"
+    found = values(folder, *told, "checks:check")  # the record: 1, 3, 6, 10, 15; the change: 2, 6, 12, 20
+    assert found["broken"]["input"].startswith("Till.sell('tea', 4)")
+    assert found["broken_in_record"]["input"].startswith("Till.sell('tea', 2)")
+    prefix = found["prefix"]
+    assert (prefix["service"], prefix["text"], prefix["inputs"]) == ("till", "a bad number", 4)
+    assert prefix["input"].startswith("Till.sell('tea', 8)")
+    assert prefix["cut"]["till"] == prefix["record"] == 4
+    text = what_if(folder, *told, "checks:check", status=3)
+    assert "under the change alone has 4 inputs from outside, and ends with Till.sell('tea', 8)" in text
+    same = variant(folder, "return self.sold[item]", "return 0", "Till")
+    found = values(folder, "--change", f"till={same}", *told[2:], "checks:check")
+    assert (found["broken"]["record"], found["prefix"]) == (2, None)
+    assert "the check can't be made behind 'till' at 2023-11-" in what_if(folder, *told, "checks:typo", status=1)
+
+
 def test_nothing_leaves(folder: Path) -> None:
     before = "if await self.stock.take(item, count):"
     after = f"socket.create_connection(('127.0.0.1', 9))\n        {before}"

@@ -106,13 +106,13 @@ def test_the_page_of_a_what_if_takes_no_name_for_html() -> None:
         [{"path": bad}],
         bad,
     )
-    where = BrokenCheck(bad, None, None, bad, bad)
+    where = BrokenCheck(bad, None, None, bad, bad, bad, 1, {bad: 1})
     tree = Consequence(bad, "added", bad, bad, 1, bad, [Consequence(bad, "added", bad, bad, 1, bad, [])])
     clients = ClientAnswers(1, 0, 0, [bad])
     effects = [dict.fromkeys(("service", "effect", "call", "outcome", "time"), bad)]
     seeds = Seeds(2, 1, 1, [End(0, 1, 0, ""), End(1, 1, 1, bad)])
     outcome = FleetOutcome(
-        True, [service], [bad], [tree], clients, effects, effects, where, where, seeds, [bad], hours=hours
+        True, [service], [bad], [tree], clients, effects, effects, where, where, where, seeds, [bad], hours=hours
     )
     page = _Page()
     page.feed(fleet_page(outcome, {bad: bad}))

@@ -229,6 +229,7 @@ def test_a_check_is_made_of_the_record_too() -> None:
     assert outcome.broken is not None
     assert outcome.broken_in_record is not None
     assert outcome.broken.text.startswith("too much tea")
+    assert outcome.prefix is None
     assert "  nor in the record, behind till" in "\n".join(outcome_lines(outcome))
 
 
@@ -252,6 +253,8 @@ def test_orders_that_end_in_another_way_are_told_apart(monkeypatch: pytest.Monke
     assert [(one.seed, one.count, one.broken) for one in outcome.seeds.ends] == [(0, 2, 2), (1, 1, 1)]
     assert outcome.seeds.ends[1].example.startswith("a: lines[")
     assert "  in 1, the first with seed 1: a: lines[" in "\n".join(outcome_lines(outcome))
+    assert outcome.prefix is not None  # behind a message that no log has, or one that is in its place
+    assert (outcome.prefix.service, outcome.prefix.inputs) == ("a", 0)
 
 
 def test_what_a_trimmed_log_can_not_tell_is_said_with_the_earliest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
