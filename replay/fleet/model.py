@@ -30,13 +30,25 @@ DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an e
 
 
 class Call(Struct, frozen=True):
-    """A call, or an effect, that the logs have no answer to. ``method``: as ``Till.sold``, or an effect's name."""
+    """A call, or an effect, that the logs have no answer to. ``method``: as ``Till.sold``, or an effect's name.
+
+    ``fits``: raises TypeError for what is no result of that effect.
+    """
 
     service: str
     to: str
     method: str
     arguments: Sequence[Any]
     named: Mapping[str, Any] = {}
+    fits: Callable[[Any], object] = lambda value: None
+
+    def __str__(self) -> str:
+        arguments = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named.items())]
+        return f"{self.method}({', '.join(arguments)})"
+
+
+class NoResultError(BaseException):
+    """Raised by a function for effects, for one that has no result: its handler waits to the end."""
 
 
 Answer = Callable[[Call], Any]
@@ -255,7 +267,10 @@ class Rules(Struct):
         return answer, UnansweredCall(call, outcome, time_ns)
 
     def result(self, service: Service, number: int, effect: Effect, now_ns: int) -> tuple[bytes, AskedEffect]:
-        """Return the result of an effect: the one that the log has of it or of one like it, else by ``effects``."""
+        """Return the result of an effect: that which the log has of it or of one like it, else by ``effects``.
+
+        b"": it has none.
+        """
         name, encoded, key = effect.function.name, effect.encoded, effect.options.key
 
         def is_like(one: EffectDone) -> bool:
@@ -281,13 +296,17 @@ class Rules(Struct):
             message = encode_incoming_rpc(rpc.method_id, rpc.rpc_type, encoder.encode(arguments))
             outcome = "the result that the log has"
         else:
-            message, outcome = service.player.effect_message(effect, lambda request: self._run(service, request))
+            fits = effect.function.encode_result
+            try:
+                message, outcome = service.player.effect_message(effect, lambda one: self._run(service, one, fits))
+            except NoResultError:
+                message, outcome = b"", "has no result: its handler waits"
         return message, AskedEffect(service.name, effect.function.describe(encoded), outcome, now_ns)
 
-    def _run(self, service: Service, request: Any) -> Any:
+    def _run(self, service: Service, request: Any, fits: Callable[[Any], object]) -> Any:
         if isinstance(self.effects, str):
             raise LookupError(
                 f"a what-if runs no effect, and the log has no result of this one (--effects {self.effects})"
             )
         positional, named = request.arguments
-        return self.effects(Call(service.name, "", request.name, positional, named))
+        return self.effects(Call(service.name, "", request.name, positional, named, fits))

@@ -339,7 +339,7 @@ def _outcome(
         {
             "service": one.call.service,
             "to": one.call.to,
-            "call": f"{one.call.method}({', '.join(map(repr, one.call.arguments))})",
+            "call": str(one.call),
             "outcome": one.outcome,
             "time": time_text(one.time_ns),
         }

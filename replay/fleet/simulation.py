@@ -548,7 +548,8 @@ class Simulation:
             return
         message, asked = self._rules.result(service, number, effect, now_ns)
         self.effects.append(asked)
-        self._give_own(service, message, now_ns)
+        if message:
+            self._give_own(service, message, now_ns)
 
     # --- failures and checks ------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader
 from immortal.replay.plan import ReplayError
+from tests.helpers.at_terminal import AtTerminal
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SHOP = """
@@ -205,6 +206,38 @@ def test_a_check_says_the_smallest_prefix_that_breaks_it_under_the_change_alone(
     assert "the check can't be made behind 'till' at 2023-11-" in what_if(folder, *told, "checks:typo", status=1)
 
 
+ASKING = SHOP.replace(
+    "import socket", "import immortal\n\n\ndef price(count: int) -> int:\n    return count\n\n"
+).replace("sell(item, count))", "sell(item, await immortal.effect(price, count)))")
+
+
+def test_at_a_terminal_results_of_effects_are_asked_for(folder: Path) -> None:
+    command = [sys.executable, "-m", "immortal", "--home", "home", "what-if", "--fleet", "--effects", "ask"]
+    terminal = AtTerminal([*command, "--change", f"shop={write_module(folder, ASKING)}:Shop", "--seeds", "2"], folder)
+    try:
+        for count, answers in enumerate((["oh", '"two"', "20"], ["fail"], ["skip"], ["4"], ["5"]), 1):
+            for number, answer in enumerate(answers):
+                terminal.see(f"shop: price({count}): its result as JSON, or fail, or skip: ")
+                terminal.type(f"{answer}\n")
+                if number < len(answers) - 1:
+                    terminal.see("is no result: ")
+        assert terminal.ended() == 3
+    finally:
+        terminal.close()
+    assert "sold['tea']: was 15; would be 29" in terminal.screen
+    assert "price(count=1): returned 20" in terminal.screen
+    assert "price(count=2): raised RuntimeError: failed, as was asked for" in terminal.screen
+    assert "price(count=3): has no result: its handler waits" in terminal.screen
+    assert "in 0 of 2 orders" in terminal.screen  # which ask no more
+
+
+def test_without_a_terminal_nothing_can_be_asked(folder: Path) -> None:
+    told = "--change", f"shop={variant(folder)}", "--effects", "ask"
+    assert "there is no terminal to ask at: give fail, by-key or MODULE" in what_if(folder, *told, status=1)
+    assert "--effects ask are for one" in what_if(folder, *told, "--bisect", "a..b", status=2)
+    assert "'asl': fail or by-key or ask or a function" in what_if(folder, *told[:3], "asl", status=2)
+
+
 def test_nothing_leaves(folder: Path) -> None:
     before = "if await self.stock.take(item, count):"
     after = f"socket.create_connection(('127.0.0.1', 9))\n        {before}"
@@ -271,7 +304,7 @@ def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -
     assert "in 0 of 2 orders" in page
     assert "shop -> till: Till.sell" in page  # in a chart
     said = what_if(folder, *told, "--html", "page.html", "--bisect", "a..b", status=2)
-    assert "--html and --parquet are for one" in said
+    assert "--html, --parquet and --effects ask are for one" in said
 
 
 @pytest.mark.parametrize(
