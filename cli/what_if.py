@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -32,12 +33,18 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.identity import Time
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
-from immortal.protocol.decoding import DecodeError, decode_json
+from immortal.protocol.decoding import DecodeError, decode_json, parse_json_argument
+from immortal.protocol.distribution import add_extra
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.files import opener
+from immortal.protocol.safe_output import printable
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
+
+if TYPE_CHECKING:
+    from immortal.replay.fleet.model import Answer, Call
 
 _code_option = click.option(
     "--code",
@@ -201,9 +208,14 @@ class _Change(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+_EFFECTS = ("fail", "by-key", "ask")
+
+
 def _function(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    if value is not None and ":" not in value and value not in ("fail", "by-key"):
-        raise click.BadParameter(f"{value!r}: a function was expected, as module:function")
+    words = _EFFECTS if parameter.name == "effects" else ()
+    if value is not None and ":" not in value and value not in words:
+        expected = " or ".join((*words, "a function"))
+        raise click.BadParameter(f"{value!r}: {expected} was expected, as module:function")
     return value
 
 
@@ -225,7 +237,7 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     default="fail",
     show_default=True,
     callback=_function,
-    metavar="fail|by-key|MODULE:FUNCTION",
+    metavar="fail|by-key|ask|MODULE:FUNCTION",
     help="What comes for effects that the logs have no result of.",
 )
 @click.option(
@@ -249,6 +261,16 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     metavar="A..B",
     help="Find the first commit of that range of this git repository whose code makes a difference, or breaks --check.",
 )
+@click.option(
+    "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
+)
+@click.option(
+    "--parquet",
+    "tables",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write Parquet tables: differences, states and outcomes.",
+)
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -266,6 +288,8 @@ def _fleet(
     handler_limit: float,
     seeds: int,
     git_range: str | None,
+    page: Path | None,
+    tables: Path | None,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -276,12 +300,24 @@ def _fleet(
     would, 1 if it could not be tried.
     """
     if git_range is not None:
+        if page is not None or tables is not None or effects == "ask":
+            raise click.UsageError("--bisect tries many commits: --html, --parquet and --effects ask are for one")
         sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
+    if effects == "ask" and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise FailedError("--effects ask: there is no terminal to ask at: give fail, by-key or MODULE:FUNCTION")
+    for option, path, extra, packages in (
+        ("--html", page, "spark", ("jinja2", "matplotlib")),
+        ("--parquet", tables, "sql", ("pyarrow",)),
+    ):
+        if path is not None and (missing := [name for name in packages if find_spec(name) is None]):
+            raise FailedError(f"{option} needs {', '.join(missing)}: {add_extra(extra)}")
+    if tables is not None and tables.exists():
+        raise FailedError(f"{tables} is there already: give another name, or remove it first")
     if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
-        sys.exit(_in_child(ctx))
+        sys.exit(_in_child(ctx, asks=effects == "ask"))
     from immortal.replay.fleet.opening import load_function, what_if
-    from immortal.replay.fleet.outcome import outcome_lines
     from immortal.replay.fleet.player import seal_process
+    from immortal.replay.fleet.report import outcome_lines
 
     times = []
     for option, moment in (("--from", begin), ("--to", end)):
@@ -300,22 +336,33 @@ def _fleet(
             code=code,
             begin_ns=times[0],
             to_ns=times[1],
-            effects=effects if effects in ("fail", "by-key") else load_function(effects),
+            effects=_ask() if effects == "ask" else effects if effects in _EFFECTS else load_function(effects),
             answer=functions["answer"],
             check=functions["check"],
             seeds=seeds,
             trust_pickle=trust_pickle,
+            details=page is not None or tables is not None,
         )
     if as_json:
         echo_json(msgspec.to_builtins(outcome))
     else:
         echo_lines(outcome_lines(outcome))
+    if page is not None:
+        from immortal.presenters.what_if_fleet import fleet_page
+
+        with open(page, "w", encoding="utf-8", opener=opener) as file:
+            file.write(fleet_page(outcome, dict(changes)))
+    if tables is not None:
+        from immortal.presenters.what_if_tables import write_tables
+
+        write_tables(outcome, tables)
     sys.exit(DIFFERENT if outcome.is_different else 0)
 
 
 def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
     from immortal.replay.fleet.bisect import Commit, bisect
-    from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+    from immortal.replay.fleet.outcome import FleetOutcome
+    from immortal.replay.fleet.report import outcome_lines
     from immortal.replay.plan import ReplayError
 
     arguments = _without(ctx.meta["arguments"], ("--bisect", "--code"), ("--json",))
@@ -361,15 +408,46 @@ def _without(arguments: list[str], options: tuple[str, ...], flags: tuple[str, .
     return kept
 
 
-def _run_child(ctx: click.Context, arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
+def _ask() -> Answer:
+    """Return a function that asks at the terminal for the results of effects, once for equal ones."""
+    from immortal.replay.fleet.model import NoResultError
+
+    known: dict[str, str] = {}
+
+    def ask(call: Call) -> Any:
+        request = f"{call.service}: {call}"
+        while request not in known:
+            try:
+                text = click.prompt(printable(f"{request}: its result as JSON, or fail, or skip"), err=True).strip()
+            except click.Abort:
+                raise KeyboardInterrupt from None  # which is no failure of the effect
+            try:
+                if text not in ("fail", "skip"):
+                    call.fits(parse_json_argument(text))
+            except (DecodeError, TypeError) as error:
+                echo(f"{text!r} is no result: {error}", err=True)
+            else:
+                known[request] = text
+        if known[request] == "skip":
+            raise NoResultError
+        if known[request] == "fail":
+            raise RuntimeError("failed, as was asked for")
+        return parse_json_argument(known[request])
+
+    return ask
+
+
+def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) -> subprocess.CompletedProcess[bytes]:
     home = str(ctx.find_root().params["home"])
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
-    return subprocess.run(command, env={**os.environ, _HASH_SEED: "0"}, capture_output=True, check=False)
+    stderr = None if asks else subprocess.PIPE
+    env = {**os.environ, _HASH_SEED: "0"}
+    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False)
 
 
-def _in_child(ctx: click.Context) -> int:
-    done = _run_child(ctx, ctx.meta["arguments"])
-    for output, is_error in ((done.stdout, False), (done.stderr, True)):
+def _in_child(ctx: click.Context, *, asks: bool) -> int:
+    done = _run_child(ctx, ctx.meta["arguments"], asks=asks)
+    for output, is_error in ((done.stdout, False), (done.stderr or b"", True)):
         echo_lines(output.decode("utf-8", "replace").splitlines(), err=is_error)
     if done.returncode < 0 or done.returncode not in (0, 1, 2, DIFFERENT):
         raise FailedError(

@@ -1,4 +1,4 @@
-"""Charts as SVG, and the statistics of a fleet as one HTML page without references to other files."""
+"""Charts as SVG, and HTML pages without references to other files, such as the statistics of a fleet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import matplotlib as mpl
 from jinja2 import Environment, PackageLoader
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from immortal.pipeline.jobs.stats import Stats
 from immortal.pipeline.jobs.trace import Node, Trace
 from immortal.pipeline.report.text import figure_cells, method_rows, talker_rows
+from immortal.protocol.command_line import counted
 from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def svg_of(figure: Figure) -> str:
     return "\n".join(map(printable, lines))  # names come from logs; XML has no control characters
 
 
-# The statistics of a fleet as one page.
+# Pages, and the statistics of a fleet as one.
 
 
 _ROWS_MAX = 200
@@ -159,8 +160,24 @@ _SIZES = {"MB": 1_000_000, "kB": 1_000, "bytes": 1}
 _DURATIONS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1_000, "ms": 1}
 _FIGURES = ("calls", "bytes", "median ms", "95 % ms", "99 % ms", "longest ms")
 
-Part = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""Chart, heads and rows of a table."""
+
+class Part(NamedTuple):
+    """Chapter of a page. ``chart``: SVG. ``tree``: objects with a ``text`` and, as ``then``, such objects below."""
+
+    title: str
+    chart: str = ""
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    lines: Sequence[str] = ()
+    tree: Sequence[Any] = ()
+
+
+def page(title: str, about: str, parts: Sequence[Part], texts: Sequence[str]) -> str:
+    """Return a page as HTML. ``texts``: heads of the columns that hold no numbers."""
+    pages = Environment(loader=PackageLoader("immortal.pipeline.report", ""), autoescape=True)
+    pages.filters["printable"] = printable
+    values = {"title": title, "about": about, "parts": parts, "texts": texts, "rows_max": _ROWS_MAX}
+    return pages.get_template("page.html").render(values)
 
 
 def stats_page(stats: Stats) -> str:
@@ -170,21 +187,18 @@ def stats_page(stats: Stats) -> str:
     times = [time for service in stats.services for time in (service.first_ns, service.last_ns) if time]
     span = f"{time_text(min(times))} to {time_text(max(times))}" if times else "nothing logged"
     busiest = [service.instance for service in sorted(stats.services, key=lambda each: -each.figures.calls)]
-    pages = Environment(loader=PackageLoader("immortal.pipeline.report", ""), autoescape=True)
-    pages.filters["printable"] = printable
-    return pages.get_template("stats_page.html").render(
-        services=len(stats.services),
-        calls=calls,
-        size_bytes=size_bytes,
-        span=span,
-        rows_max=_ROWS_MAX,
-        parts=[
-            ("Calls", _calls_over_time(stats, busiest), (), ()),
-            ("From sending to logging", _latency_over_time(stats, busiest), (), ()),
-            ("Services", *_services(stats)),
-            ("Methods", *_methods(stats)),
-            ("Who with whom", *_talkers(stats, busiest)),
+    return page(
+        f"A fleet of {counted(len(stats.services), 'service')}",
+        f"{calls:,} calls with {size_bytes:,} bytes of arguments, {span}. Times are from sending to logging, by"
+        " the clocks of both machines.",
+        [
+            Part("Calls", _calls_over_time(stats, busiest)),
+            Part("From sending to logging", _latency_over_time(stats, busiest)),
+            _services(stats),
+            _methods(stats),
+            _talkers(stats, busiest),
         ],
+        ("service", "method", "from", "to"),
     )
 
 
@@ -249,12 +263,13 @@ def _services(stats: Stats) -> Part:
         for service in stats.services
     ]
     chart = bars("messages per record, median", "messages", sorted(sizes, key=lambda size: -size[1]))
-    return chart, heads, rows
+    return Part("Services", chart, heads, rows)
 
 
 def _methods(stats: Stats) -> Part:
     named = [(f"{method.instance}: {method.method}", float(method.figures.calls)) for method in stats.methods]
-    return bars("the most called methods", "calls", named), ("service", "method", *_FIGURES), method_rows(stats)
+    chart = bars("the most called methods", "calls", named)
+    return Part("Methods", chart, ("service", "method", *_FIGURES), method_rows(stats))
 
 
 def _talkers(stats: Stats, busiest: Sequence[str]) -> Part:
@@ -264,7 +279,7 @@ def _talkers(stats: Stats, busiest: Sequence[str]) -> Part:
     names = sorted({name for pair in values for name in pair}, key=lambda name: (name not in busiest, name))
     receivers = [name for name in names if name in busiest]
     chart = matrix(f"{unit} of arguments: from (row) to (column)", names, receivers, values)
-    return chart, ("from", "to", *_FIGURES), talker_rows(stats)
+    return Part("Who with whom", chart, ("from", "to", *_FIGURES), talker_rows(stats))
 
 
 # The tree of a trace: a picture with time to the right and a lane for each service; DOT for graphviz; text.

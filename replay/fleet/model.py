@@ -21,6 +21,7 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of
 from immortal.protocol import decoding
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
 from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, EffectDone, Log, LoggedRecord, Place, Player, Recorded
 from immortal.replay.plan import ReplayError
@@ -29,13 +30,25 @@ DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an e
 
 
 class Call(Struct, frozen=True):
-    """Call or effect that the logs have no answer to. ``method``: as ``Till.sold``, or an effect's name."""
+    """Call or effect that the logs have no answer to. ``method``: as ``Till.sold``, or an effect's name.
+
+    ``fits``: raises TypeError for a value that is no result of that effect.
+    """
 
     service: str
     to: str
     method: str
     arguments: Sequence[Any]
     named: Mapping[str, Any] = {}
+    fits: Callable[[Any], object] = lambda value: None
+
+    def __str__(self) -> str:
+        arguments = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named.items())]
+        return f"{self.method}({', '.join(arguments)})"
+
+
+class NoResultError(BaseException):
+    """Raised by a function for effects, for one that has no result: its handler waits to the end."""
 
 
 Answer = Callable[[Call], Any]
@@ -88,12 +101,18 @@ class UnansweredCall(Struct):
 
 
 class Broken(Struct):
-    """Failure of the check after a record."""
+    """Failure of the check after a record. ``message``: the last one there; b"" stands for the initial message.
+
+    ``inputs``: how many messages from outside arrived until then; ``cut``: the last record by service, -1 for none.
+    """
 
     service: str
     place: Place
     time_ns: int
     text: str
+    message: bytes
+    inputs: int
+    cut: dict[str, int]
 
 
 class Service(Struct, eq=False):
@@ -137,6 +156,11 @@ class Service(Struct, eq=False):
         """Give the run the numbers that the executions which these messages start drew in the log's run."""
         told = [draw for index in indices for draw in self.recorded.draws.get((sequence_id, index), ())]
         self.player.tasks.told(told)
+
+    def count_inputs(self) -> int:
+        """Count the messages from outside that it has had: impulses, with timers and results, and clients' requests."""
+        batches = (batch for record in self.log.records[: self.cursor] for batch in record.trailer.batches)
+        return sum(batch.count for batch in batches if batch.kind in (BatchKind.IMPULSES, BatchKind.CLIENT))
 
     def count_equal(self, destination: str, count: int = 1) -> None:
         self.equal[destination] = self.equal.get(destination, 0) + count
@@ -202,11 +226,15 @@ class Stream(Struct, eq=False):
 
 
 class Rules(Struct):
-    """Rules of a what-if. ``effects``: "fail", "by-key" or a function; ``answer``: None fails calls without a log."""
+    """Rules of a what-if. ``effects``: "fail", "by-key" or a function; ``answer``: None fails calls without a log.
+
+    ``then``: records by service after which the check fails in the record too; None while these are searched.
+    """
 
     effects: str | Answer = "fail"
     answer: Answer | None = None
     check: Check | None = None
+    then: set[tuple[str, int]] | None = None
 
     def answered(self, service: Service, to: str, message: bytes, time_ns: int) -> tuple[bytes, UnansweredCall] | None:
         """Return the answer to a call of ``service`` to one without a log; None if no caller waits, or the log has
@@ -239,7 +267,9 @@ class Rules(Struct):
         return answer, UnansweredCall(call, outcome, time_ns)
 
     def result(self, service: Service, number: int, effect: Effect, now_ns: int) -> tuple[bytes, AskedEffect]:
-        """Return an effect's result: the log's result of it or of an equal effect, else by the rule ``effects``."""
+        """Return an effect's result: the log's result of it or of an equal effect, else by the rule ``effects``; b"":
+        none.
+        """
         name, encoded, key = effect.function.name, effect.encoded, effect.options.key
 
         def is_like(one: EffectDone) -> bool:
@@ -265,13 +295,17 @@ class Rules(Struct):
             message = encode_incoming_rpc(rpc.method_id, rpc.rpc_type, encoder.encode(arguments))
             outcome = "the result that the log has"
         else:
-            message, outcome = service.player.effect_message(effect, lambda request: self._run(service, request))
+            fits = effect.function.encode_result
+            try:
+                message, outcome = service.player.effect_message(effect, lambda one: self._run(service, one, fits))
+            except NoResultError:
+                message, outcome = b"", "has no result: its handler waits"
         return message, AskedEffect(service.name, effect.function.describe(encoded), outcome, now_ns)
 
-    def _run(self, service: Service, request: Any) -> Any:
+    def _run(self, service: Service, request: Any, fits: Callable[[Any], object]) -> Any:
         if isinstance(self.effects, str):
             raise LookupError(
                 f"a what-if runs no effect, and the log has no result of this one (--effects {self.effects})"
             )
         positional, named = request.arguments
-        return self.effects(Call(service.name, "", request.name, positional, named))
+        return self.effects(Call(service.name, "", request.name, positional, named, fits))

@@ -24,8 +24,9 @@ from immortal.coordinator.log.reader import LogReader
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import code_environment, own_code_at_end
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
-from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines, what_if_fleet
+from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
 from immortal.replay.fleet.player import first_checkpoint
+from immortal.replay.fleet.report import outcome_lines
 from immortal.replay.plan import ReplayError
 
 
@@ -41,6 +42,7 @@ def what_if(
     check: Check | None = None,
     seeds: int = 1,
     trust_pickle: bool = False,
+    details: bool = False,
 ) -> FleetOutcome:
     """Return what would differ if other code had handled the logs of a fleet, with all consequences in its services.
 
@@ -50,7 +52,7 @@ def what_if(
     effects that no log has: "fail", "by-key" (the recorded result of the same function with the same key), or a
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
-    ``seeds``: the number of orders to try.
+    ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -88,7 +90,7 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
+        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds, details=details)
         outcome.notes += notes
         return outcome
 

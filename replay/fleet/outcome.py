@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from functools import cache
 from itertools import islice
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.state.tree import canonical, differences
 from immortal.coordinator.core.formatting import Methods, format_call, method_name, time_text
 from immortal.coordinator.log.record_contents import message_at, record_of, rpc_of
 from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.command_line import table_lines
 from immortal.protocol.messages import RpcKind
 from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
 from immortal.replay.fleet.player import Place, Recorded
@@ -26,6 +27,8 @@ _NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and ab
 DEPTH_MAX = 30  # of the tree of consequences
 SHOWN_MAX = 20
 VALUE_SIZE_MAX = 60  # characters
+KINDS = ("changed", "added", "missing", "moved")
+HOUR_NS = 3_600_000_000_000
 
 
 class Calls(Struct):
@@ -87,6 +90,10 @@ class Consequence(Struct):
     example: str
     then: list[Consequence]
 
+    @property
+    def text(self) -> str:
+        return f"{self.count} {self.kind}: {self.service} -> {self.to}: {self.handler}; e.g. {self.example}"
+
 
 class ClientAnswers(Struct):
     changed: int = 0
@@ -95,20 +102,79 @@ class ClientAnswers(Struct):
     examples: list[str] = field(default_factory=list)
 
 
+class End(Struct):
+    """End that ``count`` orders have; ``seed`` is the first of them. ``example``: a difference from seed 0."""
+
+    seed: int
+    count: int
+    broken: int
+    example: str
+
+
 class Seeds(Struct):
     """Result of ``runs`` orders: how many differ from the first, and how many break the check."""
 
     runs: int
     different: int = 0
     broken: int = 0
+    ends: list[End] = field(default_factory=list)
+
+
+class Hour(Struct):
+    """Calls that ``service`` makes of one handler in an hour, which begins at ``start_ns``, since the Unix epoch.
+
+    ``recorded``: all that the record has; then those that differ.
+    """
+
+    service: str
+    to: str
+    handler: str
+    start_ns: int
+    recorded: int = 0
+    changed: int = 0
+    added: int = 0
+    missing: int = 0
+    moved: int = 0
+
+    @property
+    def different(self) -> int:
+        return self.changed + self.added + self.missing + self.moved
+
+
+class CallDifference(Struct):
+    """A call that differs. ``record``, ``message``: of the log, what made it; None where the log does not have that.
+
+    ``time_ns``: since the Unix epoch. ``old``, ``new``: the call in words; None where it was or would be none.
+    ``cause``: the number of the difference that it follows from; None: the changed code itself.
+    """
+
+    number: int
+    service: str
+    kind: str
+    to: str
+    handler: str
+    record: int | None
+    message: int | None
+    time_ns: int
+    old: str | None
+    new: str | None
+    cause: int | None
 
 
 class BrokenCheck(Struct):
+    """A check that does not hold behind a record, of which ``input`` is the last message.
+
+    ``inputs``: how many messages from outside came up to there. ``cut``: the last record by service, -1 for none.
+    """
+
     service: str
     record: int | None
     message: int | None
     time: str
     text: str
+    input: str
+    inputs: int
+    cut: dict[str, int]
 
 
 class FleetOutcome(Struct):
@@ -116,7 +182,9 @@ class FleetOutcome(Struct):
 
     ``equal_services``: outside the cone: comparison proved them equal, so they did not run. ``effects``: those without
     a recorded result at their place, with their results. ``unanswered``: calls to services without a log.
-    ``broken_in_record``: the check failed in the record too.
+    ``broken_in_record``: the check failed in the record too. ``prefix``: the smallest prefix of the input, in the order
+    of time, after which the check fails but holds in the record. ``hours``, ``differences``: only with details; the
+    states of services are whole then, not cut off.
     """
 
     is_different: bool
@@ -128,47 +196,76 @@ class FleetOutcome(Struct):
     unanswered: list[dict[str, str]]
     broken: BrokenCheck | None
     broken_in_record: BrokenCheck | None
+    prefix: BrokenCheck | None
     seeds: Seeds
     notes: list[str]
+    hours: list[Hour] = field(default_factory=list)
+    differences: list[CallDifference] = field(default_factory=list)
 
     def service(self, name: str) -> ServiceOutcome:
         """Return the outcome of a service of the cone. Raises KeyError."""
         return {one.name: one for one in self.services}[name]
 
 
-def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1) -> FleetOutcome:
+def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = False) -> FleetOutcome:
     """Run the changed code over the logs, and the services that its changed calls reach.
 
-    ``seeds``: the number of orders to run; the outcome is that of the first. Raises ReplayError if it can't be run.
+    ``seeds``: the number of orders to run; the outcome is that of the first. ``details``: add what grows with the logs.
+    Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
     recorded: dict[str, Recorded] = {}
-    broken_in_record = None
+    broken_in_record: BrokenCheck | None = None
     if rules.check is not None:
         then = Logs(logs.sources, logs.code, {}, logs.begin_ns, logs.to_ns, logs.outsiders)
         simulation = simulate(then, rules, 0, recorded)
-        broken_in_record = simulation.broken
+        broken_in_record = _broken(simulation.broken, _Words(simulation))
+        rules = replace(rules, then=simulation.breaks)
         simulation.close()
     first: FleetOutcome | None = None
+    first_states: Mapping[str, _States | None] = {}
     found = Seeds(seeds)
-    digest = ""
+    ends: dict[str, End] = {}
     for seed in range(seeds):
         simulation = simulate(logs, rules, seed, recorded)
         try:
             states = {name: _states(one, simulation) for name, one in simulation.services.items()}
         finally:
             simulation.close()
-        this = _digest(states, simulation)
+        digest = _digest(states, simulation)
         if first is None:
-            first, digest = _outcome(logs, simulation, states), this
-            first.broken_in_record = _broken(broken_in_record)
-        found.different += this != digest
-        found.broken += simulation.broken is not None
+            first, first_states = _outcome(logs, simulation, states, details=details), states
+            first.broken_in_record = broken_in_record
+        if digest not in ends:
+            ends[digest] = End(seed, 0, 0, _example(first_states, states) if ends else "")
+        ends[digest].count += 1
+        ends[digest].broken += simulation.broken is not None
     assert first is not None
+    found.ends = list(ends.values())
+    found.different = seeds - found.ends[0].count
+    found.broken = sum(one.broken for one in found.ends)
     first.seeds = found
     return first
+
+
+def value_text(difference: Mapping[str, Any], side: str) -> str:
+    if side not in difference:
+        return "not there"
+    text = repr(difference[side])
+    return text if len(text) <= VALUE_SIZE_MAX else f"{text[:VALUE_SIZE_MAX]}..."
+
+
+def _example(first: Mapping[str, _States | None], other: Mapping[str, _States | None]) -> str:
+    """Return the first difference between the states at the end of two orders."""
+    for name, one in first.items():
+        another = other.get(name)
+        if one is not None and another is not None:
+            for found in differences(one[1], another[1]):
+                values = found.to_json()
+                return f"{name}: {found.path} {value_text(values, 'new')} in place of {value_text(values, 'old')}"
+    return "other services, answers or effects"
 
 
 _States = tuple[Any, Any]
@@ -202,13 +299,15 @@ def _is_client(difference: Difference, simulation: Simulation) -> bool:
     return bool(destination) and not simulation.has_log(destination) and rpc_of(message).kind != RpcKind.CALL
 
 
-def _outcome(logs: Logs, simulation: Simulation, states: Mapping[str, _States | None]) -> FleetOutcome:
+def _outcome(
+    logs: Logs, simulation: Simulation, states: Mapping[str, _States | None], *, details: bool
+) -> FleetOutcome:
     words = _Words(simulation)
     services = []
     by_service: dict[str, dict[tuple[str, str], Calls]] = {}
     clients = ClientAnswers()
     for number, one in enumerate(simulation.differences):
-        key = words.to(one), words.handler(one)
+        key = words.kind_of(one)
         calls = by_service.setdefault(one.service, {}).setdefault(key, Calls(*key))
         setattr(calls, one.kind, getattr(calls, one.kind) + 1)
         if _is_client(one, simulation) and one.kind != "moved":
@@ -217,7 +316,7 @@ def _outcome(logs: Logs, simulation: Simulation, states: Mapping[str, _States | 
                 clients.examples.append(words.of(number))
     for service in simulation.services.values():
         state = states[service.name]
-        found = [] if state is None else list(islice(differences(*state), SHOWN_MAX + 1))
+        found = [] if state is None else list(islice(differences(*state), None if details else SHOWN_MAX + 1))
         services.append(
             ServiceOutcome(
                 service.name,
@@ -240,7 +339,7 @@ def _outcome(logs: Logs, simulation: Simulation, states: Mapping[str, _States | 
         {
             "service": one.call.service,
             "to": one.call.to,
-            "call": f"{one.call.method}({', '.join(map(repr, one.call.arguments))})",
+            "call": str(one.call),
             "outcome": one.outcome,
             "time": time_text(one.time_ns),
         }
@@ -254,11 +353,33 @@ def _outcome(logs: Logs, simulation: Simulation, states: Mapping[str, _States | 
         clients,
         effects,
         unanswered,
-        _broken(simulation.broken),
+        _broken(simulation.broken, words),
         None,
+        _broken(simulation.prefix, words),
         Seeds(1),
         simulation.notes,
+        _hours(simulation, words) if details else [],
+        list(map(words.difference, range(len(simulation.differences)))) if details else [],
     )
+
+
+def _hours(simulation: Simulation, words: _Words) -> list[Hour]:
+    """Count calls by handler and hour: in the record, and those that differ."""
+    hours: dict[tuple[str, str, str, int], Hour] = {}
+
+    def hour(service: str, destination: str, message: bytes, time_ns: int) -> Hour:
+        key = service, *words.kind(service, destination, message), time_ns // HOUR_NS * HOUR_NS
+        return hours.setdefault(key, Hour(*key))
+
+    for name, service in simulation.services.items():
+        for place, made in service.recorded.made.items():
+            for destination, outputs in made.items():
+                for output in outputs:
+                    hour(name, destination, output.message, service.log.time_of(place[0])).recorded += 1
+    for one in simulation.differences:
+        found = hour(one.service, one.destination, one.new or one.old or b"", one.time_ns)
+        setattr(found, one.kind, getattr(found, one.kind) + 1)
+    return [hours[key] for key in sorted(hours)]
 
 
 def _because(service: Service, logs: Logs, words: _Words) -> str:
@@ -267,10 +388,12 @@ def _because(service: Service, logs: Logs, words: _Words) -> str:
     return "what comes to it is the same" if service.why is None else words.of(service.why)
 
 
-def _broken(found: Broken | None) -> BrokenCheck | None:
+def _broken(found: Broken | None, words: _Words) -> BrokenCheck | None:
     if found is None:
         return None
-    return BrokenCheck(found.service, *_place(found.place), time_text(found.time_ns), found.text)
+    where = found.service, *_place(found.place), time_text(found.time_ns)
+    given = words.call(found.service, found.message) if found.message else "the initial message"
+    return BrokenCheck(*where, found.text, given, found.inputs, found.cut)
 
 
 def _place(place: Place) -> tuple[int | None, int | None]:
@@ -301,31 +424,36 @@ def _fates(service: Service) -> list[Fate]:
     return list(groups.values())
 
 
+def _known(text: str) -> str:
+    """Leave out the number of a call that the log's code did not make."""
+    return _NEW_CALL.sub(r"\1 a new call", text)
+
+
 class _Words:
     """Descriptions in words of one simulation's differences."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self._methods = cache(self._methods_of)
 
-    def _methods(self, service: str) -> Methods:
+    def _methods_of(self, service: str) -> Methods:
         one = self._simulation.services[service]
         return {**one.recorded.methods, **one.player.methods}
 
-    def to(self, one: Difference) -> str:
-        return "clients" if one.destination == CLIENTS else one.destination or one.service
+    def kind_of(self, one: Difference) -> tuple[str, str]:
+        return self.kind(one.service, one.destination, one.new or one.old or b"")
 
-    def handler(self, one: Difference) -> str:
-        rpc = rpc_of(one.new or one.old or b"")
-        name = method_name(rpc.method_id, rpc.kind, one.destination, self._methods(one.service))
-        return f"{'' if rpc.kind == RpcKind.CALL else 'the answer of '}{name or f'method {rpc.method_id}'}"
+    def kind(self, service: str, destination: str, message: bytes) -> tuple[str, str]:
+        """Return the receiver and the handler of a call."""
+        rpc = rpc_of(message)
+        name = method_name(rpc.method_id, rpc.kind, destination, self._methods(service))
+        handler = f"{'' if rpc.kind == RpcKind.CALL else 'the answer of '}{name or f'method {rpc.method_id}'}"
+        return "clients" if destination == CLIENTS else destination or service, handler
 
     def of(self, number: int) -> str:
         """Describe a difference: the message that caused it, the call then and now."""
         one = self._simulation.differences[number]
-        methods = self._methods(one.service)
-        old, new = (
-            None if call is None else format_call(call, one.destination, methods) for call in (one.old, one.new)
-        )
+        old, new = self._sides(one)
         record, message = _place(one.place)
         where = f"record {record}, message {message}" if record is not None else "a message that the log does not have"
         made = self._input(one)
@@ -335,7 +463,20 @@ class _Words:
             "missing": f"was {old}; would not be",
             "moved": f"moved: {new or old}",
         }[one.kind]
-        return _NEW_CALL.sub(r"\1 a new call", f"{one.service}, {where}{made} -> {self.to(one)}: {text}")
+        return f"{one.service}, {where}{made} -> {self.kind_of(one)[0]}: {text}"
+
+    def difference(self, number: int) -> CallDifference:
+        one = self._simulation.differences[number]
+        place, sides = _place(one.place), self._sides(one)
+        return CallDifference(number, one.service, one.kind, *self.kind_of(one), *place, one.time_ns, *sides, one.cause)
+
+    def _sides(self, one: Difference) -> tuple[str | None, str | None]:
+        """Return the call in the record and the call under the change."""
+        methods = self._methods(one.service)
+        old, new = (
+            None if call is None else _known(format_call(call, one.destination, methods)) for call in (one.old, one.new)
+        )
+        return old, new
 
     def _input(self, one: Difference) -> str:
         """Describe the message that caused it, and the message that began its execution if that is another one."""
@@ -349,7 +490,11 @@ class _Words:
         if place is None or not 0 <= at < len(service.log.records):
             return None
         message = message_at(record_of(service.log.records[at].value).content, place[1])
-        return None if message is None else format_call(message, "", self._methods(service.name))
+        return None if message is None else self.call(service.name, message)
+
+    def call(self, service: str, message: bytes) -> str:
+        """A message that came to a service."""
+        return _known(format_call(message, "", self._methods(service)))
 
     def first(self, service: Service) -> First | None:
         for number, one in enumerate(self._simulation.differences):
@@ -365,7 +510,7 @@ def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
     paths: list[tuple[Any, ...]] = []
     for number, one in enumerate(simulation.differences):
         above = () if one.cause is None or one.cause >= number else paths[one.cause]
-        key = (one.service, one.kind, words.to(one), words.handler(one))
+        key = (one.service, one.kind, *words.kind_of(one))
         path = (*above[: DEPTH_MAX - 1], key) if above[-1:] != (key,) else above
         paths.append(path)
         if path not in nodes:
@@ -373,100 +518,3 @@ def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
             (nodes[path[:-1]].then if path[:-1] else roots).append(nodes[path])
         nodes[path].count += 1
     return roots
-
-
-# For people.
-
-
-def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
-    """Yield the outcome as text for people."""
-    heads = ["service", "messages", "same calls", "changed", "added", "missing", "moved", "fail otherwise", "state"]
-    rows = []
-    for one in outcome.services:
-        counts = [sum(getattr(call, kind) for call in one.calls) for kind in ("changed", "added", "missing", "moved")]
-        fates = sum(fate.count for fate in one.fates)
-        state = "stopped" if one.stopped else "differs" if one.state else "same"
-        shown = [one.messages, one.equal, *counts, fates]
-        rows.append([f"{one.name}{' (changed code)' if one.is_changed else ''}", *(f"{n:,}" for n in shown), state])
-    yield from table_lines(heads, rows, right=heads[1:-1])
-    if outcome.equal_services:
-        yield f"proved equal, and not run: {', '.join(outcome.equal_services)}"
-    for one in outcome.services:
-        if one.is_different:
-            yield ""
-            yield from _service_lines(one)
-    if outcome.consequences:
-        yield from ("", "what follows from what:", *_tree_lines(outcome.consequences, 1))
-    clients = outcome.client_answers
-    if clients.examples:
-        yield ""
-        yield f"answers to clients: {clients.changed} changed, {clients.added} added, {clients.missing} missing"
-        yield from (f"  {one}" for one in clients.examples[:SHOWN_MAX])
-    yield from _list_lines("effects without a recorded result at their place", outcome.effects, "effect")
-    yield from _list_lines("calls to services without a log", outcome.unanswered, "call")
-    if outcome.broken is not None:
-        one_broken = outcome.broken
-        yield ""
-        yield f"the check does not hold behind {_place_words(one_broken)}: {one_broken.text}"
-        then = outcome.broken_in_record
-        yield "  in the record it holds" if then is None else f"  nor in the record, behind {_place_words(then)}"
-    if outcome.seeds.runs > 1:
-        seeds = outcome.seeds
-        yield ""
-        yield f"in {seeds.different} of {seeds.runs} orders the outcome is another one than this" + (
-            f"; in {seeds.broken} the check does not hold" if seeds.broken else ""
-        )
-    yield from (f"note: {note}" for note in outcome.notes)
-    yield ""
-    yield "different" if outcome.is_different else "no difference"
-
-
-def _service_lines(one: ServiceOutcome) -> Iterator[str]:
-    yield f"{one.name}: {one.because}" if not one.is_changed else f"{one.name}:"
-    if one.first is not None:
-        yield f"  first: {one.first.time} {one.first.words}"
-    if one.calls:
-        heads = ["to", "call", "changed", "added", "missing", "moved"]
-        rows = [
-            [each.to, each.handler, *map(str, (each.changed, each.added, each.missing, each.moved))]
-            for each in one.calls
-        ]
-        yield from (f"  {line}" for line in table_lines(heads, rows, right=heads[2:]))
-    yield from (f"  {fate.count} of {fate.method} {fate.fate}: {fate.example}" for fate in one.fates)
-    if one.state:
-        yield "  the state at the end:"
-        for each in one.state[:SHOWN_MAX]:
-            yield f"    {each['path']}: was {_value(each, 'old')}; would be {_value(each, 'new')}"
-        if len(one.state) > SHOWN_MAX:
-            yield "    ..."
-    if one.stopped:
-        yield f"  it stops at {one.stopped}"
-
-
-def _value(difference: Mapping[str, Any], side: str) -> str:
-    if side not in difference:
-        return "not there"
-    text = repr(difference[side])
-    return text if len(text) <= VALUE_SIZE_MAX else f"{text[:VALUE_SIZE_MAX]}..."
-
-
-def _tree_lines(nodes: Sequence[Consequence], depth: int) -> Iterator[str]:
-    for one in nodes:
-        yield f"{'  ' * depth}{one.count} {one.kind}: {one.service} -> {one.to}: {one.handler}; e.g. {one.example}"
-        yield from _tree_lines(one.then, depth + 1)
-
-
-def _list_lines(title: str, rows: Sequence[Mapping[str, str]], what: str) -> Iterator[str]:
-    if rows:
-        yield ""
-        yield f"{title}: {len(rows)}"
-        yield from (f"  {row['service']}: {row[what]}: {row['outcome']}" for row in rows[:SHOWN_MAX])
-        if len(rows) > SHOWN_MAX:
-            yield "  ..."
-
-
-def _place_words(one: BrokenCheck) -> str:
-    where = "a message that the log does not have"
-    if one.record is not None:
-        where = f"record {one.record}, message {one.message}"
-    return f"{one.service}, {where} ({one.time})"

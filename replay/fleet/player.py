@@ -108,7 +108,8 @@ class Log:
         return self.records[-1].time_ns if self.records else self.begin_ns
 
     def time_of(self, sequence_id: int) -> int:
-        return self.records[sequence_id - self.checkpoint.sequence_id - 1].time_ns
+        at = sequence_id - self.checkpoint.sequence_id - 1
+        return self.records[at].time_ns if at >= 0 else self.begin_ns
 
     def place_of(self, sender: str, position: int) -> Place | None:
         """Return the place of the message with ``position`` in the stream of ``sender`` ("": itself); None if the

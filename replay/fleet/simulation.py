@@ -96,6 +96,10 @@ class Simulation:
         self.effects: list[AskedEffect] = []
         self.unanswered: list[UnansweredCall] = []
         self.broken: Broken | None = None
+        self.prefix: Broken | None = None  # the first break where the record has none
+        self.breaks: set[tuple[str, int]] = set()  # records, by service, behind which the check does not hold
+        self._broke_then = False  # behind the last record of a log
+        self._slots: Sequence[Slot] = ()  # that were given last
         self.notes: list[str] = []
         self._logs = logs
         self._rules = rules
@@ -261,6 +265,7 @@ class Simulation:
             self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
         else:
             service.tell(record.sequence_id, range(len(slots)))
+            self._slots = slots
             turn = service.player.give_logged(record)
             self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
         senders = {slot.source or service.name for slot in slots if slot.source is not None}
@@ -284,6 +289,7 @@ class Simulation:
             slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
             for index, slot in enumerate(slots[: part.stop])
         ]
+        self._slots = given
         turn = service.player.give_slots(record.sequence_id, record.time_ns, given, is_logs=is_last)
         places = [(record.sequence_id, index) for index in part if index not in absent]
         self._take(service, turn, record.time_ns, places, causes)
@@ -340,6 +346,7 @@ class Simulation:
 
     def _give_other(self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None) -> None:
         time_ns = max(time_ns, service.time_ns)
+        self._slots = slots
         turn = service.player.give_slots(place[0], time_ns, slots, is_logs=False)
         service.player.dispatcher.expect(service.reached + 1)
         self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
@@ -413,7 +420,7 @@ class Simulation:
                     self._join(service.receiver(destination), number)
         self._look_at_timers(service)
         self._look_at_effects(service)
-        self._check(service, places[-1] if places else (service.reached, 0), time_ns)
+        self._check(service, places[-1] if places else (service.reached, 0), time_ns, is_other=is_other)
 
     def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
         """Raise JoinedLateError if the receiver has handled that message of ``service`` as recorded."""
@@ -540,23 +547,37 @@ class Simulation:
             return
         message, asked = self._rules.result(service, number, effect, now_ns)
         self.effects.append(asked)
-        self._give_own(service, message, now_ns)
+        if message:
+            self._give_own(service, message, now_ns)
 
     # --- failures and checks ------------------------------------------------------------------------------------------
 
-    def _check(self, service: Service, place: Place, time_ns: int) -> None:
-        if self._rules.check is None or self.broken is not None:
+    def _check(self, service: Service, place: Place, time_ns: int, *, is_other: bool) -> None:
+        if self._rules.check is None or self.prefix is not None:
             return
         states = {name: one.player.instance for name, one in self.services.items()}
         if len(states) < len(self._logs.sources) or any(one is None for one in states.values()):
             return
         try:
-            if self._rules.check(states) is not False:
-                return
-            text = "it returned False"
+            text = "it returned False" if self._rules.check(states) is False else ""
         except AssertionError as error:
             text = str(error) or "AssertionError"
-        self.broken = Broken(service.name, place, time_ns, text)
+        except Exception as error:  # of the user's function
+            where = f"behind {service.name!r} at {time_text(time_ns)}"
+            raise ReplayError(f"the check can't be made {where}: {type(error).__name__}: {error}") from None
+        record, then = (service.name, place[0]), self._rules.then
+        (self.breaks.add if text else self.breaks.discard)(record)
+        if then is not None and not is_other:
+            self._broke_then = record in then
+        is_new = then is not None and not self._broke_then
+        if text and (is_new or self.broken is None):
+            inputs = sum(one.count_inputs() for one in self.services.values())
+            cut = {name: one.reached for name, one in self.services.items()}
+            slot = next(iter(self._slots[place[1] :]), None)
+            message = b"" if slot is None or slot.batch.kind == BatchKind.INITIAL else slot.message
+            broken = Broken(service.name, place, time_ns, text, message, inputs, cut)
+            self.broken = self.broken or broken
+            self.prefix = broken if is_new else None
 
 
 def _end_ns(source: RecordSource, to_ns: int | None) -> int:

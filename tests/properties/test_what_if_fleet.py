@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import immortal
 from immortal import Immortal, peer, rpc
 from immortal.errors import CalleeFailed
-from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+from immortal.replay.fleet.outcome import FleetOutcome
+from immortal.replay.fleet.report import outcome_lines
 from immortal.testing import Environment, Instance
 
 NAMES = ("a", "b", "c", "d")

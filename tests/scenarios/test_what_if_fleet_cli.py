@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
@@ -19,6 +22,7 @@ from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader
 from immortal.replay.plan import ReplayError
+from tests.helpers.at_terminal import AtTerminal
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SHOP = """
@@ -177,7 +181,61 @@ def test_a_check_says_where_it_breaks_first(folder: Path) -> None:
     found = values(folder, "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:check", "--seeds", "3")
     assert found["broken_in_record"] is None
     assert (found["broken"]["service"], found["broken"]["text"]) == ("till", "sold too much")
-    assert found["seeds"] == {"runs": 3, "different": 0, "broken": 3}
+    end = {"seed": 0, "count": 3, "broken": 3, "example": ""}
+    assert found["seeds"] == {"runs": 3, "different": 0, "broken": 3, "ends": [end]}
+
+
+def test_a_check_says_the_smallest_prefix_that_breaks_it_under_the_change_alone(folder: Path) -> None:
+    (folder / "checks.py").write_text(
+        "def check(fleet):\n    assert fleet['till'].sold.get('tea', 0) not in (3, 6, 20), 'a bad number'\n"
+        "def typo(fleet):\n    return fleet['tll'].sold\n"
+    )
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--check"
+    found = values(folder, *told, "checks:check")  # the record: 1, 3, 6, 10, 15; the change: 2, 6, 12, 20
+    assert found["broken"]["input"].startswith("Till.sell('tea', 4)")
+    assert found["broken_in_record"]["input"].startswith("Till.sell('tea', 2)")
+    prefix = found["prefix"]
+    assert (prefix["service"], prefix["text"], prefix["inputs"]) == ("till", "a bad number", 4)
+    assert prefix["input"].startswith("Till.sell('tea', 8)")
+    assert prefix["cut"]["till"] == prefix["record"] == 4
+    text = what_if(folder, *told, "checks:check", status=3)
+    assert "under the change alone has 4 inputs from outside, and ends with Till.sell('tea', 8)" in text
+    same = variant(folder, "return self.sold[item]", "return 0", "Till")
+    found = values(folder, "--change", f"till={same}", *told[2:], "checks:check")
+    assert (found["broken"]["record"], found["prefix"]) == (2, None)
+    assert "the check can't be made behind 'till' at 2023-11-" in what_if(folder, *told, "checks:typo", status=1)
+
+
+ASKING = SHOP.replace(
+    "import socket", "import immortal\n\n\ndef price(count: int) -> int:\n    return count\n\n"
+).replace("sell(item, count))", "sell(item, await immortal.effect(price, count)))")
+
+
+def test_at_a_terminal_results_of_effects_are_asked_for(folder: Path) -> None:
+    command = [sys.executable, "-m", "immortal", "--home", "home", "what-if", "--fleet", "--effects", "ask"]
+    terminal = AtTerminal([*command, "--change", f"shop={write_module(folder, ASKING)}:Shop", "--seeds", "2"], folder)
+    try:
+        for count, answers in enumerate((["oh", '"two"', "20"], ["fail"], ["skip"], ["4"], ["5"]), 1):
+            for number, answer in enumerate(answers):
+                terminal.see(f"shop: price({count}): its result as JSON, or fail, or skip: ")
+                terminal.type(f"{answer}\n")
+                if number < len(answers) - 1:
+                    terminal.see("is no result: ")
+        assert terminal.ended() == 3
+    finally:
+        terminal.close()
+    assert "sold['tea']: was 15; would be 29" in terminal.screen
+    assert "price(count=1): returned 20" in terminal.screen
+    assert "price(count=2): raised RuntimeError: failed, as was asked for" in terminal.screen
+    assert "price(count=3): has no result: its handler waits" in terminal.screen
+    assert "in 0 of 2 orders" in terminal.screen  # which ask no more
+
+
+def test_without_a_terminal_nothing_can_be_asked(folder: Path) -> None:
+    told = "--change", f"shop={variant(folder)}", "--effects", "ask"
+    assert "there is no terminal to ask at: give fail, by-key or MODULE" in what_if(folder, *told, status=1)
+    assert "--effects ask are for one" in what_if(folder, *told, "--bisect", "a..b", status=2)
+    assert "'asl': fail or by-key or ask or a function" in what_if(folder, *told[:3], "asl", status=2)
 
 
 def test_nothing_leaves(folder: Path) -> None:
@@ -232,6 +290,62 @@ def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
 def test_wrong_options_are_said(folder: Path) -> None:
     assert "such as shop=shop_v2:Shop" in what_if(folder, "--change", "shop", status=2)
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
+
+
+def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -> None:
+    (folder / "checks.py").write_text("def few(fleet):\n    return fleet['till'].sold.get('tea', 0) <= 15\n")
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:few", "--seeds", "2"
+    what_if(folder, *told, "--html", "page.html", status=3)
+    page = html.unescape((folder / "page.html").read_text())
+    assert page.count("<svg") == 2
+    assert "<script" not in page
+    assert "sold['tea']" in page
+    assert "the check does not hold behind till, record 4" in page
+    assert "in 0 of 2 orders" in page
+    assert "shop -> till: Till.sell" in page  # in a chart
+    said = what_if(folder, *told, "--html", "page.html", "--bisect", "a..b", status=2)
+    assert "--html, --parquet and --effects ask are for one" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "module", "extra"),
+    [("--html", "jinja2", "spark"), ("--parquet", "pyarrow", "sql")],
+)
+def test_a_file_without_its_extra_names_that(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, option: str, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    said = what_if(folder, "--change", f"shop={variant(folder)}", option, "there", status=1)
+    assert f"{option} needs {module}: " in said
+    assert f"immortal-services[{extra}]" in said
+
+
+def test_parquet_tables_have_each_difference_and_are_read_by_duckdb(folder: Path) -> None:
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--parquet", "found"
+    found = values(folder, *told)
+    connection = duckdb.connect()
+
+    def rows(query: str) -> list[tuple[Any, ...]]:
+        files = {name: f"'{folder}/found/{name}.parquet'" for name in ("differences", "states", "outcomes")}
+        return connection.execute(query.format(**files)).fetchall()
+
+    made = rows("select kind, old, new from {differences} where handler = 'Till.sell' order by number")
+    assert made[0][0] == "changed"
+    assert made[0][1].startswith("Till.sell('tea', 1) as call")
+    assert made[0][2] == "Till.sell('tea', 2) as a new call of shop"
+    counts = rows(
+        "select kind, count(*) from {differences} where service = 'shop' and handler = 'Till.sell' group by 1"
+    )
+    assert dict(counts) == {"changed": 4, "missing": 1}
+    causes = "select c.service, c.handler from {differences} d join {differences} c on d.cause = c.number"
+    assert ("shop", "Stock.take") in rows(f"{causes} where d.service = 'stock'")
+    assert rows("select old, new from {states} where service = 'till'") == [("15", "20")]
+    assert rows("select sum(recorded), sum(changed), sum(missing) from {outcomes} where handler = 'Till.sell'") == [
+        (5, 4, 1)
+    ]
+    assert rows("select distinct typeof(hour) from {outcomes}") == [("TIMESTAMP WITH TIME ZONE",)]
+    assert len(found["differences"]) == rows("select count(*) from {differences}")[0][0]
+    assert "found is there already" in what_if(folder, *told, status=1)
 
 
 # --- which commit --------------------------------------------------------------------------------------------------

@@ -19,6 +19,20 @@ from immortal.pipeline.jobs.verify import Problem, VerifyReport
 from immortal.pipeline.jobs.what_if import InstanceResult, summarize
 from immortal.pipeline.report.pages import bars, duration_text, matrix, over_time, stats_page, trace_svg
 from immortal.pipeline.report.text import audit_lines, export_lines, stats_lines, verify_lines, what_if_lines
+from immortal.presenters.what_if_fleet import fleet_page
+from immortal.replay.fleet.outcome import (
+    BrokenCheck,
+    Calls,
+    ClientAnswers,
+    Consequence,
+    End,
+    Fate,
+    First,
+    FleetOutcome,
+    Hour,
+    Seeds,
+    ServiceOutcome,
+)
 
 NAMES = ["<script>alert(1)</script>", "b&b", *(f"service-{number:02}" for number in range(30))]
 MINUTE_NS = 60 * 10**9
@@ -75,6 +89,38 @@ def test_the_page_needs_nothing_from_elsewhere_and_takes_no_name_for_html(stats:
     assert NAMES[0] in "".join(page.text)
     assert "b&b" in "".join(page.text)
     assert "and 56 more" in text  # of 256 methods
+
+
+def test_the_page_of_a_what_if_takes_no_name_for_html() -> None:
+    bad = NAMES[0]
+    hours = [Hour(name, name, name, START_NS, changed=1) for name in (bad, *NAMES[2:])]
+    service = ServiceOutcome(
+        bad,
+        True,
+        bad,
+        9,
+        8,
+        First(1, 2, bad, bad),
+        [Calls(bad, bad, 1)],
+        [Fate(bad, bad, 1, bad)],
+        [{"path": bad}],
+        bad,
+    )
+    where = BrokenCheck(bad, None, None, bad, bad, bad, 1, {bad: 1})
+    tree = Consequence(bad, "added", bad, bad, 1, bad, [Consequence(bad, "added", bad, bad, 1, bad, [])])
+    clients = ClientAnswers(1, 0, 0, [bad])
+    effects = [dict.fromkeys(("service", "effect", "call", "outcome", "time"), bad)]
+    seeds = Seeds(2, 1, 1, [End(0, 1, 0, ""), End(1, 1, 1, bad)])
+    outcome = FleetOutcome(
+        True, [service], [bad], [tree], clients, effects, effects, where, where, where, seeds, [bad], hours=hours
+    )
+    page = _Page()
+    page.feed(fleet_page(outcome, {bad: bad}))
+    assert page.open == []
+    assert "script" not in page.tags
+    assert page.tags.count("svg") == 2
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert page.tags.count("h2") == 12
 
 
 def test_the_page_of_a_fleet_that_did_nothing() -> None:

@@ -15,8 +15,9 @@ from immortal.appsdk.testing.instance import MemorySource
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.errors import UsageError
 from immortal.replay.fleet import simulation
-from immortal.replay.fleet.model import Call
-from immortal.replay.fleet.outcome import FleetOutcome, outcome_lines
+from immortal.replay.fleet.model import Call, Stream
+from immortal.replay.fleet.outcome import FleetOutcome
+from immortal.replay.fleet.report import outcome_lines
 from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance, crash_everywhere
 from tests.helpers.recorded import load_module
@@ -110,6 +111,13 @@ class Front(Immortal):
 
 class Marking(Front, formerly=("Front",)):
     mark = "!"
+
+
+class Doubling(Front, formerly=("Front",)):
+    @rpc
+    async def say(self, line: str) -> None:
+        await immortal.multicast([self.a, self.b]).put.all(line)
+        await self.a.put(f"{line}!")
 
 
 @upgrades(Till)
@@ -221,12 +229,32 @@ def test_a_check_is_made_of_the_record_too() -> None:
     assert outcome.broken is not None
     assert outcome.broken_in_record is not None
     assert outcome.broken.text.startswith("too much tea")
+    assert outcome.prefix is None
     assert "  nor in the record, behind till" in "\n".join(outcome_lines(outcome))
 
 
 def test_orders_are_tried_by_seeds() -> None:
     outcome = Fleet().what_if(changes={"shop": Twice}, effects="by-key", seeds=4)
     assert (outcome.seeds.runs, outcome.seeds.different) == (4, 0)
+
+
+def test_orders_that_end_in_another_way_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "delay_ns", lambda self, sender, receiver, seed, time_ns: seed % 2 * 1_500_000_000)
+    with Environment() as env:
+        for name in "ab":
+            env.start(Shard, name)
+        fronts = [env.start(Front, name) for name in "gf"]
+        for at in range(3):
+            for front in fronts:
+                front.send(Front.say, f"{front.name}{at}")
+            env.advance(seconds=1)
+        outcome = env.what_if({"f": Doubling}, seeds=3, check=lambda fleet: len(fleet["a"].lines) <= 6)
+    assert (outcome.seeds.runs, outcome.seeds.different, outcome.seeds.broken) == (3, 1, 3)
+    assert [(one.seed, one.count, one.broken) for one in outcome.seeds.ends] == [(0, 2, 2), (1, 1, 1)]
+    assert outcome.seeds.ends[1].example.startswith("a: lines[")
+    assert "  in 1, the first with seed 1: a: lines[" in "\n".join(outcome_lines(outcome))
+    assert outcome.prefix is not None  # behind a message that no log has, or one that is in its place
+    assert (outcome.prefix.service, outcome.prefix.inputs) == ("a", 0)
 
 
 def test_what_a_trimmed_log_can_not_tell_is_said_with_the_earliest_moment(monkeypatch: pytest.MonkeyPatch) -> None:

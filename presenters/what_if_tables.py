@@ -1,0 +1,46 @@
+"""What a what-if for a fleet has found, as Parquet tables for a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from msgspec.structs import asdict
+
+from immortal.protocol.files import make_folder, opener
+from immortal.protocol.safe_output import printable_json
+from immortal.replay.fleet.outcome import KINDS, FleetOutcome
+
+_NUMBERS = ("number", "record", "message", "cause", "recorded", *KINDS)
+_TIME = pa.timestamp("us", "UTC")
+
+TABLES = {
+    name: pa.schema([(column, kinds.get(column, pa.string())) for column in columns.split()])
+    for kinds in [{"time": _TIME, "hour": _TIME, **dict.fromkeys(_NUMBERS, pa.int64())}]
+    for name, columns in {
+        "differences": "number service kind to handler record message time old new cause",
+        "states": "service path old new",
+        "outcomes": "service to handler hour recorded changed added missing moved",
+    }.items()
+}
+"""docs/reference/pipeline.md has what they mean."""
+
+
+def write_tables(outcome: FleetOutcome, folder: Path) -> None:
+    """Write the tables to files of ``folder``, which is made; the outcome has details. Raises OSError."""
+    states = [
+        {"service": one.name, **{name: part if name == "path" else printable_json(part) for name, part in each.items()}}
+        for one in outcome.services
+        for each in one.state
+    ]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "differences": [{**asdict(one), "time": one.time_ns // 1000} for one in outcome.differences],
+        "states": states,
+        "outcomes": [{**asdict(one), "hour": one.start_ns // 1000} for one in outcome.hours],
+    }
+    make_folder(folder)
+    for name, schema in TABLES.items():
+        with open(folder / f"{name}.parquet", "wb", opener=opener) as file:
+            pq.write_table(pa.Table.from_pylist(rows[name], schema), file, compression="zstd")

@@ -1,0 +1,119 @@
+"""The outcome of a what-if for a fleet, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from immortal.protocol.command_line import counted, table_lines
+from immortal.replay.fleet.outcome import (
+    KINDS,
+    SHOWN_MAX,
+    BrokenCheck,
+    Consequence,
+    FleetOutcome,
+    Seeds,
+    ServiceOutcome,
+    value_text,
+)
+
+
+def service_rows(outcome: FleetOutcome) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of a table of the cone's services."""
+    rows = []
+    for one in outcome.services:
+        counts = [sum(getattr(call, kind) for call in one.calls) for kind in KINDS]
+        fates = sum(fate.count for fate in one.fates)
+        state = "stopped" if one.stopped else "differs" if one.state else "same"
+        shown = [one.messages, one.equal, *counts, fates]
+        rows.append([f"{one.name}{' (changed code)' if one.is_changed else ''}", *(f"{n:,}" for n in shown), state])
+    return ["service", "messages", "same calls", *KINDS, "fail otherwise", "state"], rows
+
+
+def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
+    """The outcome as text."""
+    heads, rows = service_rows(outcome)
+    yield from table_lines(heads, rows, right=heads[1:-1])
+    if outcome.equal_services:
+        yield f"proved equal, and not run: {', '.join(outcome.equal_services)}"
+    for one in outcome.services:
+        if one.is_different:
+            yield ""
+            yield from _service_lines(one)
+    if outcome.consequences:
+        yield from ("", "what follows from what:", *_tree_lines(outcome.consequences, 1))
+    clients = outcome.client_answers
+    if clients.examples:
+        yield ""
+        yield f"answers to clients: {clients.changed} changed, {clients.added} added, {clients.missing} missing"
+        yield from (f"  {one}" for one in clients.examples[:SHOWN_MAX])
+    yield from _list_lines("effects without a recorded result at their place", outcome.effects, "effect")
+    yield from _list_lines("calls to services without a log", outcome.unanswered, "call")
+    for lines in (check_lines(outcome), seed_lines(outcome.seeds)):
+        if shown := list(lines):
+            yield from ("", *shown)
+    yield from (f"note: {note}" for note in outcome.notes)
+    yield ""
+    yield "different" if outcome.is_different else "no difference"
+
+
+def check_lines(outcome: FleetOutcome) -> Iterator[str]:
+    """Say where the check does not hold, if anywhere."""
+    if (broken := outcome.broken) is not None:
+        yield f"the check does not hold behind {_place_words(broken)}: {broken.text}"
+        then = outcome.broken_in_record
+        yield "  in the record it holds" if then is None else f"  nor in the record, behind {_place_words(then)}"
+    if (prefix := outcome.prefix) is not None:
+        yield (
+            f"  the smallest prefix of the input that breaks it under the change alone has"
+            f" {counted(prefix.inputs, 'input')} from outside, and ends with {prefix.input}"
+            f" at {_place_words(prefix)}: {prefix.text}"
+        )
+
+
+def seed_lines(seeds: Seeds) -> Iterator[str]:
+    """Say what the order has to do with the outcome, if more than one was tried."""
+    if seeds.runs > 1:
+        broken = f"; in {seeds.broken} the check does not hold" if seeds.broken else ""
+        yield f"in {seeds.different} of {seeds.runs} orders the outcome is another one than this{broken}"
+        yield from (f"  in {one.count}, the first with seed {one.seed}: {one.example}" for one in seeds.ends[1:])
+
+
+def _service_lines(one: ServiceOutcome) -> Iterator[str]:
+    yield f"{one.name}: {one.because}" if not one.is_changed else f"{one.name}:"
+    if one.first is not None:
+        yield f"  first: {one.first.time} {one.first.words}"
+    if one.calls:
+        heads = ["to", "call", *KINDS]
+        rows = [[each.to, each.handler, *(f"{getattr(each, kind):,}" for kind in KINDS)] for each in one.calls]
+        yield from (f"  {line}" for line in table_lines(heads, rows, right=heads[2:]))
+    yield from (f"  {fate.count} of {fate.method} {fate.fate}: {fate.example}" for fate in one.fates)
+    if one.state:
+        yield "  the state at the end:"
+        for each in one.state[:SHOWN_MAX]:
+            yield f"    {each['path']}: was {value_text(each, 'old')}; would be {value_text(each, 'new')}"
+        if len(one.state) > SHOWN_MAX:
+            yield "    ..."
+    if one.stopped:
+        yield f"  it stops at {one.stopped}"
+
+
+def _tree_lines(nodes: Sequence[Consequence], depth: int) -> Iterator[str]:
+    for one in nodes:
+        yield f"{'  ' * depth}{one.text}"
+        yield from _tree_lines(one.then, depth + 1)
+
+
+def _list_lines(title: str, rows: Sequence[Mapping[str, str]], what: str) -> Iterator[str]:
+    if rows:
+        yield ""
+        yield f"{title}: {len(rows)}"
+        yield from (f"  {row['service']}: {row[what]}: {row['outcome']}" for row in rows[:SHOWN_MAX])
+        if len(rows) > SHOWN_MAX:
+            yield "  ..."
+
+
+def _place_words(one: BrokenCheck) -> str:
+    where = "a message that the log does not have"
+    if one.record is not None:
+        where = f"record {one.record}, message {one.message}"
+    return f"{one.service}, {where} ({one.time})"
