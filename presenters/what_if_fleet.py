@@ -1,4 +1,4 @@
-"""What a what-if for a fleet has found, as a page of HTML."""
+"""HTML page of the outcome of a fleet's what-if."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXTS = [
 
 
 def fleet_page(outcome: FleetOutcome, changes: Mapping[str, str]) -> str:
-    """Return the page as HTML. ``changes``: the class that was tried, by service; the outcome has details."""
+    """Return the page as HTML. ``changes``: the class that was tried, by service. The outcome needs details."""
     title = ", ".join(f"{name} = {app}" for name, app in changes.items())
     equal = ", ".join(outcome.equal_services)
     about = f"{'Different' if outcome.is_different else 'No difference'}. Proved equal, and not run: {equal or 'none'}."

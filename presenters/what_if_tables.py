@@ -1,4 +1,4 @@
-"""What a what-if for a fleet has found, as Parquet tables for a notebook."""
+"""Parquet tables of the outcome of a fleet's what-if, for a notebook."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TABLES = {
         "outcomes": "service to handler hour recorded changed added missing moved",
     }.items()
 }
-"""docs/reference/pipeline.md has what they mean."""
+"""Columns of each table; docs/reference/pipeline.md has their meaning."""
 
 
 def write_tables(outcome: FleetOutcome, folder: Path) -> None:
-    """Write the tables to files of ``folder``, which is made; the outcome has details. Raises OSError."""
+    """Write the tables into the new ``folder``. The outcome needs details. Raises OSError."""
     states = [
         {"service": one.name, **{name: part if name == "path" else printable_json(part) for name, part in each.items()}}
         for one in outcome.services

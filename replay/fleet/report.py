@@ -1,4 +1,4 @@
-"""The outcome of a what-if for a fleet, as text for people."""
+"""Text of the outcome of a fleet's what-if."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def service_rows(outcome: FleetOutcome) -> tuple[list[str], list[list[str]]]:
 
 
 def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
-    """The outcome as text."""
+    """Yield the lines of the outcome."""
     heads, rows = service_rows(outcome)
     yield from table_lines(heads, rows, right=heads[1:-1])
     if outcome.equal_services:
@@ -57,7 +57,7 @@ def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
 
 
 def check_lines(outcome: FleetOutcome) -> Iterator[str]:
-    """Say where the check does not hold, if anywhere."""
+    """Yield lines on where the check fails, if it does."""
     if (broken := outcome.broken) is not None:
         yield f"the check does not hold behind {_place_words(broken)}: {broken.text}"
         then = outcome.broken_in_record
@@ -71,7 +71,7 @@ def check_lines(outcome: FleetOutcome) -> Iterator[str]:
 
 
 def seed_lines(seeds: Seeds) -> Iterator[str]:
-    """Say what the order has to do with the outcome, if more than one was tried."""
+    """Yield lines on how the outcome depends on the order, if several were tried."""
     if seeds.runs > 1:
         broken = f"; in {seeds.broken} the check does not hold" if seeds.broken else ""
         yield f"in {seeds.different} of {seeds.runs} orders the outcome is another one than this{broken}"
