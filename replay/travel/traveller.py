@@ -19,6 +19,7 @@ from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.inspection import describe_state
 from immortal.appsdk.running.runner import load_or_report
+from immortal.appsdk.running.tracing import TracingOutbox
 from immortal.appsdk.state.tree import Difference, Fields, Tree, differences, tree
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.core.formatting import Methods, format_call, method_name
@@ -32,6 +33,7 @@ from immortal.replay.host import LocalRun
 from immortal.replay.plan import ReplayError, ReplayPlan, never_was, plan_route, usable_checkpoints
 from immortal.replay.result import format_failure
 from immortal.replay.session import Event, Outputs
+from immortal.replay.travel.lines import LineWatch
 from immortal.replay.travel.values import (
     MISSING,
     Step,
@@ -54,6 +56,10 @@ Behind = Callable[[int, int, "IncomingRpc | None", Any], None]
 After a failure those of its record come again.
 """
 
+Ahead = Callable[[int, int, Any], None]
+
+"""Is told (record, index, instance) before a message is handled."""
+
 
 class Walk(LocalRun):
     """From a checkpoint on, record by record."""
@@ -68,6 +74,7 @@ class Walk(LocalRun):
         if later:
             route = replace(route, versions=route.versions[: route.versions.index(later[0])])
         self.behind: Behind | None = None
+        self.ahead: Ahead | None = None
         self.made: list[Outputs] = []
         self._collects = False
         self._values: Iterator[bytes] | None = None
@@ -93,19 +100,21 @@ class Walk(LocalRun):
         shown = dispatcher.instance if instance is None else instance
         return describe_state(dispatcher.definition, shown, dispatcher.tasks.save())
 
-    def advance(self, last: int, behind: Behind | None = None, *, collects: bool = False) -> None:
-        """Handle all records up to ``last``. ``behind``: is told each message. ``collects``: what they make goes to
-        ``made``.
+    def advance(
+        self, last: int, behind: Behind | None = None, *, ahead: Ahead | None = None, collects: bool = False
+    ) -> None:
+        """Handle all records up to ``last``. ``behind``: is told each message; with it ``ahead`` is. ``collects``: what
+        they make goes to ``made``.
 
         Raises ReplayError for a record that is not there and where the app makes other calls than the log has, and what
         the app stops with.
         """
-        self.behind, self._collects = behind, collects
+        self.behind, self.ahead, self._collects = behind, ahead, collects
         try:
             while self.reached < last:
                 self._step()
         finally:
-            self.behind, self._collects = None, False
+            self.behind, self.ahead, self._collects = None, None, False
         self._refuse_other_calls()
 
     def look_ahead(self) -> None:
@@ -159,6 +168,8 @@ class _WatchedDelivery(Delivery):
         if behind is None:
             return super().deliver(instance, content, offset, end, slice_end)
         sequence_id, index = self._context.sequence_id, self._context.message_index
+        if self._walk.ahead is not None:
+            self._walk.ahead(sequence_id, index, instance)
         next_offset = super().deliver(instance, content, offset, end, offset + 1)
         behind(sequence_id, index, _rpc_at(content, offset), instance)
         return next_offset
@@ -212,9 +223,9 @@ class MomentExplorer:
         self._made: OrderedDict[int, dict[int, list[tuple[str, int, bytes]]]] = OrderedDict()
         self._end_s = 0.0
 
-    def begin(self) -> None:
+    def begin(self, question_s: float = QUESTION_S) -> None:
         """A question: its time runs from here."""
-        self._end_s = time.monotonic() + QUESTION_S
+        self._end_s = time.monotonic() + question_s
 
     def overview(self, record: int = 0) -> Values:
         """The records that can be gone to, and the checkpoints on the way, by the code of ``record``."""
@@ -231,10 +242,7 @@ class MomentExplorer:
 
     def moment(self, record: int, index: int | None, path: str = "") -> Values:
         """State, what the message changed, what it made. ``index`` None: the record's last message."""
-        count = self._count(record)
-        index = max(0, count - 1) if index is None else index
-        if index >= max(1, count):
-            raise ReplayError(f"record {record} has no message {index}: it has {count}, counted from 0")
+        count, index = self._place(record, index)
         at = (record, index)
         self._visit(at)
         steps = steps_of(path)
@@ -398,6 +406,18 @@ class MomentExplorer:
         now = part_of(self._states[at], steps)
         start, is_oldest = self._checkpoint_before_change(record - 1, steps, now)
         walk = Walk(self._source, self._definition, start)
+        upper = self._upper(start, record, steps, now)
+        found, _ = self._change_on(walk, upper, at, steps)
+        if found is None:
+            return {"at": None, "since": start.sequence_id if is_oldest else None, "is_cut": walk.reached < upper}
+        (hit, old, new) = found
+        return {"at": hit, "old": text_of(old), "new": text_of(new), "is_cut": walk.reached < upper}
+
+    def _change_on(
+        self, walk: Walk, upper: int, at: At, steps: list[Step]
+    ) -> tuple[tuple[At, Tree, Tree] | None, Tree]:
+        """Walk on to the record ``upper``: the last change (where, old, new) up to the message ``at``, and the value
+        behind that."""
         before = self._look(walk, walk.instance, steps)
         found: tuple[At, Tree, Tree] | None = None
 
@@ -409,15 +429,73 @@ class MomentExplorer:
                     found = (sequence_id, message), before, value
                 before = value
 
-        upper = self._upper(start, record, steps, now)
-        for each in range(start.sequence_id + 1, upper + 1):
+        for each in range(walk.reached + 1, upper + 1):
             walk.advance(each, behind)
             if self._is_late():
                 break
-        if found is None:
-            return {"at": None, "since": start.sequence_id if is_oldest else None, "is_cut": walk.reached < upper}
-        (hit, old, new) = found
-        return {"at": hit, "old": text_of(old), "new": text_of(new), "is_cut": walk.reached < upper}
+        return found, before
+
+    def change_behind_checkpoint(self, record: int, index: int | None, path: str) -> Values:
+        """The last change up to that message, as :meth:`last_change`, but an exact one, and looked for no further back
+        than to the newest checkpoint before the record: ``since``, where the value was ``began``."""
+        _, index = self._place(record, index)
+        steps, kept, schema = steps_of(path), self._checkpoints(record - 1), self._definition.state()
+        answer: Values = {"since": kept[-1].sequence_id, "is_oldest": len(kept) == 1, "is_cut": False}
+        name = str(steps[0][1]) if steps else "$"
+        if schema.serializer != "own" and name[0] != "$" and name not in schema.fields:  # a peer, say
+            return answer | {"is_oldest": True, "now": None, "began": None}
+        walk = Walk(self._source, self._definition, kept[-1])
+        began = self._look(walk, walk.instance, steps)
+        found, now = self._change_on(walk, record, (record, index), steps)
+        texts = {key: None if value is MISSING else text_of(value) for key, value in (("now", now), ("began", began))}
+        if found is not None:
+            texts |= {"old": text_of(found[1]), "new": text_of(found[2])}
+        return answer | texts | {"at": found and found[0], "is_cut": walk.reached < record}
+
+    def line(self, record: int, index: int, path: str, destination: str | None = None, number: int = 0) -> Values:
+        """The line of the user's at which a message gave the value at ``path`` what it is behind it, or with
+        ``destination`` made its call ``number`` (from 0) to there; and the async handler that ran it, if one did."""
+        steps, walk = steps_of(path), self._before_record(record)
+        dispatcher = walk.app.dispatcher
+        assert isinstance(dispatcher.outbox, TracingOutbox)
+        made = dispatcher.outbox.made
+        package = self._definition.cls.__module__.partition(".")[0]
+        watch: LineWatch | None = None
+
+        def ahead(sequence_id: int, at: int, instance: Any) -> None:
+            nonlocal watch
+            if watch is not None:
+                watch.stop()
+            if (sequence_id, at) == (record, index):
+                before = made[destination or ""]
+
+                def look() -> Tree:
+                    if destination is None:
+                        return self._look(walk, instance, steps)
+                    return made[destination] > before + number
+
+                watch = LineWatch(look, package, lambda: dispatcher.tasks.running, self._is_late)
+
+        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            if watch is not None and (sequence_id, at) == (record, index):
+                watch.stop()
+
+        try:
+            walk.advance(record, behind, ahead=ahead)
+        finally:
+            if watch is not None:
+                watch.stop()
+        if watch is None:
+            raise ReplayError(f"record {record} has no message {index}")
+        task = watch.found and watch.found[2]
+        return {
+            "message": self._words(record, index),
+            "line": watch.place(),
+            "changed": watch.changed,
+            "is_cut": watch.is_cut,
+            "handler": task.described_call if task else None,
+            "began": task.began_at if task else None,
+        }
 
     def _checkpoint_before_change(self, last: int, steps: list[Step], now: Tree) -> tuple[CheckpointHeader, bool]:
         """The newest checkpoint with another value, by steps that double and are then halved; whether it is the
@@ -469,19 +547,22 @@ class MomentExplorer:
                 break
         return {"points": points, "stride": stride, "is_cut": walk.reached < last - stride}
 
-    def origin(self, destination: str, position: int) -> Values:
-        """The message that made the one at ``position`` of the stream to ``destination``."""
+    def origin(self, destination: str, position: int, record: int | None = None) -> Values:
+        """The message that made the one at ``position`` of the stream to ``destination``; ``number``: of those that it
+        made for there, from 0. ``record``: the code of that one is asked, see :class:`Sessions`."""
         kept = [one for one in self._checkpoints() if _position(one, destination) < position]
         if not kept:
             return {"at": None, "is_cut": False}
         walk = Walk(self._source, self._definition, kept[-1])
         last = self._source.summary().last_sequence_id
-        for record in range(walk.reached + 1, last + 1):
+        for each in range(walk.reached + 1, last + 1):
             walk.made.clear()
-            walk.advance(record, collects=True)
-            for origin, to, made, _ in _messages_made(walk):
-                if to == destination and made == position:
-                    return {"at": origin, "message": self._words(*origin), "is_cut": False}
+            walk.advance(each, collects=True)
+            sent = [(origin, made) for origin, to, made, _ in _messages_made(walk) if to == destination]
+            for origin, made in sent:
+                if made == position and origin[0] >= 0:
+                    number = sum(other == origin and before < made for other, before in sent)
+                    return {"at": origin, "message": self._words(*origin), "number": number, "is_cut": False}
             if self._is_late():
                 return {"at": None, "is_cut": True}
         return {"at": None, "is_cut": False}
@@ -529,6 +610,14 @@ class MomentExplorer:
 
     def _count(self, record: int) -> int:
         return sum(batch.count for batch in batches(record_of(self._value_of(record)).content))
+
+    def _place(self, record: int, index: int | None) -> tuple[int, int]:
+        """Return how many messages a record has, and ``index``; None: of the last. Raises ReplayError for another."""
+        count = self._count(record)
+        index = max(0, count - 1) if index is None else index
+        if index >= max(1, count):
+            raise ReplayError(f"record {record} has no message {index}: it has {count}, counted from 0")
+        return count, index
 
     def _words(self, record: int, index: int) -> str:
         message = message_at(record_of(self._value_of(record)).content, index)
