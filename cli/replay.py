@@ -226,6 +226,13 @@ def replay(
 @click.option(
     "--steps", type=click.IntRange(1, 200), default=STEPS_MAX, show_default=True, help="Messages to follow back."
 )
+@click.option("--minimal", is_flag=True, help="Find the fewest inputs of NAME that give it this value.")
+@click.option(
+    "--export",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write these as a test for pytest.",
+)
 @timeout_option(600.0, "How long one replay may take.")
 @json_option
 @pass_registry
@@ -235,6 +242,8 @@ def why(
     path: str,
     at: tuple[int, int | None] | Time | None,
     steps: int,
+    minimal: bool,
+    export: Path | None,
     timeout_s: float,
     as_json: bool,
 ) -> None:
@@ -243,16 +252,27 @@ def why(
     PATH is a value of the state: 'total', 'sold["tea"]', 'orders[7].price'. It goes back from service to service, to
     what came from outside: a request, an impulse, a timer, the result of an effect. It only reads the logs, and runs
     the apps' code on them. A service whose log is not on this machine ends the way there, which is said.
+
+    --minimal leaves out inputs of NAME alone, as many as it can, from its oldest checkpoint on. --export writes what is
+    left as a test that begins with the first start.
     """
+    if export is not None and export.exists():
+        raise FailedError(f"{export} is there already: give another name, or remove it first")
     settings = settings_with_log(registry, name)
     if isinstance(at, Time):
         at = _record_at(settings, at), None
     with closing(Sessions(registry.home, question_s=timeout_s)) as sessions:
-        found = Explainer(registry, sessions, steps).explain(name, path, *at or (None, None))
+        explainer = Explainer(registry, sessions, steps)
+        found = explainer.explain(name, path, *at or (None, None))
+        fewest = explainer.minimal(found) if minimal or export is not None else None
     if as_json:
-        echo_json(to_builtins(found))
+        echo_json(to_builtins(found) | ({} if fewest is None else {"minimal": to_builtins(fewest)}))
     else:
-        echo_lines(found.lines())
+        echo_lines([*found.lines(), *(() if fewest is None else fewest.lines())])
+    if fewest is not None and export is not None:
+        source = fewest.test_source()
+        with open(export, "x") as file:
+            file.write(source)
 
 
 @click.command()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import time_text
@@ -81,6 +81,60 @@ class Explanation(Struct):
         yield from self.step.lines()
 
 
+class Input(Struct):
+    """``call``: in words. ``code``: as a line of a test, if there is one."""
+
+    record: int
+    message: int
+    call: str
+    code: str | None
+
+
+class Minimal(Struct):
+    """The fewest inputs of one instance behind which a value is the same. ``of``: all those from the record behind
+    ``begins_at`` on, which ``tried`` replays left out in parts. ``value``: as Python's literal, if there is one.
+    """
+
+    instance: str
+    path: str
+    of: int
+    tried: int
+    is_cut: bool
+    begins_at: int
+    inputs: list[Input]
+    module: str
+    class_name: str = field(name="class")
+    value: str | None
+
+    def lines(self) -> Iterator[str]:
+        fewest = "so far, as there was no time for more" if self.is_cut else "of which none can be left out"
+        since = "the first start" if self.begins_at < 0 else f"record {self.begins_at}"
+        yield f"inputs since {since} that give it this value: {len(self.inputs)} of {self.of}, {fewest}"
+        for one in self.inputs:
+            yield f"  {one.record}:{one.message}  {one.call}"
+
+    def test_source(self) -> str:
+        """Return a test for pytest that gives a new instance these inputs. Raises ReplayError where none can."""
+        if self.begins_at >= 0:
+            raise ReplayError(
+                f"no test can begin as {self.instance} did at record {self.begins_at}, its oldest checkpoint: a test"
+                " begins with the first start"
+            )
+        calls = []
+        for one in self.inputs:
+            if one.code is None:
+                raise ReplayError(f"a test can't send record {one.record}, message {one.message}: {one.call}")
+            calls.append(f"        {one.code}\n        env.run()\n")
+        if self.value is None:
+            raise ReplayError(f"{self.path} is no plain value, which a test could name: give the path to a part of it")
+        return (
+            f"from immortal.testing import Environment\nfrom {self.module} import {self.class_name}\n\n\n"
+            f"def test_why() -> None:\n    with Environment(fail_alone=True) as env:\n"
+            f"        service = env.start({self.class_name}, {self.instance!r})\n{''.join(calls)}"
+            f"        assert service.state.{self.path} == {self.value}\n"
+        )
+
+
 class Explainer:
     """Follows values back through the logs of the instances of ``registry``. For one question.
 
@@ -115,6 +169,14 @@ class Explainer:
             if found["is_oldest"] or found["is_cut"]:
                 raise ReplayError(_not_found(name, path, asked, found))
             record, message, began = found["since"], None, found["began"]
+
+    def minimal(self, found: Explanation) -> Minimal:
+        """Find the fewest inputs behind which the value is the same. Raises ReplayError."""
+        step, path = found.step, found.path
+        if step.record is None:
+            raise ReplayError(f"{path}: an upgrade made that value, so there are no inputs to look for")
+        answer = self._sessions.ask(step.instance, "minimal", record=step.record, index=step.message, path=path)
+        return convert({"instance": step.instance, "path": path, **answer}, Minimal)
 
     def _step(self, name: str, at: At, role: str, how: Values) -> Step:
         """``how``: what line is asked for."""

@@ -268,6 +268,7 @@ def _asked(traveller: MomentExplorer, question: Question) -> Any:
         "last_change": traveller.last_change,
         "change_behind_checkpoint": traveller.change_behind_checkpoint,
         "line": traveller.line,
+        "minimal": traveller.minimal,
         "watch": traveller.watch,
         "origin": traveller.origin,
     }

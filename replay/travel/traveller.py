@@ -34,6 +34,7 @@ from immortal.replay.plan import ReplayError, ReplayPlan, never_was, plan_route,
 from immortal.replay.result import format_failure
 from immortal.replay.session import Event, Outputs
 from immortal.replay.travel.lines import LineWatch
+from immortal.replay.travel.minimal import PartialRuns, fewest, literals
 from immortal.replay.travel.values import (
     MISSING,
     Step,
@@ -566,6 +567,37 @@ class MomentExplorer:
             if self._is_late():
                 return {"at": None, "is_cut": True}
         return {"at": None, "is_cut": False}
+
+    def minimal(self, record: int, index: int, path: str) -> Values:
+        """The fewest inputs, from the oldest checkpoint to that message, behind which the value is the same."""
+        steps, at = steps_of(path), (record, index)
+        self._visit(at)
+        wanted = part_of(self._states[at], steps)
+        runs = PartialRuns(self._source, self._definition, at)
+        inputs, tried = runs.inputs, 0
+
+        def holds(kept: list[At]) -> bool:
+            nonlocal tried
+            tried += 1
+            return same(runs.value_behind(kept, lambda player: value_at(player.instance, steps)), wanted)
+
+        if not holds(inputs):
+            raise ReplayError(f"{path}: the inputs of the log, given once more, do not give it that value")
+        kept = fewest(inputs, holds, self._is_late)
+        cls = self._definition.cls
+        return {
+            "of": len(inputs),
+            "tried": tried,
+            "is_cut": self._is_late(),
+            "begins_at": runs.begins_at,
+            "inputs": [
+                {"record": one[0], "message": one[1], "call": self._words(*one), "code": runs.call_code(one)}
+                for one in kept
+            ],
+            "module": cls.__module__,
+            "class": cls.__name__,
+            "value": literals(wanted)[0],
+        }
 
     # --- the log -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -361,3 +364,36 @@ def test_paths_that_lead_nowhere(home: Path) -> None:
     assert "has no message 7" in said("till", "sold", "--at", "1:7")
     assert "'nobody'" in said("nobody", "sold")
     assert "Missing argument 'PATH'" in said("till", status=2)
+
+
+def test_the_fewest_inputs_become_a_test_that_fails_once_the_bug_is_gone(home: Path, tmp_path: Path) -> None:
+    case = tmp_path / "test_case.py"
+    arguments = "why", "till", "sold['tea']", "--export", str(case)
+    text = immortal(home, *arguments)
+    # 90 is 10 + 80: both orders are needed, and nothing else
+    assert "inputs since the first start that give it this value: 2 of 6, of which none can be left out" in text
+    assert [line.split("  ")[2] for line in text.splitlines()[-2:]] == ["Till.take('tea', 10)", "Till.take('tea', 80)"]
+    assert "service.begin(Till.take, 'tea', 80)\n" in case.read_text()
+    ran = run_pytest(home, case)
+    assert ran.returncode == 0, ran.stdout
+    case.write_text(case.read_text().replace("'tea', 80", "'tea', 20"))
+    assert run_pytest(home, case).returncode == 1
+    assert f"{case} is there already" in immortal(home, *arguments, status=1)
+
+
+def run_pytest(home: Path, case: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(case.parent), str(case)],
+        env={**os.environ, "PYTHONPATH": str(home)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_fewest_inputs_of_a_handler_that_waits_are_its_own(home: Path, tmp_path: Path) -> None:
+    found = json.loads(immortal(home, "why", "front", "known['tea']", "--minimal", "--json"))["minimal"]
+    assert [one["call"].split(" of ")[0] for one in found["inputs"]] == ["Front.ask('tea')", "the answer 90"]
+    case = tmp_path / "test_case.py"
+    said = immortal(home, "why", "front", "known['tea']", "--export", str(case), status=1)
+    assert "a test can't send record" in said
+    assert not case.exists()
