@@ -35,7 +35,8 @@ class Step(Struct):
 
     ``call``: the message in words. ``line``: where it made the value, or the call that comes before in the chain.
     ``handler``: the async handler that ran that line, if another message had begun it. ``outside``: where it came from,
-    if no message made it. ``role``: "sent" or "began": what it did for the step before it.
+    if no message made it. ``role``: "sent", "had" or "began": what it did for the step before it; "had": it brought a
+    result that the async handler had before it went on with another one.
     """
 
     instance: str
@@ -50,9 +51,10 @@ class Step(Struct):
     note: str = ""
     causes: list[Step] = field(default_factory=list)
 
-    def lines(self, indent: str = "") -> Iterator[str]:
-        """As text, the newest first. A step with one cause is followed by it; of several each is indented."""
-        role = {"sent": "<- ", "began": "<- begun by "}.get(self.role, "")
+    def lines(self, indent: str = "", *, is_alone: bool = True) -> Iterator[str]:
+        """As text, the newest first. ``is_alone``: no other cause stands beside it, so its only cause does not need to
+        be indented."""
+        role = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by "}.get(self.role, "")
         name = self.instance if self.record is None else f"{self.instance} {self.record}:{self.message}"
         yield indent + role + "  ".join(filter(None, (name, self.time, self.call)))
         if self.handler is not None:
@@ -65,7 +67,8 @@ class Step(Struct):
         if self.outside:
             yield f"{indent}     from outside: {self.outside}"
         for cause in self.causes:
-            yield from cause.lines(indent if len(self.causes) == 1 else f"{indent}  ")
+            is_only = len(self.causes) == 1
+            yield from cause.lines(indent if is_only and is_alone else f"{indent}  ", is_alone=is_only)
 
 
 class Explanation(Struct):
@@ -199,8 +202,25 @@ class Explainer:
             step.handler = None
         self._follow(step)
         if step.handler is not None:
+            step.causes += self._had(step, tuple(began), found["number"])
             step.causes.append(self._start(name, tuple(began), step.handler))
         return step
+
+    def _had(self, step: Step, began: At, number: int) -> Iterator[Step]:
+        """The messages whose results the async handler of a step has had before, the newest first."""
+        asked = {"number": number, "began": began, "record": step.record, "index": step.message}
+        try:
+            found = self._sessions.ask(step.instance, "had", **asked)
+        except ImmortalError as error:
+            step.note = step.note or f"what it had before is not known: {_first_line(error)}"
+            return
+        if found["is_cut"]:
+            step.note = step.note or "no time to find all that it had before"
+        for record, message, call in reversed(found["had"]):
+            cause = Step(step.instance, record, message, role="had", call=call)
+            if self._is_new(cause):
+                self._follow(cause)
+            yield cause
 
     def _start(self, name: str, at: At, call: str) -> Step:
         """The message that began an async handler, which went on with another one."""

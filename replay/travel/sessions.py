@@ -267,6 +267,7 @@ def _asked(traveller: MomentExplorer, question: Question) -> Any:
         "find": traveller.find,
         "last_change": traveller.last_change,
         "change_behind_checkpoint": traveller.change_behind_checkpoint,
+        "had": traveller.had,
         "line": traveller.line,
         "minimal": traveller.minimal,
         "watch": traveller.watch,

@@ -496,7 +496,29 @@ class MomentExplorer:
             "is_cut": watch.is_cut,
             "handler": task.described_call if task else None,
             "began": task.began_at if task else None,
+            "number": task.number if task else None,
         }
+
+    def had(self, number: int, began: At, record: int, index: int) -> Values:
+        """The messages whose answers and results the async handler ``number`` has had, from the message ``began`` to
+        that one, without both: (record, message, words)."""
+        walk = self._before_record(max(began[0], self._checkpoints()[0].sequence_id + 1))
+        places: list[At] = []
+        known = 0
+
+        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            nonlocal known
+            task = walk.app.dispatcher.tasks.waiting(number)
+            if task is not None and len(task.entries) != known:
+                known = len(task.entries)
+                places.append((sequence_id, at))
+
+        for each in range(walk.reached + 1, record + 1):
+            walk.advance(each, behind)
+            if self._is_late():
+                break
+        between = [at for at in places if (began[0], began[1]) < at < (record, index)]
+        return {"had": [[*at, self._words(*at)] for at in between], "is_cut": walk.reached < record}
 
     def _checkpoint_before_change(self, last: int, steps: list[Step], now: Tree) -> tuple[CheckpointHeader, bool]:
         """The newest checkpoint with another value, by steps that double and are then halved; whether it is the

@@ -21,6 +21,7 @@ from tests.helpers.recorded import Instances, load_module, write_module
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 SOURCE = """
+import asyncio
 from datetime import timedelta
 
 import immortal
@@ -114,6 +115,12 @@ class Front(Immortal):
         self.heard.append(f"{who}: {word}")
 
     @impulse
+    async def compare(self, one: str, two: str) -> None:
+        first, second = await asyncio.gather(self.till.total(one), self.till.total(two))
+        await immortal.step(self.note, "first", first)
+        await immortal.step(self.note, "second", second)
+
+    @impulse
     async def sleep(self) -> None:
         await immortal.sleep(timedelta(hours=1))
         await immortal.step(self.hear, "clock", "an hour")
@@ -158,6 +165,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     front.impulse("buy", "rice", 1)
     front.impulse("say", "hello")
     checkpoints()
+    front.impulse("compare", "coffee", "tea")
     front.impulse("sleep")
     front.impulse("measure")
     effects.waiting[0].returned(21)
@@ -247,6 +255,22 @@ def test_an_answer_is_a_cause_and_so_is_what_began_the_handler(explainer: Explai
     )
     assert asked.outside == "an impulse of front"
     assert (began.role, began.call, began.record, began.note) == ("began", "Front.ask('tea')", asked.record, "as above")
+
+
+def test_an_answer_that_a_handler_had_before_is_a_cause(explainer: Explainer) -> None:
+    step = explainer.explain("front", "known['first']").step
+    sent, had, began = step.causes
+    assert [one.role for one in step.causes] == ["sent", "had", "began"]
+    assert sent.line is not None
+    assert sent.line["text"] == "return self.sold[item]"
+    assert had.call.startswith("the answer 0 of Till.total")
+    assert not had.note
+    (answered,) = had.causes
+    assert (answered.call.split(" as ")[0], answered.line and answered.line["text"]) == (
+        "Till.total('coffee')",
+        "return 0",
+    )
+    assert began.call == "Front.compare('coffee', 'tea')"
 
 
 def test_an_event_is_a_cause_and_so_is_what_began_the_handler(explainer: Explainer) -> None:
