@@ -595,6 +595,8 @@ class MomentExplorer:
         steps, at = steps_of(path), (record, index)
         self._visit(at)
         wanted = part_of(self._states[at], steps)
+        if not steps or str(steps[0][1]).startswith("$"):
+            raise ReplayError(f"{path!r}: the fewest inputs are found for an attribute, or a part of one")
         runs = PartialRuns(self._source, self._definition, at)
         inputs, tried = runs.inputs, 0
 

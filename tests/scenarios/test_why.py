@@ -421,3 +421,5 @@ def test_the_fewest_inputs_of_a_handler_that_waits_are_its_own(home: Path, tmp_p
     said = immortal(home, "why", "front", "known['tea']", "--export", str(case), status=1)
     assert "a test can't send record" in said
     assert not case.exists()
+    said = immortal(home, "why", "front", "$waiting", "--minimal", status=1)
+    assert "'$waiting': the fewest inputs are found for an attribute" in said
