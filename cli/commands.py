@@ -59,6 +59,7 @@ _COMMANDS = {
     },
     "Replay": {
         "replay": ("immortal.cli.replay", "Replay a log to any record and look at the state."),
+        "why": ("immortal.cli.replay", "Say which message and line gave a value what it is."),
         "verify": ("immortal.cli.replay", "Check that a replay repeats what the instance did."),
         "what-if": ("immortal.cli.what_if", "Compare what other code would have done with the log."),
         "recover": ("immortal.cli.recovery", "Check what a recovery would do, and what is damaged."),

@@ -8,12 +8,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
+from msgspec import to_builtins
 
 from immortal.appsdk.errors import EXIT_INTERRUPTED
 from immortal.cli.options import (
@@ -26,6 +27,7 @@ from immortal.cli.options import (
     pass_registry,
     progress_bar,
     settings_with_log,
+    timeout_option,
     trust_pickle_option,
 )
 from immortal.coordinator.config import InstanceSettings
@@ -43,8 +45,10 @@ from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, Replay
 from immortal.replay.app_process import OwnCode, default_app, own_code_at_end, show_state
 from immortal.replay.plan import AppExitedError, never_was
 from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
+from immortal.replay.travel.sessions import Sessions
 from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
 from immortal.replay.verify_report import Report
+from immortal.replay.why import STEPS_MAX, Explainer
 
 DIVERGED = 3
 
@@ -211,6 +215,64 @@ def replay(
         if state is not None:
             echo_lines(printable_json(state, indent=2).split("\n"))
     sys.exit(1 if result.failure is not None or result.news else DIVERGED if problem else 0)
+
+
+@click.command()
+@name_argument
+@click.argument("path")
+@click.option(
+    "--at", type=RecordOrTime(), metavar="SEQ[:MESSAGE]|TIME", help="The moment to look back from.  [default: now]"
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 200), default=STEPS_MAX, show_default=True, help="Messages to follow back."
+)
+@click.option("--minimal", is_flag=True, help="Find the fewest inputs of NAME that give it this value.")
+@click.option(
+    "--export",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write these as a test for pytest.",
+)
+@timeout_option(600.0, "How long one replay may take.")
+@json_option
+@pass_registry
+def why(
+    registry: Registry,
+    name: str,
+    path: str,
+    at: tuple[int, int | None] | Time | None,
+    steps: int,
+    minimal: bool,
+    export: Path | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Say why a value of NAME is what it is: which message and line made it so, and what sent that message.
+
+    PATH is a value of the state: 'total', 'sold["tea"]', 'orders[7].price'. It goes back from service to service, to
+    what came from outside: a request, an impulse, a timer, the result of an effect. It only reads the logs, and runs
+    the apps' code on them. A service whose log is not on this machine ends the way there, which is said.
+
+    --minimal leaves out inputs of NAME alone, as many as it can, from its oldest checkpoint on. --export writes what is
+    left as a test that begins with the first start.
+    """
+    if export is not None and export.exists():
+        raise FailedError(f"{export} is there already: give another name, or remove it first")
+    settings = settings_with_log(registry, name)
+    if isinstance(at, Time):
+        at = _record_at(settings, at), None
+    with closing(Sessions(registry.home, question_s=timeout_s)) as sessions:
+        explainer = Explainer(registry, sessions, steps)
+        found = explainer.explain(name, path, *at or (None, None))
+        fewest = explainer.minimal(found) if minimal or export is not None else None
+    if as_json:
+        echo_json(to_builtins(found) | ({} if fewest is None else {"minimal": to_builtins(fewest)}))
+    else:
+        echo_lines([*found.lines(), *(() if fewest is None else fewest.lines())])
+    if fewest is not None and export is not None:
+        source = fewest.test_source()
+        with open(export, "x") as file:
+            file.write(source)
 
 
 @click.command()

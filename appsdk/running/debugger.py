@@ -112,14 +112,14 @@ class _Finder:
 
     It stops at the frame's first line or, if a coroutine continues, at the innermost await."""
 
-    def __init__(self, stop: Callable[[FrameType], None], is_of_user: Callable[[FrameType], bool]) -> None:
+    def __init__(self, stop: Callable[[FrameType], None], package: str) -> None:
         self._stop = stop
-        self._is_of_user = is_of_user
+        self._package = package
         self._found: FrameType | None = None  # entered, and possibly only on the way to the place where it continues
         self.has_stopped = False
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> _Finder | None:
-        if event == "call" and self._is_of_user(frame):
+        if event == "call" and is_of_user(frame, self._package):
             self._found = frame
             return self
         if self._found is not None:
@@ -128,6 +128,14 @@ class _Finder:
             _settrace(None)
             self._stop(found)
         return None
+
+
+def is_of_user(frame: FrameType, package: str) -> bool:
+    """Tell whether a frame is neither the SDK's nor a library's, and is in a file. ``package``: of the app's class,
+    wherever that is installed.
+    """
+    name = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return name == package or not (name == "immortal" or frame.f_code.co_filename.startswith((*_LIBRARIES, "<")))
 
 
 class Breakpoint:
@@ -150,12 +158,6 @@ class Breakpoint:
         self._package = definition.cls.__module__.partition(".")[0]
         return _BreakingDelivery(definition, context, self)
 
-    def _is_of_user(self, frame: FrameType) -> bool:
-        """Return True if a frame is neither the SDK's nor a library's, and has a file."""
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        is_elsewhere = package == "immortal" or frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
-        return package == self._package or not is_elsewhere
-
     def debugged(self, function: Callable[..., Any], name: str, first: int | None = 0) -> Callable[..., None]:
         """Wrap ``function``, so that it runs in the debugger from its first line. To leave that ends the app.
 
@@ -164,11 +166,11 @@ class Breakpoint:
 
         import pdb  # here: it loads much that no ordinary run needs
 
-        is_of_user = self._is_of_user
+        package = self._package
 
         class Debugger(pdb.Pdb):
             def stop_here(self, frame: FrameType) -> bool:  # a step from the user's code to the user's code
-                return is_of_user(frame) and super().stop_here(frame)
+                return is_of_user(frame, package) and super().stop_here(frame)
 
             def interaction(self, *arguments: Any) -> None:
                 super().interaction(*arguments)
@@ -189,7 +191,7 @@ class Breakpoint:
 
                 debugpy.wait_for_client()
             debugger, before = Debugger(nosigint=True), sys.gettrace()
-            finder = _Finder(_suspend if self.is_remote else debugger.stop_at, is_of_user)
+            finder = _Finder(_suspend if self.is_remote else debugger.stop_at, package)
             _settrace(finder)
             try:
                 function(instance, *arguments)

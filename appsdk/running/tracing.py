@@ -7,7 +7,7 @@ Ordinary runs pay nothing for it: they have neither this outbox nor these extens
 from __future__ import annotations
 
 import inspect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -51,6 +51,7 @@ class TracingOutbox(Outbox):
     def __init__(self, context: Context, wake: Callable[[], None] = lambda: None) -> None:
         super().__init__(context, wake)
         self._runs: dict[str, list[Origin]] = {}  # of the calls in the open batch, by destination
+        self.made: Counter[str] = Counter()  # messages that code has made so far, by destination
 
     def make_fork(
         self, destination: str, name: str, method_id: int, signature: inspect.Signature
@@ -70,7 +71,7 @@ class TracingOutbox(Outbox):
         return self._traced(destination, send)
 
     def _traced(self, destination: str, send: Callable[..., None]) -> Callable[..., None]:
-        context, runs = self._context, self._runs.setdefault(destination, [])
+        context, runs, made = self._context, self._runs.setdefault(destination, []), self.made
 
         def traced(*arguments: Any, **keywords: Any) -> None:
             # Noted before the call, which can close the batch; taken back if the call fails.
@@ -86,6 +87,7 @@ class TracingOutbox(Outbox):
             except BaseException:
                 runs[-1:] = undo
                 raise
+            made[destination] += 1
 
         return traced
 

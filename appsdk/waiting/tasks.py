@@ -490,7 +490,7 @@ def _queued(tasks: Tasks, call: SavedTask) -> Values:
 def _described(tasks: Tasks, task: Task) -> Values:
     return _call(task, task.name, task.described_arguments(), task.began_at) | {
         "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
-        "at": [[_place(frame) for frame in frames] for frames in task.frames()],
+        "at": [[describe_place(frame) for frame in frames] for frames in task.frames()],
         "cancelled": [_cancellation(entry) for entry in task.cancelled],
     }
 
@@ -562,8 +562,9 @@ def _raised(shown: Any) -> str:
 # --- places in the code -----------------------------------------------------------------------------------------------
 
 
-def _place(frame: FrameType) -> Values:
-    code, line = frame.f_code, frame.f_lineno
+def describe_place(frame: FrameType, line: int | None = None) -> Values:
+    """Describe a line of a frame's code for people: file, line, function and text. ``line`` None: where it is now."""
+    code, line = frame.f_code, frame.f_lineno if line is None else line
     file = code.co_filename
     text = linecache.getline(file, line, frame.f_globals).strip()
     if file.startswith(os.getcwd() + os.sep):

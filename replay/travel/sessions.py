@@ -25,11 +25,11 @@ from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import OwnCode, code_environment, own_code
 from immortal.replay.plan import ReplayError
-from immortal.replay.travel.traveller import MomentExplorer
+from immortal.replay.travel.traveller import QUESTION_S, MomentExplorer
 
 SESSIONS_MAX = 4
 IDLE_S = 300.0
-ANSWER_S = 30.0  # a question takes 10 s at most, unless the user's code hangs
+ANSWER_S = 30.0  # a question takes QUESTION_S at most, unless the user's code hangs
 WAIT_S = 30.0  # for another question to the same process
 MEMORY_MB = 2048
 SAID_CHARACTERS_MAX = 2000  # of the end of a process's stderr
@@ -37,13 +37,17 @@ SAID_CHARACTERS_MAX = 2000  # of the end of a process's stderr
 
 class Sessions:
     """Pool of time-travel processes, for all threads. ``home``: the registry's folder. ``locked``: keeps a log from
-    other threads while it is read, as a process can't open one twice.
+    other threads while it is read, as a process can't open one twice. ``question_s``: time for one question.
     """
 
     def __init__(
-        self, home: Path, locked: Callable[[InstanceSettings], AbstractContextManager[None]] = lambda _: nullcontext()
+        self,
+        home: Path,
+        locked: Callable[[InstanceSettings], AbstractContextManager[None]] = lambda _: nullcontext(),
+        question_s: float = QUESTION_S,
     ) -> None:
         self._home = home
+        self._question_s = question_s
         self._locked = locked
         self._lock = threading.Lock()
         self._sessions: dict[_Key, _Session] = {}
@@ -100,7 +104,7 @@ class Sessions:
                     if not idle:
                         raise ReplayError(f"{SESSIONS_MAX} replays are at work: try again when one of them is done")
                     closed.append(self._sessions.pop(min(idle)[1]))
-                session = self._sessions[key] = _Session(self._home, *key)
+                session = self._sessions[key] = _Session(self._home, *key, self._question_s)
             session.used_s = now_s
         for one in closed:
             one.close()
@@ -115,7 +119,8 @@ class _EndedError(Exception):
 
 
 class _Session:
-    def __init__(self, home: Path, name: str, code: OwnCode) -> None:
+    def __init__(self, home: Path, name: str, code: OwnCode, question_s: float) -> None:
+        self._question_s = question_s
         self._lock = threading.Lock()
         self.used_s = time.monotonic()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
@@ -140,7 +145,8 @@ class _Session:
         if not self._lock.acquire(timeout=WAIT_S):
             raise ReplayError("this replay is at work for somebody else: try again")
         try:
-            answer = self._ask(msgspec.json.encode({"ask": what, "with": given}) + b"\n")
+            asked = {"ask": what, "with": given, "question_s": self._question_s}
+            answer = self._ask(msgspec.json.encode(asked) + b"\n")
         finally:
             self.used_s = time.monotonic()
             self._lock.release()
@@ -152,14 +158,15 @@ class _Session:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        end_s, answer = time.monotonic() + ANSWER_S, bytearray()
+        answer_s = ANSWER_S + self._question_s - QUESTION_S
+        end_s, answer = time.monotonic() + answer_s, bytearray()
         try:
             stdin.write(line)
             stdin.flush()
             while not answer.endswith(b"\n"):
                 left_s = end_s - time.monotonic()
                 if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
-                    raise _EndedError(f"it took longer than {ANSWER_S:g} s, and was ended")
+                    raise _EndedError(f"it took longer than {answer_s:g} s, and was ended")
                 data = os.read(stdout.fileno(), 1 << 20)
                 if not data:
                     raise _EndedError(self._with_said("the process that replays has ended"))
@@ -205,6 +212,7 @@ MEMORY_VARIABLE = "IMMORTAL_TRAVEL_MEMORY_MB"
 class Question(msgspec.Struct):
     ask: str
     given: dict[str, Any] = msgspec.field(name="with", default={})
+    question_s: float = QUESTION_S
 
 
 def main(home: str, name: str, app: str) -> None:
@@ -258,10 +266,14 @@ def _asked(traveller: MomentExplorer, question: Question) -> Any:
         "evaluate": traveller.evaluate,
         "find": traveller.find,
         "last_change": traveller.last_change,
+        "change_behind_checkpoint": traveller.change_behind_checkpoint,
+        "had": traveller.had,
+        "line": traveller.line,
+        "minimal": traveller.minimal,
         "watch": traveller.watch,
         "origin": traveller.origin,
     }
-    traveller.begin()
+    traveller.begin(question.question_s)
     return asks[question.ask](**question.given)
 
 

@@ -11,27 +11,21 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from msgspec.structs import replace
-
-from immortal.appsdk.calls.context import Context
-from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
-from immortal.appsdk.running.inspection import describe_state
 from immortal.appsdk.running.runner import load_or_report
+from immortal.appsdk.running.tracing import TracingOutbox
 from immortal.appsdk.state.tree import Difference, Fields, Tree, differences, tree
-from immortal.coordinator.core.errors import require
-from immortal.coordinator.core.formatting import Methods, format_call, method_name
+from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, message_at, record_of, rpcs
-from immortal.protocol.errors import ImmortalError
-from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message
+from immortal.protocol.messages import IncomingRpc
 from immortal.protocol.verdicts import Verdict
-from immortal.replay.host import LocalRun
-from immortal.replay.plan import ReplayError, ReplayPlan, never_was, plan_route, usable_checkpoints
+from immortal.replay.plan import ReplayError, usable_checkpoints
 from immortal.replay.result import format_failure
-from immortal.replay.session import Event, Outputs
+from immortal.replay.travel.lines import LineWatch
+from immortal.replay.travel.minimal import PartialRuns, fewest, literals
 from immortal.replay.travel.values import (
     MISSING,
     Step,
@@ -45,137 +39,7 @@ from immortal.replay.travel.values import (
     text_of,
     value_at,
 )
-from immortal.replay.verify import ProvingSink
-
-Behind = Callable[[int, int, "IncomingRpc | None", Any], None]
-"""Function that is called with (record, index, call, instance) after each message, except messages that failed.
-
-After a failure the earlier messages of its record are reported again.
-"""
-
-
-class Walk(LocalRun):
-    """Replay from a checkpoint on, record by record."""
-
-    sink: ProvingSink
-
-    def __init__(self, source: RecordSource, definition: Definition, checkpoint: CheckpointHeader) -> None:
-        """Begin with the state of ``checkpoint``. Raises ReplayError, AppError, LogError."""
-        route = plan_route(ReplayPlan(checkpoint.checkpoint_id, follow=True), source, source.summary())
-        later = [start for start in route.versions if start.version > definition.version]
-        self._upgrade = later[0] if later else None  # later records need other code
-        if later:
-            route = replace(route, versions=route.versions[: route.versions.index(later[0])])
-        self.behind: Behind | None = None
-        self.made: list[Outputs] = []
-        self._collects = False
-        self._values: Iterator[bytes] | None = None
-
-        def make_delivery(definition: Definition, context: Context) -> Delivery:
-            return _WatchedDelivery(definition, context, self)
-
-        super().__init__(source, route, definition, ProvingSink(source, route), make_delivery=make_delivery)
-        self.restore()
-
-    @property
-    def reached(self) -> int:
-        """Last record that was handled."""
-        return self.session.fed_sequence_id
-
-    @property
-    def instance(self) -> Any:
-        return self.app.instance
-
-    def state(self, instance: object | None = None) -> Fields:
-        """Return the state now, as a tree. Raises StateError."""
-        dispatcher = self.app.dispatcher
-        shown = dispatcher.instance if instance is None else instance
-        return describe_state(dispatcher.definition, shown, dispatcher.tasks.save())
-
-    def advance(self, last: int, behind: Behind | None = None, *, collects: bool = False) -> None:
-        """Handle all records up to ``last``; call ``behind`` after each message. ``collects``: add outputs to ``made``.
-
-        Raises ReplayError if a record is missing or the app's calls differ from the log's; raises the errors of
-        the app.
-        """
-        self.behind, self._collects = behind, collects
-        try:
-            while self.reached < last:
-                self._step()
-        finally:
-            self.behind, self._collects = None, False
-        self._refuse_other_calls()
-
-    def look_ahead(self) -> None:
-        """Compare the calls made so far with the log's next record too. Raises ReplayError."""
-        self.sink.see_next(self.reached)
-        self._refuse_other_calls()
-
-    def _refuse_other_calls(self) -> None:
-        name = self.source.identity.instance_name
-        if problem := self.sink.difference(name, all_method_names(self.app.dispatcher.definition)):
-            raise ReplayError(never_was(name, problem))
-
-    def _step(self) -> None:
-        upgrade = self._upgrade
-        if upgrade is not None and self.reached >= upgrade.sequence_id:
-            raise ReplayError(
-                f"from record {self.reached + 1} on version {upgrade.version} handled the log, whose code shows these"
-                " records alone: go there, and ask again"
-            )
-        if self._values is None:
-            self._values = self.source.values(self.reached + 1)
-        value = next(self._values, None)
-        if value is None:
-            self._values = None
-            raise ReplayError(f"record {self.reached + 1} is not in the log yet")
-        require(self.session.wants_records, f"a record in the phase {self.session.phase.value!r}")
-        self.give(value)
-
-    def listen(self) -> None:
-        super().listen()
-        if self.ended is not None and (failure := self.ended.failure) is not None:
-            raise ReplayError(
-                f"the app stops at record {failure.sequence_id}, message {failure.message_index}: {failure.text}"
-            )
-
-    def take(self, event: Event) -> None:
-        super().take(event)
-        if self._collects and isinstance(event, Outputs):
-            self.made.append(event)
-
-
-class _WatchedDelivery(Delivery):
-    """Delivery that hands over messages one by one while a callback observes them, which takes some µs each."""
-
-    def __init__(self, definition: Definition, context: Context, walk: Walk) -> None:
-        super().__init__(definition, context)
-        self._walk = walk
-
-    def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
-        behind = self._walk.behind
-        if behind is None:
-            return super().deliver(instance, content, offset, end, slice_end)
-        sequence_id, index = self._context.sequence_id, self._context.message_index
-        next_offset = super().deliver(instance, content, offset, end, offset + 1)
-        behind(sequence_id, index, _rpc_at(content, offset), instance)
-        return next_offset
-
-
-def _rpc_at(content: bytes, offset: int) -> IncomingRpc | None:
-    try:
-        message_type, start, end = decode_message(content, offset)
-        return decode_incoming_rpc(content, start, end) if message_type == MessageType.RPC else None
-    except ImmortalError:
-        return None
-
-
-def name_of(rpc: IncomingRpc | None, methods: Methods) -> str:
-    """Return the name of the method that a message calls or answers."""
-    if rpc is None:
-        return "initial"
-    return method_name(rpc.method_id, rpc.kind, "", methods) or f"method {rpc.method_id}"
-
+from immortal.replay.travel.walk import Walk, name_of
 
 At = tuple[int, int]
 
@@ -210,9 +74,9 @@ class MomentExplorer:
         self._made: OrderedDict[int, dict[int, list[tuple[str, int, bytes]]]] = OrderedDict()
         self._end_s = 0.0
 
-    def begin(self) -> None:
+    def begin(self, question_s: float = QUESTION_S) -> None:
         """Begin a question: its time limit starts now."""
-        self._end_s = time.monotonic() + QUESTION_S
+        self._end_s = time.monotonic() + question_s
 
     def overview(self, record: int = 0) -> Values:
         """Return the records that can be visited, the checkpoints and the handlers, by the code of ``record``."""
@@ -229,10 +93,7 @@ class MomentExplorer:
 
     def moment(self, record: int, index: int | None, path: str = "") -> Values:
         """Return the state, the message's changes and its outputs. ``index`` None: the record's last message."""
-        count = self._count(record)
-        index = max(0, count - 1) if index is None else index
-        if index >= max(1, count):
-            raise ReplayError(f"record {record} has no message {index}: it has {count}, counted from 0")
+        count, index = self._place(record, index)
         at = (record, index)
         self._visit(at)
         steps = steps_of(path)
@@ -396,6 +257,18 @@ class MomentExplorer:
         now = part_of(self._states[at], steps)
         start, is_oldest = self._checkpoint_before_change(record - 1, steps, now)
         walk = Walk(self._source, self._definition, start)
+        upper = self._upper(start, record, steps, now)
+        found, _ = self._change_on(walk, upper, at, steps)
+        if found is None:
+            return {"at": None, "since": start.sequence_id if is_oldest else None, "is_cut": walk.reached < upper}
+        (hit, old, new) = found
+        return {"at": hit, "old": text_of(old), "new": text_of(new), "is_cut": walk.reached < upper}
+
+    def _change_on(
+        self, walk: Walk, upper: int, at: At, steps: list[Step]
+    ) -> tuple[tuple[At, Tree, Tree] | None, Tree]:
+        """Walk on to the record ``upper``: the last change (where, old, new) up to the message ``at``, and the value
+        behind that."""
         before = self._look(walk, walk.instance, steps)
         found: tuple[At, Tree, Tree] | None = None
 
@@ -407,15 +280,97 @@ class MomentExplorer:
                     found = (sequence_id, message), before, value
                 before = value
 
-        upper = self._upper(start, record, steps, now)
-        for each in range(start.sequence_id + 1, upper + 1):
+        for each in range(walk.reached + 1, upper + 1):
             walk.advance(each, behind)
             if self._is_late():
                 break
-        if found is None:
-            return {"at": None, "since": start.sequence_id if is_oldest else None, "is_cut": walk.reached < upper}
-        (hit, old, new) = found
-        return {"at": hit, "old": text_of(old), "new": text_of(new), "is_cut": walk.reached < upper}
+        return found, before
+
+    def change_behind_checkpoint(self, record: int, index: int | None, path: str) -> Values:
+        """Find the exact last change up to that message, back to the newest checkpoint before the record.
+
+        ``since``: that checkpoint's record; ``began``: the value there. :meth:`last_change` looks further back.
+        """
+        _, index = self._place(record, index)
+        steps, kept, schema = steps_of(path), self._checkpoints(record - 1), self._definition.state()
+        answer: Values = {"since": kept[-1].sequence_id, "is_oldest": len(kept) == 1, "is_cut": False}
+        name = str(steps[0][1]) if steps else "$"
+        if schema.serializer != "own" and name[0] != "$" and name not in schema.fields:  # a peer, say
+            return answer | {"is_oldest": True, "now": None, "began": None}
+        walk = Walk(self._source, self._definition, kept[-1])
+        began = self._look(walk, walk.instance, steps)
+        found, now = self._change_on(walk, record, (record, index), steps)
+        texts = {key: None if value is MISSING else text_of(value) for key, value in (("now", now), ("began", began))}
+        if found is not None:
+            texts |= {"old": text_of(found[1]), "new": text_of(found[2])}
+        return answer | texts | {"at": found and found[0], "is_cut": walk.reached < record}
+
+    def line(self, record: int, index: int, path: str, destination: str | None = None, number: int = 0) -> Values:
+        """Find the line of user code at which a message set the value at ``path``; with ``destination``, the line that
+        made its call ``number`` (from 0) to that instance. Also return the async handler that ran it, if any."""
+        steps, walk = steps_of(path), self._before_record(record)
+        dispatcher = walk.app.dispatcher
+        assert isinstance(dispatcher.outbox, TracingOutbox)
+        made = dispatcher.outbox.made
+        package = self._definition.cls.__module__.partition(".")[0]
+        watch: LineWatch | None = None
+
+        def ahead(sequence_id: int, at: int, instance: Any) -> None:
+            nonlocal watch
+            if watch is not None:
+                watch.stop()
+            if (sequence_id, at) == (record, index):
+                before = made[destination or ""]
+
+                def look() -> Tree:
+                    if destination is None:
+                        return self._look(walk, instance, steps)
+                    return made[destination] > before + number
+
+                watch = LineWatch(look, package, lambda: dispatcher.tasks.running, self._is_late)
+
+        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            if watch is not None and (sequence_id, at) == (record, index):
+                watch.stop()
+
+        try:
+            walk.advance(record, behind, ahead=ahead)
+        finally:
+            if watch is not None:
+                watch.stop()
+        if watch is None:
+            raise ReplayError(f"record {record} has no message {index}")
+        task = watch.found and watch.found[2]
+        return {
+            "message": self._words(record, index),
+            "line": watch.place(),
+            "changed": watch.changed,
+            "is_cut": watch.is_cut,
+            "handler": task.described_call if task else None,
+            "began": task.began_at if task else None,
+            "number": task.number if task else None,
+        }
+
+    def had(self, number: int, began: At, record: int, index: int) -> Values:
+        """Return the messages between ``began`` and that one whose answers and results the async handler ``number``
+        received, without these two: (record, message, words)."""
+        walk = self._before_record(max(began[0], self._checkpoints()[0].sequence_id + 1))
+        places: list[At] = []
+        known = 0
+
+        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            nonlocal known
+            task = walk.app.dispatcher.tasks.waiting(number)
+            if task is not None and len(task.entries) != known:
+                known = len(task.entries)
+                places.append((sequence_id, at))
+
+        for each in range(walk.reached + 1, record + 1):
+            walk.advance(each, behind)
+            if self._is_late():
+                break
+        between = [at for at in places if (began[0], began[1]) < at < (record, index)]
+        return {"had": [[*at, self._words(*at)] for at in between], "is_cut": walk.reached < record}
 
     def _checkpoint_before_change(self, last: int, steps: list[Step], now: Tree) -> tuple[CheckpointHeader, bool]:
         """Return (newest checkpoint with another value, False), or (oldest checkpoint, True) if no value differs.
@@ -467,22 +422,61 @@ class MomentExplorer:
                 break
         return {"points": points, "stride": stride, "is_cut": walk.reached < last - stride}
 
-    def origin(self, destination: str, position: int) -> Values:
-        """Find the message that caused the output at ``position`` of the stream to ``destination``."""
+    def origin(self, destination: str, position: int, record: int | None = None) -> Values:
+        """Find the message that caused the output at ``position`` of the stream to ``destination``.
+
+        ``number`` in the answer: which of its outputs to there, from 0. ``record``: its code is used, see
+        :class:`Sessions`.
+        """
         kept = [one for one in self._checkpoints() if _position(one, destination) < position]
         if not kept:
             return {"at": None, "is_cut": False}
         walk = Walk(self._source, self._definition, kept[-1])
         last = self._source.summary().last_sequence_id
-        for record in range(walk.reached + 1, last + 1):
+        for each in range(walk.reached + 1, last + 1):
             walk.made.clear()
-            walk.advance(record, collects=True)
-            for origin, to, made, _ in _messages_made(walk):
-                if to == destination and made == position:
-                    return {"at": origin, "message": self._words(*origin), "is_cut": False}
+            walk.advance(each, collects=True)
+            sent = [(origin, made) for origin, to, made, _ in _messages_made(walk) if to == destination]
+            for origin, made in sent:
+                if made == position and origin[0] >= 0:
+                    number = sum(other == origin and before < made for other, before in sent)
+                    return {"at": origin, "message": self._words(*origin), "number": number, "is_cut": False}
             if self._is_late():
                 return {"at": None, "is_cut": True}
         return {"at": None, "is_cut": False}
+
+    def minimal(self, record: int, index: int, path: str) -> Values:
+        """The fewest inputs, from the oldest checkpoint to that message, behind which the value is the same."""
+        steps, at = steps_of(path), (record, index)
+        self._visit(at)
+        wanted = part_of(self._states[at], steps)
+        if not steps or str(steps[0][1]).startswith("$"):
+            raise ReplayError(f"{path!r}: the fewest inputs are found for an attribute, or a part of one")
+        runs = PartialRuns(self._source, self._definition, at)
+        inputs, tried = runs.inputs, 0
+
+        def holds(kept: list[At]) -> bool:
+            nonlocal tried
+            tried += 1
+            return same(runs.value_behind(kept, lambda player: value_at(player.instance, steps)), wanted)
+
+        if not holds(inputs):
+            raise ReplayError(f"{path}: the inputs of the log, given once more, do not give it that value")
+        kept = fewest(inputs, holds, self._is_late)
+        cls = self._definition.cls
+        return {
+            "of": len(inputs),
+            "tried": tried,
+            "is_cut": self._is_late(),
+            "begins_at": runs.begins_at,
+            "inputs": [
+                {"record": one[0], "message": one[1], "call": self._words(*one), "code": runs.call_code(one)}
+                for one in kept
+            ],
+            "module": cls.__module__,
+            "class": cls.__name__,
+            "value": literals(wanted)[0],
+        }
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
@@ -527,6 +521,14 @@ class MomentExplorer:
 
     def _count(self, record: int) -> int:
         return sum(batch.count for batch in batches(record_of(self._value_of(record)).content))
+
+    def _place(self, record: int, index: int | None) -> tuple[int, int]:
+        """Return how many messages a record has, and ``index``; None: of the last. Raises ReplayError for another."""
+        count = self._count(record)
+        index = max(0, count - 1) if index is None else index
+        if index >= max(1, count):
+            raise ReplayError(f"record {record} has no message {index}: it has {count}, counted from 0")
+        return count, index
 
     def _words(self, record: int, index: int) -> str:
         message = message_at(record_of(self._value_of(record)).content, index)

@@ -91,6 +91,7 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
         "replay",
         "verify",
         "what-if",
+        "why",
         "upgrade",
         "up",
         "clock",

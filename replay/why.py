@@ -1,0 +1,337 @@
+"""Why a value is what it is: the message and the line that made it so, what sent that message, and so on to the input
+from outside. All by replay: no log says what made a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct, convert, field
+
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import time_text
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.open import log_exists
+from immortal.coordinator.log.record_contents import DecodedMessage, first_record_at, read_record
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.system_methods import CLOCK_METHOD_ID, EFFECT_METHOD_ID, ORDER_METHOD_ID
+from immortal.protocol.trailer import BatchKind
+from immortal.replay.plan import ReplayError
+from immortal.replay.travel.sessions import Sessions
+
+STEPS_MAX = 100
+
+Values = dict[str, Any]
+At = tuple[int, int]
+"""A record, and a message in it."""
+
+
+class Step(Struct):
+    """One message of the chain. ``record`` None: it is not known which one, and ``note`` says why.
+
+    ``call``: the message in words. ``line``: where it made the value, or the call that comes before in the chain.
+    ``handler``: the async handler that ran that line, if another message had begun it. ``outside``: where it came from,
+    if no message made it. ``role``: "sent", "had" or "began": what it did for the step before it; "had": it brought a
+    result that the async handler had before it went on with another one.
+    """
+
+    instance: str
+    record: int | None = None
+    message: int | None = None
+    role: str = ""
+    time: str = ""
+    call: str = ""
+    line: Values | None = None
+    handler: str | None = None
+    outside: str = ""
+    note: str = ""
+    causes: list[Step] = field(default_factory=list)
+
+    def lines(self, indent: str = "", *, is_alone: bool = True) -> Iterator[str]:
+        """As text, the newest first. ``is_alone``: no other cause stands beside it, so its only cause does not need to
+        be indented."""
+        role = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by "}.get(self.role, "")
+        name = self.instance if self.record is None else f"{self.instance} {self.record}:{self.message}"
+        yield indent + role + "  ".join(filter(None, (name, self.time, self.call)))
+        if self.handler is not None:
+            yield f"{indent}     goes on: {self.handler}"
+        if self.line is not None:
+            place = f"{self.line['file']}:{self.line['line']}"
+            yield f"{indent}     {place}, in {self.line['function']}: {self.line['text']}"
+        if self.note:
+            yield f"{indent}     {self.note}"
+        if self.outside:
+            yield f"{indent}     from outside: {self.outside}"
+        for cause in self.causes:
+            is_only = len(self.causes) == 1
+            yield from cause.lines(indent if is_only and is_alone else f"{indent}  ", is_alone=is_only)
+
+
+class Explanation(Struct):
+    """Where a value comes from. ``before``, ``value``: as JSON, before the first step and behind it."""
+
+    path: str
+    before: str
+    value: str
+    step: Step
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.step.instance}: {self.path} is {self.value}, and was {self.before} before this:"
+        yield from self.step.lines()
+
+
+class Input(Struct):
+    """``call``: in words. ``code``: as a line of a test, if there is one."""
+
+    record: int
+    message: int
+    call: str
+    code: str | None
+
+
+class Minimal(Struct):
+    """The fewest inputs of one instance behind which a value is the same. ``of``: all those from the record behind
+    ``begins_at`` on, which ``tried`` replays left out in parts. ``value``: as Python's literal, if there is one.
+    """
+
+    instance: str
+    path: str
+    of: int
+    tried: int
+    is_cut: bool
+    begins_at: int
+    inputs: list[Input]
+    module: str
+    class_name: str = field(name="class")
+    value: str | None
+
+    def lines(self) -> Iterator[str]:
+        fewest = "so far, as there was no time for more" if self.is_cut else "of which none can be left out"
+        since = "the first start" if self.begins_at < 0 else f"record {self.begins_at}"
+        yield f"inputs since {since} that give it this value: {len(self.inputs)} of {self.of}, {fewest}"
+        for one in self.inputs:
+            yield f"  {one.record}:{one.message}  {one.call}"
+
+    def test_source(self) -> str:
+        """Return a test for pytest that gives a new instance these inputs. Raises ReplayError where none can."""
+        if self.begins_at >= 0:
+            raise ReplayError(
+                f"no test can begin as {self.instance} did at record {self.begins_at}, its oldest checkpoint: a test"
+                " begins with the first start"
+            )
+        calls = []
+        for one in self.inputs:
+            if one.code is None:
+                raise ReplayError(f"a test can't send record {one.record}, message {one.message}: {one.call}")
+            calls.append(f"        {one.code}\n        env.run()\n")
+        if self.value is None:
+            raise ReplayError(f"{self.path} is no plain value, which a test could name: give the path to a part of it")
+        return (
+            f"from immortal.testing import Environment\nfrom {self.module} import {self.class_name}\n\n\n"
+            f"def test_why() -> None:\n    with Environment(fail_alone=True) as env:\n"
+            f"        service = env.start({self.class_name}, {self.instance!r})\n{''.join(calls)}"
+            f"        assert service.state.{self.path} == {self.value}\n"
+        )
+
+
+class Explainer:
+    """Follows values back through the logs of the instances of ``registry``. For one question.
+
+    ``steps_max``: messages that are followed.
+    """
+
+    def __init__(self, registry: Registry, sessions: Sessions, steps_max: int = STEPS_MAX) -> None:
+        self._registry = registry
+        self._sessions = sessions
+        self._steps_left = steps_max
+        self._seen: set[tuple[str, int | None, int | None]] = set()
+
+    def explain(self, name: str, path: str, record: int | None = None, message: int | None = None) -> Explanation:
+        """Explain the value at ``path`` behind a message; None: the last one of the record, or of the log.
+
+        Raises ReplayError for a value that no message of the log made, and what else a replay raises.
+        """
+        if record is None:
+            with own_logs.open_reader(self._settings(name), check=False) as reader:
+                record = reader.last_sequence_id()
+            if record < 0:
+                raise ReplayError(f"the log of {name} has no record yet")
+        asked, began = record, None
+        while True:  # each stretch of the log by the code that handled it
+            found = self._sessions.ask(name, "change_behind_checkpoint", record=record, index=message, path=path)
+            if record != asked and found["now"] != began and not found["is_cut"]:
+                step = Step(name, note=f"the upgrade behind record {record} converted it, and no message changed it")
+                return Explanation(path, found["now"] or "absent", began or "absent", step)
+            if found.get("at") is not None and not found["is_cut"]:
+                step = self._step(name, tuple(found["at"]), "", {"path": path})
+                return Explanation(path, found["old"], found["new"], step)
+            if found["is_oldest"] or found["is_cut"]:
+                raise ReplayError(_not_found(name, path, asked, found))
+            record, message, began = found["since"], None, found["began"]
+
+    def minimal(self, found: Explanation) -> Minimal:
+        """Find the fewest inputs behind which the value is the same. Raises ReplayError."""
+        step, path = found.step, found.path
+        if step.record is None:
+            raise ReplayError(f"{path}: an upgrade made that value, so there are no inputs to look for")
+        answer = self._sessions.ask(step.instance, "minimal", record=step.record, index=step.message, path=path)
+        return convert({"instance": step.instance, "path": path, **answer}, Minimal)
+
+    def _step(self, name: str, at: At, role: str, how: Values) -> Step:
+        """``how``: what line is asked for."""
+        step = Step(name, *at, role=role)
+        if not self._is_new(step):
+            return step
+        try:
+            found = self._sessions.ask(name, "line", record=at[0], index=at[1], **how)
+            step.call, step.line, step.handler = found["message"], found["line"], found["handler"]
+            if found["is_cut"]:
+                step.line, step.note = None, "no time to find the line"
+            elif not found["changed"] and not role:
+                step.note = "an upgrade before this message converted it, and no message changed it"
+            elif step.line is None:
+                step.note = "no line of the app's code did that"
+        except ImmortalError as error:
+            step.note, found = f"the line is not known: {_first_line(error)}", {"began": None}
+        began = found["began"]
+        if began is None or tuple(began) == at:
+            step.handler = None
+        self._follow(step)
+        if step.handler is not None:
+            step.causes += self._had(step, tuple(began), found["number"])
+            step.causes.append(self._start(name, tuple(began), step.handler))
+        return step
+
+    def _had(self, step: Step, began: At, number: int) -> Iterator[Step]:
+        """The messages whose results the async handler of a step has had before, the newest first."""
+        asked = {"number": number, "began": began, "record": step.record, "index": step.message}
+        try:
+            found = self._sessions.ask(step.instance, "had", **asked)
+        except ImmortalError as error:
+            step.note = step.note or f"what it had before is not known: {_first_line(error)}"
+            return
+        if found["is_cut"]:
+            step.note = step.note or "no time to find all that it had before"
+        for record, message, call in reversed(found["had"]):
+            cause = Step(step.instance, record, message, role="had", call=call)
+            if self._is_new(cause):
+                self._follow(cause)
+            yield cause
+
+    def _start(self, name: str, at: At, call: str) -> Step:
+        """The message that began an async handler, which went on with another one."""
+        if at[0] < 0:
+            return Step(name, role="began", call=call, note="it began in an earlier version: no log says where")
+        step = Step(name, *at, role="began", call=call)
+        if self._is_new(step):
+            self._follow(step)
+        return step
+
+    def _is_new(self, step: Step) -> bool:
+        """Tell whether a step is to be followed; if not, it says why."""
+        key = step.instance, step.record, step.message
+        if key in self._seen:
+            step.note = "as above"
+        elif not self._steps_left:
+            step.note = "not followed further: --steps is the limit"
+        else:
+            self._steps_left -= 1
+            self._seen.add(key)
+            return True
+        return False
+
+    def _follow(self, step: Step) -> None:
+        """Add what sent the message, or say where from outside it came."""
+        try:
+            message, step.time = self._message(step.instance, step.record, step.message)
+        except ImmortalError as error:
+            step.note = step.note or _first_line(error)
+            return
+        step.outside = _outside(message, step.instance)
+        if not step.outside:
+            step.causes.append(self._sender(step, message))
+
+    def _sender(self, step: Step, message: DecodedMessage) -> Step:
+        sender = message.source.name or step.instance
+        to = step.instance if message.source.name else ""
+        try:
+            last = self._record_then(sender, message.source.send_time_ns) if to else step.record
+            found = self._sessions.ask(sender, "origin", destination=to, position=message.position, record=last)
+        except ImmortalError as error:
+            return Step(sender, role="sent", note=f"what made this call is not known: {_first_line(error)}")
+        if found["at"] is None:
+            why = "no time to look through all of its log" if found["is_cut"] else "its log does not reach back so far"
+            return Step(sender, role="sent", note=f"what made this call is not known: {why}")
+        how = {"path": "", "destination": to, "number": found["number"]}
+        return self._step(sender, tuple(found["at"]), "sent", how)
+
+    # --- the logs -----------------------------------------------------------------------------------------------------
+
+    def _settings(self, name: str) -> InstanceSettings:
+        """Raises RegistryError, ReplayError where there is no log."""
+        settings = self._registry.load(name)
+        if not log_exists(settings.log):
+            raise ReplayError(f"the log of {name} is not here")
+        return settings
+
+    def _message(self, name: str, record: int | None, index: int | None) -> tuple[DecodedMessage, str]:
+        """Return a message, and the time of its record. Raises ReplayError."""
+        assert record is not None
+        assert index is not None
+        with own_logs.open_reader(self._settings(name), check=False) as reader:
+            for logged in reader.records(record, record):
+                committer_id = reader.identity.committer_id
+                found = logged.problem or read_record(logged.value, record, committer_id, whole=True)
+                if isinstance(found, str):
+                    raise ReplayError(found)
+                return found.messages[index], time_text(found.trailer.time_ns)
+        raise ReplayError(f"record {record} is not in the log of {name} any more")
+
+    def _record_then(self, name: str, time_ns: int) -> int:
+        """Return the last record of that time or before; that clocks differ makes it a guess."""
+        with own_logs.open_reader(self._settings(name), check=False) as reader:
+            return max(first_record_at(reader, time_ns + 1) - 1, 0)
+
+
+def _outside(message: DecodedMessage, name: str) -> str:
+    """Return where from outside a message came, in words; "" for one that a message of an instance made."""
+    kind, rpc = message.source.kind, message.rpc
+    if kind == BatchKind.CLIENT:
+        return f"the request of client {message.source.name.removeprefix(CLIENTS)}"
+    if kind == BatchKind.INITIAL or rpc is None:
+        return "the first start"
+    if rpc.kind == RpcKind.CALL:
+        own = {CLOCK_METHOD_ID: "a timer", EFFECT_METHOD_ID: "the result of an effect", ORDER_METHOD_ID: "an operator"}
+        if rpc.method_id in own:
+            return own[rpc.method_id]
+        if rpc.rpc_type == RpcType.IMPULSE:
+            return f"an impulse of {message.source.name or name}"
+    return ""
+
+
+def _not_found(name: str, path: str, record: int, found: Values) -> str:
+    if found["is_cut"]:
+        return (
+            f"{name}: no change of {path} was found in time, looking back from record {record}: give an earlier"
+            " moment by --at, or more time by --timeout-s"
+        )
+    since = found["since"]
+    if found["now"] is None:
+        return (
+            f"{name} has no value at {path}, nor had it one before: 'immortal replay {name} --to {record} --state'"
+            " shows all that there is"
+        )
+    if since is None or since < 0:
+        return f"{name}: {path} is {found['now']} since the first start: __init__ made it, and no message changed it"
+    return (
+        f"{name}: {path} is {found['now']} since record {since}, the oldest checkpoint, or before: ask a copy of the"
+        " log that reaches back further ('immortal restore'), or keep more with the setting keep_checkpoints"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]

@@ -1,0 +1,79 @@
+"""Which line is noted for a change: the innermost one that made it, and the last."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from immortal.replay.travel.lines import LineWatch
+
+
+class Box:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def put(self, value: int) -> int:
+        self.value = value
+        return value
+
+    def raised(self) -> int:
+        return self.value + 1
+
+
+def watched(box: Box, action: Callable[[], object], *, is_late: bool = False) -> LineWatch:
+    package = __name__.partition(".")[0]
+    watch = LineWatch(lambda: box.value, package, lambda: None, lambda: is_late)
+    try:
+        action()
+    finally:
+        watch.stop()
+    assert sys.gettrace() is not watch
+    return watch
+
+
+def text(watch: LineWatch) -> str:
+    place = watch.place()
+    return "" if place is None else place["text"]
+
+
+def test_the_line_of_the_innermost_call_is_noted() -> None:
+    box = Box()
+
+    def action() -> None:
+        box.put(3)
+        len("no change")
+
+    assert text(watched(box, action)) == "self.value = value"
+
+
+def test_a_line_that_calls_and_then_assigns_is_the_one() -> None:
+    box = Box()
+
+    def action() -> None:
+        box.value = box.raised()
+
+    assert text(watched(box, action)) == "box.value = box.raised()"
+
+
+def test_the_last_change_counts_also_one_behind_an_exception() -> None:
+    box = Box()
+
+    def action() -> None:
+        box.put(1)
+        try:
+            raise ValueError
+        except ValueError:
+            box.value += 5
+
+    assert text(watched(box, action)) == "box.value += 5"
+
+
+def test_no_change_has_no_line() -> None:
+    watch = watched(Box(), lambda: None)
+    assert (watch.place(), watch.changed, watch.is_cut) == (None, False, False)
+
+
+def test_one_that_is_late_gives_up() -> None:
+    box = Box()
+    watch = watched(box, lambda: box.put(1), is_late=True)
+    assert (watch.place(), watch.is_cut) == (None, True)
