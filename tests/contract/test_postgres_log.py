@@ -574,7 +574,7 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
     monkeypatch.setattr(connections, "connect", connect)
     address = Address.of(postgres.url("another").removeprefix("postgresql:"))
     held = connections.Lease(address, 0.1, "")
-    with connections.connect(address) as connection, connection.transaction():
+    with really_connect(address) as connection, connection.transaction():
         held.take_over(connection)
 
     def left_s() -> float:
