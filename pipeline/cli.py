@@ -9,25 +9,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from immortal.pipeline.errors import one_line_error
 from immortal.protocol import distribution
-from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo_json, echo_lines, json_option
+from immortal.protocol.command_line import (
+    Commands,
+    FailedError,
+    RecordPlace,
+    counted,
+    echo,
+    echo_json,
+    echo_lines,
+    json_option,
+)
 from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from rich.status import Status
 
-    from immortal.pipeline.jobs.sources import Fleet
+    from immortal.pipeline.jobs.sources import Fleet, Unreadable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FOUND = 3
 """The exit status where a job has found what should not be."""
+UNREADABLE = 4
+"""The exit status where nothing was found, and some logs could not be read."""
+_UNREADABLE_SHOWN_MAX = 20
 
 _PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
@@ -49,6 +61,7 @@ def spark_options(function: Function) -> Function:
     function = click.option(
         "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="A setting of Spark's."
     )(json_option(function))
+    function = click.option("--strict", is_flag=True, help="End at the first log that cannot be read.")(function)
     return click.option("--master", default="local[*]", show_default=True, help="Where Spark runs.")(function)
 
 
@@ -85,12 +98,12 @@ def _require_packages() -> None:
         raise FailedError(f"the pipeline needs {', '.join(missing)}: {distribution.add_extra('spark')}")
 
 
-def _open(paths: list[str]) -> Fleet:
+def _open(paths: list[str], *, strict: bool) -> Fleet:
     """Open the logs that ``paths`` name, before Spark starts, which takes a while."""
     _require_packages()
     from immortal.pipeline.jobs.sources import open_fleet
 
-    return open_fleet(paths)
+    return open_fleet(paths, strict=strict)
 
 
 @contextmanager
@@ -118,6 +131,9 @@ def pipeline() -> None:
     A PATH is a log folder, a registry's home, an export, or a URL: of a database (postgresql://HOST/DATABASE) or an
     archive (s3://BUCKET/PATH and the like), all logs there or, with #NAME behind it, one of them. Without any it is the
     own registry's home.
+
+    Exit status: 0 nothing was found; 1 it could not run; 2 wrong use; 3 something was found; 4 nothing was found, and
+    some logs could not be read.
     """
 
 
@@ -127,10 +143,16 @@ def pipeline() -> None:
 @click.option("--tables", metavar="NAME,...", help="raw, records, messages, outputs, checkpoints.  [default: all]")
 @spark_options
 def export(
-    paths: list[str], folder: Path, tables: str | None, master: str, settings: dict[str, str], as_json: bool
+    paths: list[str],
+    folder: Path,
+    tables: str | None,
+    master: str,
+    strict: bool,
+    settings: dict[str, str],
+    as_json: bool,
 ) -> None:
     """Logs to Parquet, by instance and day; each time what is new. Compared with the logs before it counts."""
-    fleet = _open(paths)
+    fleet = _open(paths, strict=strict)
     from immortal.pipeline.jobs import export as job
     from immortal.pipeline.report.text import export_lines
 
@@ -138,7 +160,7 @@ def export(
     job.prepare(fleet, folder, names)
     with _spark(master, settings, "export") as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
-    _print(as_json, asdict(report), export_lines(report, folder))
+    _finish(as_json, asdict(report), export_lines(report, folder), report.unreadable)
 
 
 @pipeline.command()
@@ -159,43 +181,43 @@ def audit(
     streams: bool,
     limit: int,
     master: str,
+    strict: bool,
     settings: dict[str, str],
     as_json: bool,
 ) -> None:
     """Was every message executed once, in order, after its cause, and as it was made?
 
-    The exit status is 0 if so, 3 if not.
+    The exit status is 0 if so, 3 if not, 4 if some logs could not be read.
     """
-    fleet = _open(paths)
+    fleet = _open(paths, strict=strict)
     from immortal.pipeline.jobs import audit as job
     from immortal.pipeline.report.text import audit_lines
 
     with _spark(master, settings, "audit") as (spark, shown):
         shown.say("auditing")
         report = job.audit(spark, fleet, tolerance_ms=tolerance_ms)
-    _print(as_json, report.to_json(limit), audit_lines(report, limit, all_streams=streams))
-    sys.exit(FOUND if report.violation_count else 0)
+    lines = audit_lines(report, limit, all_streams=streams)
+    _finish(as_json, report.to_json(limit), lines, report.unreadable, found=report.violation_count)
 
 
 @pipeline.command()
 @paths_argument
 @limit_option
 @spark_options
-def verify(paths: list[str], limit: int, master: str, settings: dict[str, str], as_json: bool) -> None:
+def verify(paths: list[str], limit: int, master: str, strict: bool, settings: dict[str, str], as_json: bool) -> None:
     """Recompute every check of every record and checkpoint, in parallel.
 
-    The exit status is 0 if all is sound, 1 if something is damaged.
+    The exit status is 0 if all is sound, 3 if something is damaged, 4 if some logs could not be read.
     """
-    _require_packages()
+    fleet = _open(paths, strict=strict)
     from immortal.pipeline.jobs import verify as job
     from immortal.pipeline.report.text import verify_lines
 
-    opened = job.open_all(paths)
     with _spark(master, settings, "verify") as (spark, shown):
         shown.say("verifying")
-        report = job.verify(spark, opened)
-    _print(as_json, report.to_json(limit), verify_lines(report, limit))
-    sys.exit(1 if report.problem_count else 0)
+        report = job.verify(spark, fleet)
+    lines = verify_lines(report, limit)
+    _finish(as_json, report.to_json(limit), lines, report.unreadable, found=report.problem_count)
 
 
 @pipeline.command()
@@ -212,11 +234,12 @@ def stats(
     page: Path | None,
     top: int,
     master: str,
+    strict: bool,
     settings: dict[str, str],
     as_json: bool,
 ) -> None:
     """Calls, bytes and times from sending to logging: by service, method, minute and pair of services."""
-    fleet = _open(paths)
+    fleet = _open(paths, strict=strict)
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
 
@@ -227,7 +250,7 @@ def stats(
         from immortal.pipeline.report.pages import stats_page
 
         _write(page, stats_page(found))
-    _print(as_json, asdict(found), stats_lines(found, top))
+    _finish(as_json, asdict(found), stats_lines(found, top), found.unreadable)
 
 
 def _write(path: Path, text: str) -> None:
@@ -263,6 +286,7 @@ def trace(
     horizon_s: float,
     limit: int,
     master: str,
+    strict: bool,
     settings: dict[str, str],
     as_json: bool,
 ) -> None:
@@ -270,7 +294,7 @@ def trace(
 
     Logs do not say which message made which call: each is shown with how many may have made it; "exact" is one.
     """
-    fleet = _open(paths)
+    fleet = _open(paths, strict=strict)
     from immortal.pipeline.jobs import trace as job
     from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 
@@ -292,7 +316,7 @@ def trace(
         _write(svg, trace_svg(found))
     if dot is not None:
         _write(dot, trace_dot(found))
-    _print(as_json, asdict(found), trace_lines(found))
+    _finish(as_json, asdict(found), trace_lines(found), found.unreadable)
 
 
 def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -337,12 +361,13 @@ def what_if(
     trust_pickle: bool,
     timeout_s: float,
     master: str,
+    strict: bool,
     settings: dict[str, str],
     as_json: bool,
 ) -> None:
     """Compare what other code would have done with the logs of all instances registered in HOME.
 
-    The exit status is 0 if nothing would be, 3 if something would, 1 if some could not be tried.
+    The exit status is 0 if nothing would be, 3 if something would, 4 if some could not be tried, 1 if none could.
     """
     own_home = getattr(ctx.find_root().obj, "home", None)
     folder = home or own_home
@@ -354,19 +379,36 @@ def what_if(
 
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []
-    chosen = job.choose_apps(Path(folder), apps, code)
+    chosen, unreadable = job.choose_apps(Path(folder), apps, code, strict=strict)
     with _spark(master, settings, "what-if") as (spark, shown):
         shown.say("replaying")
-        result = job.what_if(spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s)
-    _print(as_json, asdict(result), what_if_lines(result))
-    sys.exit(result.exit_status)
+        result = job.what_if(
+            spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s, strict=strict
+        )
+    result.unreadable = unreadable
+    _finish(as_json, asdict(result), what_if_lines(result), unreadable, status=result.exit_status)
 
 
-def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
+def _finish(
+    as_json: bool,
+    values: Any,
+    lines: Iterator[str],
+    unreadable: Sequence[Unreadable],
+    *,
+    found: int = 0,
+    status: int | None = None,
+) -> NoReturn:
+    """Print what a job came to, and end with its status."""
     if as_json:
         echo_json(values)
-        return
-    echo_lines(lines)
+    else:
+        echo_lines(lines)
+        if unreadable:
+            echo(f"NOT READ, or not to the end: {counted(len(unreadable), 'log')}")
+        echo_lines(f"  {each.log}: {each.text}" for each in unreadable[:_UNREADABLE_SHOWN_MAX])
+        if len(unreadable) > _UNREADABLE_SHOWN_MAX:
+            echo(f"  and {len(unreadable) - _UNREADABLE_SHOWN_MAX:,} more; --json has them all")
+    sys.exit(status if status is not None else FOUND if found else UNREADABLE if unreadable else 0)
 
 
 # Progress of Spark's jobs on stderr; nothing if stderr is no terminal.

@@ -5,7 +5,7 @@ Each row belongs to one stream, sender to receiver, and is one of
     MARK   in the sender's log: how far the stream had got, and its checksum
     BATCH  in the receiver's log: messages that it executed
     LOG    about the log of ``receiver`` itself (``sender`` is empty): ``items`` sound records from ``sequence_id`` on,
-           or, with a reason, one that is damaged
+           or, with a reason, one that is damaged; with a ``position``, those up to it could not be read
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from immortal.pipeline.decode import (
     verify_checks,
 )
 from immortal.pipeline.jobs.stream_audit import count_impulses
-from immortal.pipeline.reading import Gap, LogRange, read_range
+from immortal.pipeline.reading import Gap, LogRange, read_range, with_end, within_time
 from immortal.protocol.batch import check_batch
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import RpcType
@@ -85,16 +85,19 @@ class Row(NamedTuple):
 # --- many records at once --------------------------------------------------------------------------------------------
 
 
-def evidence_of_log(ranges: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """For mapInArrow: rows of LogRange's fields into evidence."""
-    for batch in ranges:
-        for row in batch.to_pylist():
-            wanted = LogRange(**row)
-            for piece in read_range(wanted):
-                if isinstance(piece, Gap):
-                    yield gap_rows(wanted.instance, piece)
-                else:
-                    yield from evidence_of_values(piece, wanted.instance, wanted.committer_id)
+def evidence_of_range(wanted: LogRange, first_ns: int, last_ns: int) -> Iterator[pa.RecordBatch]:
+    """Yield the evidence of a range between two times. Raises what reading raises, behind a row that says how far."""
+    done = wanted.first
+    try:
+        for piece in read_range(within_time(with_end(wanted), first_ns, last_ns)):
+            if isinstance(piece, Gap):
+                yield gap_rows(wanted.instance, piece)
+            else:
+                yield from evidence_of_values(piece, wanted.instance, wanted.committer_id)
+                done = int(piece.sequence_ids[-1]) + 1
+    except (ImmortalError, OSError) as error:
+        yield _from_rows([Row(WHOLE_LOG, wanted.instance, LOG, done, position=wanted.end, reason=str(error))])
+        raise
 
 
 def gap_rows(instance: str, gap: Gap) -> pa.RecordBatch:

@@ -105,6 +105,14 @@ def test_ranges_filters_and_columns(spark: SparkSession, home: Path) -> None:
     assert sorted(map(tuple, part.collect())) == sorted((row["position"], row["source"]) for row in expected_messages())
 
 
+def test_the_same_log_by_two_paths(spark: SparkSession, home: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(home / "alice" / "log")
+    frames = [read(spark, "records", path) for path in (home / "alice" / "log", link)]
+    assert [frame.count() for frame in frames] == [300, 300]
+    assert frames[0].union(frames[1]).count() == 600
+
+
 def test_arguments_by_the_class(spark: SparkSession, tmp_path: Path) -> None:
     calls = [
         (Call(SELL, 1, arguments("pen", 3)), "sell", {"item": "pen", "count": 3}, None),
