@@ -58,6 +58,8 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
         raise SourceError("no path was given: load() takes log folders, or a registry's home")
     found: dict[str, str] = {}
     for given in paths:
+        if given.startswith("file:/") and not given.startswith("file://"):
+            given = f"file://{given.removeprefix('file:')}"  # as catalogs write it
         path = folder_of(given)
         if split_url(path)[0] != FOLDERS or ("#" in given and path != given):
             found |= {url: url for url in _urls(given, may_be_none=may_be_none)}

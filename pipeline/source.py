@@ -18,7 +18,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType
 
 from immortal.pipeline import tables
 from immortal.pipeline.arguments import decode_targets, decoder_of
@@ -51,6 +51,11 @@ _OPTIONS = {
     *("table", "instance", "from", "to", "fromtime", "totime", "decode", "check", "path", "paths", "partitionbytes"),
     *("maxrecordsperbatch", "startingoffset", "committerid"),
 }
+_OF_CATALOGS = {  # Spark adds what a catalog knows of a table to its options
+    *("provider", "location", "external", "is_managed_location", "owner", "comment", "collation"),
+    *("serialization.format", "transient_lastddltime"),
+}
+_KEPT = "immortal.options"  # in a table's first column: of a catalog's table, readers get the columns, not the options
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -73,7 +78,8 @@ class Options:
     def of(cls, options: Mapping[str, str]) -> Options:
         """Raises SourceError, which names the option, what it was and what was expected."""
         for name in options:
-            if name.lower() not in _OPTIONS:
+            known = name.lower().removeprefix("option.")
+            if known not in _OPTIONS | _OF_CATALOGS and not known.startswith("spark.sql."):
                 raise SourceError(f"there is no option {name!r}: there are {', '.join(sorted(_OPTIONS))}")
         table = options.get("table", "messages")
         if table not in SCHEMAS:
@@ -137,13 +143,24 @@ class ImmortalSource(DataSource):
         return "immortal"
 
     def schema(self) -> StructType:
-        return SCHEMAS[Options.of(self.options).table]
+        schema = SCHEMAS[Options.of(self.options).table]
+        if "provider" not in self.options:
+            return schema
+        kept = {_KEPT: {name: self.options[name] for name in self.options}}
+        return StructType([StructField(schema[0].name, schema[0].dataType, metadata=kept), *schema.fields[1:]])
 
     def reader(self, schema: StructType) -> Reader:
+        self._add_kept(schema)
         return Reader(Options.of(self.options), schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 (Spark's name)
+        self._add_kept(schema)
         return StreamReader(self.options, schema)
+
+    def _add_kept(self, schema: StructType) -> None:
+        for field in schema.fields[:1]:
+            for name, value in field.metadata.get(_KEPT, {}).items():
+                self.options.setdefault(name, value)
 
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
         from immortal.pipeline.writer import Writer

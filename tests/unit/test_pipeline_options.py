@@ -25,6 +25,7 @@ from tests.helpers.pipeline_logs import make_log, random_specs
         ({"to": "x"}, "option to: 'x': a number, 0 or more"),
         ({"to": str(2**63)}, "option to: '9223372036854775808': a number"),
         ({"partitionBytes": "1 MB"}, "option partitionBytes: '1 MB': a number"),
+        ({"option.tabel": "records"}, "there is no option 'option.tabel': there are check, "),
         ({"check": "maybe"}, "option check: 'maybe': true or false"),
         ({"tabel": "records"}, "there is no option 'tabel': there are check, "),
         ({"paths": "{}"}, "option paths: '{}': a JSON list"),
