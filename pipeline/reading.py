@@ -249,11 +249,6 @@ def range_of(log: LogReader, folder: str) -> LogRange:
     return LogRange(folder, log.identity.instance_name, log.identity.committer_id, first, last + 1, size_bytes)
 
 
-def with_end(wanted: LogRange) -> LogRange:
-    """Return the range with the log's end, where it has none. Raises as :func:`open_range`."""
-    return replace(wanted, end=open_range(wanted).ends()[1] + 1) if wanted.end == NO_LIMIT else wanted
-
-
 def open_range(wanted: LogRange) -> LogReader:
     """The log that ``wanted`` is of. Raises LogChangedError where another has taken its place."""
     try:
@@ -277,7 +272,7 @@ def read_range(wanted: LogRange) -> Iterator[Values | Gap]:
     """
     log = open_range(wanted)
     try:
-        yield from read_open(log, wanted)
+        yield from read_open(log, wanted if wanted.end != NO_LIMIT else replace(wanted, end=log.ends()[1] + 1))
     finally:
         log.release()
 
@@ -375,6 +370,9 @@ def first_at(wanted: LogRange, time_ns: int) -> int:
 
 def within_time(wanted: LogRange, first_ns: int, last_ns: int) -> LogRange:
     """Leave out the records before ``first_ns``, and those after ``last_ns``, in ns since the Unix epoch."""
+    if (first_ns, last_ns) == (0, NO_LIMIT):
+        return wanted
+    wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
     first = first_at(wanted, first_ns) if first_ns else wanted.first
     end = first_at(wanted, last_ns + 1) if last_ns != NO_LIMIT else wanted.end
     return wanted.part(first, end)

@@ -33,7 +33,6 @@ from immortal.pipeline.reading import (
     paths_of,
     read_range,
     whole_range,
-    with_end,
     within_time,
 )
 from immortal.pipeline.tables import TABLES, TableReader
@@ -107,6 +106,8 @@ class Options:
 
     def narrow(self, wanted: LogRange) -> LogRange:
         """Leave out the records that are not to be read."""
+        if self.last != NO_LIMIT and wanted.end == NO_LIMIT:
+            wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
         return within_time(wanted.part(self.first, self.last + 1), self.first_ns, self.last_ns)
 
 
@@ -190,7 +191,7 @@ class RangeReader:
         if options.table == "checkpoints":
             yield from tables.read(open_range(wanted), wanted, options.check, self.columns)
             return
-        wanted = options.narrow(with_end(wanted))
+        wanted = options.narrow(wanted)
         target = options.decode.get(wanted.instance, options.decode.get(""))
         table = TableReader(
             options.table,
