@@ -40,8 +40,6 @@ RUN_PREFIX = "run-"
 TABLES = tuple(SCHEMAS)
 _EVIDENCE = from_arrow_schema(EVIDENCE)
 _ADDED = {"raw": "time_ns long, check long, day date", "outputs": "time_ns long, day date"}
-_BATCH_SIZE_BYTES_MIN = 1 << 20
-_BATCHES_JOINED_MAX = 1_000
 
 Read = Callable[[LogRange], Iterator[pa.RecordBatch]]
 """Makes rows of a range, in a worker."""
@@ -311,26 +309,6 @@ def read_packs(
     batches: Iterator[pa.RecordBatch], packs: Sequence[Sequence[LogRange]], read: Read, said: Said | None
 ) -> Iterator[pa.RecordBatch]:
     """For mapInArrow: numbers of packs into the rows of their ranges. ``said`` None: an error ends it."""
-    return _joined(_read_packs(batches, packs, read, said))
-
-
-def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Join small batches: each one costs the JVM as much as a thousand rows."""
-    waiting: list[pa.RecordBatch] = []
-    size_bytes = 0
-    for batch in batches:
-        waiting.append(batch)
-        size_bytes += batch.nbytes
-        if size_bytes >= _BATCH_SIZE_BYTES_MIN or len(waiting) == _BATCHES_JOINED_MAX:
-            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches() if waiting[1:] else waiting
-            waiting, size_bytes = [], 0
-    if waiting:
-        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
-
-
-def _read_packs(
-    batches: Iterator[pa.RecordBatch], packs: Sequence[Sequence[LogRange]], read: Read, said: Said | None
-) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         for wanted in (each for number in batch.column(0).to_pylist() for each in packs[number]):
             try:
