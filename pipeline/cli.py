@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from immortal.pipeline.errors import one_line_error
 from immortal.protocol import distribution
-from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo_json, echo_lines, json_option
+from immortal.protocol.command_line import (
+    Commands,
+    FailedError,
+    RecordPlace,
+    counted,
+    echo,
+    echo_json,
+    echo_lines,
+    json_option,
+)
 from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from rich.status import Status
 
-    from immortal.pipeline.jobs.sources import Fleet
+    from immortal.pipeline.jobs.sources import Fleet, Unreadable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FOUND = 3
 """Exit status of a job that found violations."""
+UNREADABLE = 4
+"""Exit status of a job that found nothing, but could not read some logs."""
+_UNREADABLE_SHOWN_MAX = 20
 
 _PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
@@ -45,10 +58,29 @@ class _Group(Commands):
             raise FailedError(str(one_line_error(error))) from None
 
 
-def spark_options(function: Function) -> Function:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Options of all jobs."""
+
+    master: str
+    strict: bool
+    settings: dict[str, str]
+    as_json: bool
+
+
+def spark_options(job: Function) -> Any:
+    """Give a job the option ``run``."""
+
+    @functools.wraps(job)
+    def function(
+        *arguments: Any, master: str, strict: bool, settings: dict[str, str], as_json: bool, **more: Any
+    ) -> Any:
+        return job(*arguments, run=Run(master, strict, settings, as_json), **more)
+
     function = click.option(
         "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="A setting of Spark's."
     )(json_option(function))
+    function = click.option("--strict", is_flag=True, help="End at the first log that cannot be read.")(function)
     return click.option("--master", default="local[*]", show_default=True, help="Where Spark runs.")(function)
 
 
@@ -85,16 +117,16 @@ def _require_packages() -> None:
         raise FailedError(f"the pipeline needs {', '.join(missing)}: {distribution.add_extra('spark')}")
 
 
-def _open(paths: list[str]) -> Fleet:
+def _open(paths: list[str], run: Run) -> Fleet:
     """Open the logs that ``paths`` name, before Spark starts, which takes a while."""
     _require_packages()
     from immortal.pipeline.jobs.sources import open_fleet
 
-    return open_fleet(paths)
+    return open_fleet(paths, strict=run.strict)
 
 
 @contextmanager
-def _spark(master: str, settings: dict[str, str], name: str) -> Iterator[tuple[SparkSession, Progress]]:
+def _spark(run: Run, name: str) -> Iterator[tuple[SparkSession, Progress]]:
     """Open a session for one job. Its JVM ends with it, unless the session existed before."""
     from pyspark.sql import SparkSession
 
@@ -102,7 +134,7 @@ def _spark(master: str, settings: dict[str, str], name: str) -> Iterator[tuple[S
 
     was_running = SparkSession.getActiveSession() is not None
     with progress() as shown:
-        spark = session(master, f"immortal pipeline {name}", **settings)
+        spark = session(run.master, f"immortal pipeline {name}", **run.settings)
         try:
             shown.watch(spark)
             yield spark, shown
@@ -118,6 +150,9 @@ def pipeline() -> None:
     A PATH is a log folder, a registry's home, an export, or a URL: of a database (postgresql://HOST/DATABASE) or an
     archive (s3://BUCKET/PATH and the like), all logs there or, with #NAME behind it, one of them. Without any it is the
     own registry's home.
+
+    Exit status: 0 nothing was found; 1 it could not run; 2 wrong use; 3 something was found; 4 nothing was found, and
+    some logs could not be read.
     """
 
 
@@ -126,19 +161,17 @@ def pipeline() -> None:
 @click.option("--to", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Where it goes.")
 @click.option("--tables", metavar="NAME,...", help="raw, records, messages, outputs, checkpoints.  [default: all]")
 @spark_options
-def export(
-    paths: list[str], folder: Path, tables: str | None, master: str, settings: dict[str, str], as_json: bool
-) -> None:
+def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None:
     """Logs to Parquet, by instance and day; each time what is new. Compared with the logs before it counts."""
-    fleet = _open(paths)
+    fleet = _open(paths, run)
     from immortal.pipeline.jobs import export as job
     from immortal.pipeline.report.text import export_lines
 
     names = [name.strip() for name in tables.split(",")] if tables is not None else None
     job.prepare(fleet, folder, names)
-    with _spark(master, settings, "export") as (spark, shown):
+    with _spark(run, "export") as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
-    _print(as_json, asdict(report), export_lines(report, folder))
+    _finish(run, asdict(report), export_lines(report, folder), report.unreadable)
 
 
 @pipeline.command()
@@ -153,49 +186,40 @@ def export(
 @click.option("--streams", is_flag=True, help="List every stream.")
 @limit_option
 @spark_options
-def audit(
-    paths: list[str],
-    tolerance_ms: int,
-    streams: bool,
-    limit: int,
-    master: str,
-    settings: dict[str, str],
-    as_json: bool,
-) -> None:
+def audit(paths: list[str], tolerance_ms: int, streams: bool, limit: int, run: Run) -> None:
     """Was every message executed once, in order, after its cause, and as it was made?
 
-    The exit status is 0 if so, 3 if not.
+    The exit status is 0 if so, 3 if not, 4 if some logs could not be read.
     """
-    fleet = _open(paths)
+    fleet = _open(paths, run)
     from immortal.pipeline.jobs import audit as job
     from immortal.pipeline.report.text import audit_lines
 
-    with _spark(master, settings, "audit") as (spark, shown):
+    with _spark(run, "audit") as (spark, shown):
         shown.say("auditing")
         report = job.audit(spark, fleet, tolerance_ms=tolerance_ms)
-    _print(as_json, report.to_json(limit), audit_lines(report, limit, all_streams=streams))
-    sys.exit(FOUND if report.violation_count else 0)
+    lines = audit_lines(report, limit, all_streams=streams)
+    _finish(run, report.to_json(limit), lines, report.unreadable, found=report.violation_count)
 
 
 @pipeline.command()
 @paths_argument
 @limit_option
 @spark_options
-def verify(paths: list[str], limit: int, master: str, settings: dict[str, str], as_json: bool) -> None:
+def verify(paths: list[str], limit: int, run: Run) -> None:
     """Recompute every check of every record and checkpoint, in parallel.
 
-    The exit status is 0 if all is sound, 1 if something is damaged.
+    The exit status is 0 if all is sound, 3 if something is damaged, 4 if some logs could not be read.
     """
-    _require_packages()
+    fleet = _open(paths, run)
     from immortal.pipeline.jobs import verify as job
     from immortal.pipeline.report.text import verify_lines
 
-    opened = job.open_all(paths)
-    with _spark(master, settings, "verify") as (spark, shown):
+    with _spark(run, "verify") as (spark, shown):
         shown.say("verifying")
-        report = job.verify(spark, opened)
-    _print(as_json, report.to_json(limit), verify_lines(report, limit))
-    sys.exit(1 if report.problem_count else 0)
+        report = job.verify(spark, fleet)
+    lines = verify_lines(report, limit)
+    _finish(run, report.to_json(limit), lines, report.unreadable, found=report.problem_count)
 
 
 @pipeline.command()
@@ -206,28 +230,20 @@ def verify(paths: list[str], limit: int, master: str, settings: dict[str, str], 
     "--top", type=click.IntRange(min=1), default=10, show_default=True, help="So many methods and pairs are printed."
 )
 @spark_options
-def stats(
-    paths: list[str],
-    decode: str | None,
-    page: Path | None,
-    top: int,
-    master: str,
-    settings: dict[str, str],
-    as_json: bool,
-) -> None:
+def stats(paths: list[str], decode: str | None, page: Path | None, top: int, run: Run) -> None:
     """Calls, bytes and times from sending to logging: by service, method, minute and pair of services."""
-    fleet = _open(paths)
+    fleet = _open(paths, run)
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
 
-    with _spark(master, settings, "stats") as (spark, shown):
+    with _spark(run, "stats") as (spark, shown):
         shown.say("counting")
         found = job.stats(spark, fleet, decode=decode)
     if page is not None:
         from immortal.pipeline.report.pages import stats_page
 
         _write(page, stats_page(found))
-    _print(as_json, asdict(found), stats_lines(found, top))
+    _finish(run, asdict(found), stats_lines(found, top), found.unreadable)
 
 
 def _write(path: Path, text: str) -> None:
@@ -262,20 +278,18 @@ def trace(
     within_ms: int,
     horizon_s: float,
     limit: int,
-    master: str,
-    settings: dict[str, str],
-    as_json: bool,
+    run: Run,
 ) -> None:
     """Follow a message of INSTANCE across services.
 
     Logs do not say which message made which call: each is shown with how many may have made it; "exact" is one.
     """
-    fleet = _open(paths)
+    fleet = _open(paths, run)
     from immortal.pipeline.jobs import trace as job
     from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 
     job.check_instance(fleet, instance)
-    with _spark(master, settings, "trace") as (spark, shown):
+    with _spark(run, "trace") as (spark, shown):
         shown.say("following")
         found = job.trace(
             spark,
@@ -292,7 +306,7 @@ def trace(
         _write(svg, trace_svg(found))
     if dot is not None:
         _write(dot, trace_dot(found))
-    _print(as_json, asdict(found), trace_lines(found))
+    _finish(run, asdict(found), trace_lines(found), found.unreadable)
 
 
 def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -336,13 +350,11 @@ def what_if(
     upgrade: bool,
     trust_pickle: bool,
     timeout_s: float,
-    master: str,
-    settings: dict[str, str],
-    as_json: bool,
+    run: Run,
 ) -> None:
     """Compare what other code would have done with the logs of all instances registered in HOME.
 
-    The exit status is 0 if nothing would be, 3 if something would, 1 if some could not be tried.
+    The exit status is 0 if nothing would be, 3 if something would, 4 if some could not be tried, 1 if none could.
     """
     own_home = getattr(ctx.find_root().obj, "home", None)
     folder = home or own_home
@@ -354,19 +366,36 @@ def what_if(
 
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []
-    chosen = job.choose_apps(Path(folder), apps, code)
-    with _spark(master, settings, "what-if") as (spark, shown):
+    chosen, unreadable = job.choose_apps(Path(folder), apps, code, strict=run.strict)
+    with _spark(run, "what-if") as (spark, shown):
         shown.say("replaying")
-        result = job.what_if(spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s)
-    _print(as_json, asdict(result), what_if_lines(result))
-    sys.exit(result.exit_status)
+        result = job.what_if(
+            spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s, strict=run.strict
+        )
+    result.unreadable = unreadable
+    _finish(run, asdict(result), what_if_lines(result), unreadable, status=result.exit_status)
 
 
-def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
-    if as_json:
+def _finish(
+    run: Run,
+    values: Any,
+    lines: Iterator[str],
+    unreadable: Sequence[Unreadable],
+    *,
+    found: int = 0,
+    status: int | None = None,
+) -> NoReturn:
+    """Print the results of a job, and end with its status."""
+    if run.as_json:
         echo_json(values)
-        return
-    echo_lines(lines)
+    else:
+        echo_lines(lines)
+        if unreadable:
+            echo(f"NOT READ, or not to the end: {counted(len(unreadable), 'log')}")
+        echo_lines(f"  {each.log}: {each.text}" for each in unreadable[:_UNREADABLE_SHOWN_MAX])
+        if len(unreadable) > _UNREADABLE_SHOWN_MAX:
+            echo(f"  and {len(unreadable) - _UNREADABLE_SHOWN_MAX:,} more; --json has them all")
+    sys.exit(status if status is not None else FOUND if found else UNREADABLE if unreadable else 0)
 
 
 # Progress of Spark's jobs on stderr; nothing is shown if stderr is no terminal.

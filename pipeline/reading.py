@@ -12,8 +12,8 @@ import os
 import struct
 import tomllib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.authentication import Macs, authenticate_records, forged_record
 from immortal.coordinator.log.backend import View
 from immortal.coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
-from immortal.coordinator.log.identity import meta_value, read_identity
+from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_value, read_identity
 from immortal.coordinator.log.open import log_exists, open_reader, place_of
 from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import first_record_at
@@ -58,6 +58,8 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
         raise SourceError("no path was given: load() takes log folders, or a registry's home")
     found: dict[str, str] = {}
     for given in paths:
+        if given.startswith("file:/") and not given.startswith("file://"):
+            given = f"file://{given.removeprefix('file:')}"  # as catalogs write it
         path = folder_of(given)
         if split_url(path)[0] != FOLDERS or ("#" in given and path != given):
             found |= {url: url for url in _urls(given, may_be_none=may_be_none)}
@@ -117,15 +119,19 @@ def _folders(path: Path) -> Iterator[Path | str]:
         return
     for entry in entries:
         if entry.suffix == ".toml" and not entry.name.startswith("."):
-            log = _registered_log(entry)
-            if log_exists(log):  # an instance that was never started has none
+            log = registered_log(entry)
+            try:
+                exists = log_exists(log)
+            except LogError:  # opening it says what is wrong
+                exists = True
+            if exists:  # an instance that was never started has none
                 yield log
         elif entry.is_dir() and log_exists(entry / "log"):
             yield entry / "log"
 
 
-def _registered_log(settings: Path) -> Path | str:
-    """Return the log that an instance's settings name (immortal.coordinator.config writes them)."""
+def registered_log(settings: Path) -> Path | str:
+    """Return the log that an instance's settings name (immortal.coordinator.config writes them): a folder or a URL."""
     default = settings.with_suffix("") / "log"
     try:
         log = tomllib.loads(settings.read_text()).get("log")
@@ -147,15 +153,28 @@ SMALL_SIZE_BYTES = 16 << 10  # smaller values are copied faster by LMDB than tak
 OPEN_LOGS_MAX = 64  # each takes two file descriptors
 
 
+NO_LIMIT = (1 << 63) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class LogRange:
-    """Records ``first`` to ``end`` - 1 of a log, as they were when the range was created."""
+    """Records ``first`` to ``end`` - 1 of a log, as they were when the range was created.
+
+    ``end`` NO_LIMIT: to the log's end when it is read. ``size_bytes``: about how much it takes on disk.
+    """
 
     folder: str
     instance: str
     committer_id: int
     first: int
     end: int
+    size_bytes: int = field(default=0, compare=False)
+
+    def part(self, first: int, end: int) -> LogRange:
+        """Return the part from ``first`` to ``end`` - 1; empty where there is none."""
+        first, end = max(first, self.first), min(end, self.end)
+        size_bytes = self.size_bytes * max(0, end - first) // max(1, self.end - self.first)
+        return replace(self, first=first, end=end, size_bytes=size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +185,7 @@ class Gap:
     reason: str
 
 
-_open: OrderedDict[str, tuple[tuple[int, object], LogReader]] = OrderedDict()
+_open: OrderedDict[tuple[str, str], tuple[tuple[int, object], LogReader]] = OrderedDict()  # by Place.key
 
 
 def open_shared(folder: str) -> LogReader:
@@ -176,15 +195,15 @@ def open_shared(folder: str) -> LogReader:
     """
     place = place_of(folder)
     version = (os.getpid(), place.version())
-    known = _open.pop(folder, None)
+    known = _open.pop(place.key, None)
     if known is not None and known[0] == version and _is_same(known[1], version[1]):
-        _open[folder] = known
+        _open[place.key] = known
         return known[1]
     if known is not None and known[0][0] == os.getpid():  # otherwise it is the parent's, copied by fork
         known[1].close()
     log = open_reader(place)
     if version[1] is not None or place.is_shared:
-        _open[folder] = (version, log)
+        _open[place.key] = (version, log)
         while len(_open) > OPEN_LOGS_MAX:
             _open.popitem(last=False)[1][1].close()
     return log
@@ -209,9 +228,25 @@ def close_shared() -> None:
 
 def whole_range(folder: str) -> LogRange:
     """Return the range of all records that the log has now. Raises as :func:`open_shared`."""
-    log = open_shared(folder)
-    first, last = log.ends()
-    return LogRange(folder, log.identity.instance_name, log.identity.committer_id, first, last + 1)
+    return range_of(open_shared(folder), folder)
+
+
+def one_each(ranges: Iterable[LogRange]) -> list[LogRange]:
+    """Return the ranges. Raises SourceError if two logs belong to one instance."""
+    found: dict[str, LogRange] = {}
+    for each in ranges:
+        other = found.setdefault(each.instance, each)
+        if other is not each:
+            raise SourceError(f"{other.folder} and {each.folder} are both logs of {each.instance!r}: give one")
+    return list(found.values())
+
+
+def range_of(log: LogReader, folder: str) -> LogRange:
+    """Return the range of all records that an open log has now."""
+    with log.view() as view:
+        first, last = first_and_last_sequence_id(view)
+        size_bytes = view.size("records")[0]
+    return LogRange(folder, log.identity.instance_name, log.identity.committer_id, first, last + 1, size_bytes)
 
 
 def open_range(wanted: LogRange) -> LogReader:
@@ -237,7 +272,7 @@ def read_range(wanted: LogRange) -> Iterator[Values | Gap]:
     """
     log = open_range(wanted)
     try:
-        yield from read_open(log, wanted)
+        yield from read_open(log, wanted if wanted.end != NO_LIMIT else replace(wanted, end=log.ends()[1] + 1))
     finally:
         log.release()
 
@@ -325,7 +360,7 @@ def _contiguous(values: Values) -> Iterator[Values]:
         yield Values(values.raw, values.sequence_ids[part], values.start[part], values.end[part])
 
 
-# Estimates from a few reads of a log: the record at a moment, the size of a range.
+# Estimates from a few reads of a log: the record at a moment.
 
 
 def first_at(wanted: LogRange, time_ns: int) -> int:
@@ -333,8 +368,11 @@ def first_at(wanted: LogRange, time_ns: int) -> int:
     return first_record_at(open_range(wanted), time_ns, wanted.first, wanted.end)
 
 
-def size_bytes(wanted: LogRange) -> int:
-    """Return about how many bytes the range takes on disk: its share of the log's pages."""
-    with open_range(wanted).view() as view:
-        size, entries = view.size("records")
-    return size * (wanted.end - wanted.first) // max(entries, 1)
+def within_time(wanted: LogRange, first_ns: int, last_ns: int) -> LogRange:
+    """Leave out the records before ``first_ns``, and those after ``last_ns``, in ns since the Unix epoch."""
+    if (first_ns, last_ns) == (0, NO_LIMIT):
+        return wanted
+    wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
+    first = first_at(wanted, first_ns) if first_ns else wanted.first
+    end = first_at(wanted, last_ns + 1) if last_ns != NO_LIMIT else wanted.end
+    return wanted.part(first, end)

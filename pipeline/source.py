@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 import pyarrow as pa
@@ -18,21 +18,22 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType
 
 from immortal.pipeline import tables
 from immortal.pipeline.arguments import decode_targets, decoder_of
 from immortal.pipeline.errors import LogChangedError, SourceError
 from immortal.pipeline.reading import (
+    NO_LIMIT,
     Gap,
     LogRange,
-    first_at,
     log_folders,
+    one_each,
     open_range,
     paths_of,
     read_range,
-    size_bytes,
     whole_range,
+    within_time,
 )
 from immortal.pipeline.tables import TABLES, TableReader
 
@@ -43,11 +44,17 @@ SCHEMAS = {name: from_arrow_schema(table) for name, table in TABLES.items()}
 PARTITION_SIZE_BYTES = 512 << 20  # a task costs 20 ms: with four times as many, a GiB takes a quarter longer
 PARTITION_ROWS_MIN = 5_000  # with fewer rows and bytes, starting a task costs more than it reads
 PARTITION_SIZE_BYTES_MIN = 64 << 20
+RANGE_COST_BYTES = 256 << 10  # to open a log takes as long as to read so much of it
+TASKS_PER_PROCESSOR = 4  # where there is enough for them: they do not end at the same time
 _OPTIONS = {
     *("table", "instance", "from", "to", "fromtime", "totime", "decode", "check", "path", "paths", "partitionbytes"),
     *("maxrecordsperbatch", "startingoffset", "committerid"),
 }
-NO_LIMIT = (1 << 63) - 1
+_OF_CATALOGS = {  # Spark adds what a catalog knows of a table to its options
+    *("provider", "location", "external", "is_managed_location", "owner", "comment", "collation"),
+    *("serialization.format", "transient_lastddltime"),
+}
+_KEPT = "immortal.options"  # in a table's first column: of a catalog's table, readers get the columns, not the options
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -70,7 +77,8 @@ class Options:
     def of(cls, options: Mapping[str, str]) -> Options:
         """Check ``options``. Raises SourceError, which names the option, its value and what was expected."""
         for name in options:
-            if name.lower() not in _OPTIONS:
+            known = name.lower().removeprefix("option.")
+            if known not in _OPTIONS | _OF_CATALOGS and not known.startswith("spark.sql."):
                 raise SourceError(f"there is no option {name!r}: there are {', '.join(sorted(_OPTIONS))}")
         table = options.get("table", "messages")
         if table not in SCHEMAS:
@@ -95,6 +103,12 @@ class Options:
     def takes(self, instance: str) -> bool:
         """Return True if the options ask for the log of ``instance``."""
         return not self.instances or instance in self.instances
+
+    def narrow(self, wanted: LogRange) -> LogRange:
+        """Leave out the records that are not to be read."""
+        if self.last != NO_LIMIT and wanted.end == NO_LIMIT:
+            wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
+        return within_time(wanted.part(self.first, self.last + 1), self.first_ns, self.last_ns)
 
 
 def number(options: Mapping[str, str], name: str, default: int) -> int:
@@ -130,13 +144,24 @@ class ImmortalSource(DataSource):
         return "immortal"
 
     def schema(self) -> StructType:
-        return SCHEMAS[Options.of(self.options).table]
+        schema = SCHEMAS[Options.of(self.options).table]
+        if "provider" not in self.options:
+            return schema
+        kept = {_KEPT: {name: self.options[name] for name in self.options}}
+        return StructType([StructField(schema[0].name, schema[0].dataType, metadata=kept), *schema.fields[1:]])
 
     def reader(self, schema: StructType) -> Reader:
+        self._add_kept(schema)
         return Reader(Options.of(self.options), schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 (Spark's name)
+        self._add_kept(schema)
         return StreamReader(self.options, schema)
+
+    def _add_kept(self, schema: StructType) -> None:
+        for field in schema.fields[:1]:
+            for name, value in field.metadata.get(_KEPT, {}).items():
+                self.options.setdefault(name, value)
 
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
         from immortal.pipeline.writer import Writer
@@ -145,11 +170,11 @@ class ImmortalSource(DataSource):
 
 
 class RangePartition(InputPartition):
-    """Partition of one task: a range of one log."""
+    """Partition of one task: ranges of logs."""
 
-    def __init__(self, wanted: LogRange) -> None:
+    def __init__(self, ranges: list[LogRange]) -> None:
         super().__init__(None)
-        self.wanted = wanted
+        self.ranges = ranges
 
 
 class RangeReader:
@@ -166,6 +191,7 @@ class RangeReader:
         if options.table == "checkpoints":
             yield from tables.read(open_range(wanted), wanted, options.check, self.columns)
             return
+        wanted = options.narrow(wanted)
         target = options.decode.get(wanted.instance, options.decode.get(""))
         table = TableReader(
             options.table,
@@ -208,30 +234,45 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
-        ranges = [whole_range(folder) for folder in log_folders(list(options.paths))]
+        ranges = one_each(map(whole_range, log_folders(list(options.paths))))
         if missing := options.instances - {each.instance for each in ranges}:
             there = ", ".join(sorted({each.instance for each in ranges})[:20])
             raise SourceError(f"option instance: there is no log of {', '.join(sorted(missing))}: there are {there}")
         ranges = [each for each in ranges if options.takes(each.instance)]
-        if options.table == "checkpoints":
-            return [RangePartition(each) for each in ranges]
-        parts: list[InputPartition] = []
-        for each in ranges:
-            narrowed = replace(each, first=max(each.first, options.first), end=min(each.end, options.last + 1))
-            narrowed = within_time(narrowed, options.first_ns, options.last_ns)
-            parts += [RangePartition(part) for part in split(narrowed, options.partition_bytes)]
-        return parts
+        if options.table != "checkpoints":
+            ranges = [part for each in ranges for part in split(options.narrow(each), options.partition_bytes)]
+        return _partitions(ranges, options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, RangePartition):  # without any partition, Spark passes an empty one
-            yield from self._ranges.read(partition.wanted)
+        return _read(self._ranges, partition)
 
 
-def within_time(wanted: LogRange, first_ns: int, last_ns: int) -> LogRange:
-    """Leave out the records before ``first_ns``, and those after ``last_ns``, in ns since the Unix epoch."""
-    first = first_at(wanted, first_ns) if first_ns else wanted.first
-    end = first_at(wanted, last_ns + 1) if last_ns != NO_LIMIT else wanted.end
-    return replace(wanted, first=first, end=end)
+def _partitions(ranges: Iterable[LogRange], options: Options) -> list[InputPartition]:
+    return [RangePartition(packed) for packed in pack(ranges, os.cpu_count() or 1, options.partition_bytes)]
+
+
+def _read(ranges: RangeReader, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    if isinstance(partition, RangePartition):  # where there are none at all, Spark makes up an empty one
+        for wanted in partition.ranges:
+            yield from ranges.read(wanted)
+
+
+def pack(
+    ranges: Iterable[LogRange], processors: int, task_bytes: int = PARTITION_SIZE_BYTES_MIN
+) -> list[list[LogRange]]:
+    """Ranges that one task each reads: in their order, up to ``task_bytes``; fewer where there are too few tasks."""
+    costs = [(each, max(each.size_bytes, RANGE_COST_BYTES)) for each in ranges]
+    share_bytes = sum(cost for _, cost in costs) // (processors * TASKS_PER_PROCESSOR)
+    full_bytes = min(task_bytes, PARTITION_SIZE_BYTES_MIN, share_bytes)
+    packs: list[list[LogRange]] = []
+    filled_bytes = 0
+    for each, cost in costs:
+        filled_bytes += cost
+        if not packs or filled_bytes > full_bytes:
+            packs.append([])
+            filled_bytes = cost
+        packs[-1].append(each)
+    return packs
 
 
 def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:
@@ -239,12 +280,12 @@ def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:
     rows = wanted.end - wanted.first
     if rows <= 0:
         return []
-    size = size_bytes(wanted)
+    size = wanted.size_bytes
     worth_it = max(rows // PARTITION_ROWS_MIN, size // PARTITION_SIZE_BYTES_MIN)
     count = max(size // partition_bytes, min(os.cpu_count() or 1, worth_it))
     count = min(max(count, 1), rows)
     bounds = [wanted.first + rows * index // count for index in range(count + 1)]
-    return [replace(wanted, first=first, end=end) for first, end in itertools.pairwise(bounds)]
+    return [wanted.part(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 # The live tail: ``spark.readStream.format("immortal")``, which resumes exactly at its offsets.
@@ -319,7 +360,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return places
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        parts: list[InputPartition] = []
+        parts: list[LogRange] = []
         for folder, place in end.items():
             now = whole_range(folder)
             begin = start.get(folder)
@@ -328,16 +369,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 continue
             _require_same(now, {"committer_id": place["committer_id"], "next": first})
             _require_there(now, place["next"])
-            wanted = LogRange(folder, now.instance, now.committer_id, first, place["next"])
-            parts += [RangePartition(part) for part in split(wanted, self._options.partition_bytes)]
-        return parts
+            parts += split(now.part(first, place["next"]), self._options.partition_bytes)
+        return _partitions(parts, self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, RangePartition):
-            yield from self._ranges.read(partition.wanted)
+        return _read(self._ranges, partition)
 
     def _logs(self) -> list[LogRange]:
-        ranges = (whole_range(folder) for folder in log_folders(list(self._options.paths), may_be_none=True))
+        ranges = one_each(map(whole_range, log_folders(list(self._options.paths), may_be_none=True)))
         return [each for each in ranges if self._options.takes(each.instance)]
 
     def _first(self, each: LogRange) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from immortal.coordinator.core.interfaces import is_outside
 from immortal.pipeline.jobs.evidence import LOG, MARK, Row
 from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit, ordered_results
-from immortal.pipeline.jobs.sources import Fleet, LogState, rows_of
+from immortal.pipeline.jobs.sources import Fleet, LogState, Unreadable, rows_of
 from immortal.pipeline.jobs.stream_audit import (
     KINDS,
     Finding,
@@ -69,17 +69,19 @@ class AuditReport:
     violation_count: int
     counts: dict[str, int]  # violations by kind
     notes: list[str]
+    unreadable: Sequence[Unreadable] = ()
 
     def to_json(self, first: int) -> dict[str, Any]:
         """Return plain values, with the ``first`` violations in full."""
         return {
-            "sound": not self.violation_count,
-            "logs": [{k: v for k, v in asdict(log).items() if k != "damages"} for log in self.logs],
+            "sound": not self.violation_count and not self.unreadable,
+            "logs": [{k: v for k, v in asdict(log).items() if k not in ("damages", "unread")} for log in self.logs],
             "streams": [asdict(stream) for stream in self.streams],
             "violation_count": self.violation_count,
             "counts": self.counts,
             "violations": [asdict(violation) for violation in self.violations[:first]],
             "notes": self.notes,
+            "unreadable": [asdict(each) for each in self.unreadable],
         }
 
 
@@ -101,11 +103,17 @@ class LogReport:
     last_time_ns: int = 0
     damaged: int = 0
     damages: list[tuple[int, int, str]] = field(default_factory=list)  # first record, last, what
+    unread: list[tuple[int, int]] = field(default_factory=list)  # first record, last
+
+    def lacks(self, behind: int, before: int) -> bool:
+        """Return True if damaged or unread records lie between two records."""
+        gaps = [*((first, last) for first, last, _ in self.damages), *self.unread]
+        return any(first < before and last > behind for first, last in gaps)
 
     def take(self, row: Row) -> None:
         """Take the next row, in the order of the log's records; no items: records are missing up to the next row."""
         expected = self.last + 1
-        if self.records == self.damaged == 0:
+        if self.records == self.damaged == len(self.unread) == 0:
             self.first = row.sequence_id
         elif row.sequence_id > expected:
             if self.damages and self.damages[-1][1] == self.last:
@@ -117,6 +125,10 @@ class LogReport:
                 many = f"records {expected} to {row.sequence_id - 1} are missing"
                 what = f"record {expected} is missing" if row.sequence_id == expected + 1 else many
                 self._damage(expected, row.sequence_id - 1, what)
+        if row.position:
+            self.last = row.position - 1
+            self.unread.append((row.sequence_id, self.last))
+            return
         if row.reason is not None:
             self._damage(row.sequence_id, row.sequence_id, row.reason)
             self.last = row.sequence_id
@@ -176,7 +188,9 @@ class _Judge:
         }
         for violation in impossible_orders(needs, set(self._states)):
             self._add(violation)
-        for violation in self._ordering.violations({name: log.first for name, log in self._logs.items()}):
+        for violation in self._ordering.violations(
+            {name: log.first or len(log.unread) for name, log in self._logs.items()}
+        ):
             self._add(violation)
         self._note_resets()
         self._note_logs()
@@ -191,7 +205,8 @@ class _Judge:
             key = (sender, receiver)
             if what == "log":
                 values = decoding.load_json(body)
-                values["damages"] = [tuple(damage) for damage in values["damages"]]
+                for gaps in ("damages", "unread"):
+                    values[gaps] = [tuple(gap) for gap in values[gaps]]
                 self._logs[receiver] = LogReport(**values)
             elif what == ORDERED:
                 self._ordering.take(sender, receiver, first, last, body)
@@ -261,7 +276,7 @@ class _Judge:
         log = self._logs[report.receiver]
         if finding.behind_record < 0 and log.first > 0:
             return True
-        if any(first < finding.record and last > finding.behind_record for first, last, _ in log.damages):
+        if log.lacks(finding.behind_record, finding.record):
             report.unknown += finding.last - finding.first + 1
             return True
         return False
@@ -278,7 +293,7 @@ class _Judge:
         known = max(by_receiver, by_sender)
         if known > figures.last:
             is_kept = figures.last_record >= 0 or log.first == 0
-            if any(last > figures.last_record for _, last, _ in log.damages):
+            if log.lacks(figures.last_record, 1 << 63):
                 report.unknown += known - figures.last
             elif is_kept:
                 who = f"{receiver!r} has acknowledged" if by_sender >= by_receiver else "its own table says it has"
@@ -428,7 +443,9 @@ _RESULTS_PER_BATCH = 10_000
 
 def audit(spark: SparkSession, fleet: Fleet, *, tolerance_ms: int = TOLERANCE_MS) -> AuditReport:
     """Audit all streams of ``fleet``. ``tolerance_ms``: by how much the machines' clocks can differ."""
-    return judge(results_of(spark, fleet.evidence(spark), tolerance_ms * 1_000_000), fleet.states)
+    report = judge(results_of(spark, fleet.evidence(spark), tolerance_ms * 1_000_000), fleet.states)
+    report.unreadable = fleet.unreadable
+    return report
 
 
 def results_of(spark: SparkSession, evidence: DataFrame, tolerance_ns: int = 0) -> Iterator[Result]:

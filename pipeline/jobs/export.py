@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -35,8 +36,10 @@ from immortal.pipeline.jobs.sources import (
     TABLES,
     Fleet,
     LogFleet,
+    LogState,
+    Unreadable,
     exported_schema,
-    ranges_frame,
+    none_left,
     read_export_state,
     write_atomically,
 )
@@ -76,6 +79,7 @@ class ExportReport:
     tables: list[str]
     instances: dict[str, InstanceExport] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)  # by table, of this run
+    unreadable: Sequence[Unreadable] = ()  # nothing of this run is theirs
 
 
 def export(
@@ -87,8 +91,8 @@ def export(
 ) -> ExportReport:
     """Bring the export in ``folder`` up to date with the logs. ``tables``: all at first, later those of the export.
 
-    Raises SourceError if the folder holds no export of ours, ExportError if log and Parquet differ, or if a log was
-    replaced or set back since the last run.
+    A log that cannot be read, or was replaced or set back since the last run, gets nothing of this run. Raises
+    SourceError if the folder holds no export of ours or no log is left, ExportError if log and Parquet differ.
     """
     logs = prepare(fleet, folder, tables)
     with _locked(folder):
@@ -126,9 +130,11 @@ class _Run:
             name: known["last_checkpoint_id"] for name, known in state["exported"].items()
         }
         self._last_checkpoint_ids: dict[str, int] = {}
+        self._rows: dict[str, dict[str, int]] = {}  # by table and instance
 
     def run(self) -> ExportReport:
-        ranges = self._new_ranges()
+        states = self._fleet.states.values()
+        ranges = [new for each in states if (new := self._fleet.attempt(each.folder, partial(self._new_range, each)))]
         parts = [part for each in ranges for part in split(each, PARTITION_SIZE_BYTES)]
         close_shared()
         for table in self._state["tables"]:
@@ -138,38 +144,49 @@ class _Run:
                 self._write(table, wanted)
                 self._progress(f"comparing {table} with the logs")
                 self._compare(table, wanted)
+        self._leave_out_unreadable()
         self._progress("moving the files into place")
         self._move()
-        self._finish(ranges)
+        self._finish([each for each in ranges if each.instance in self._report.instances])
         return self._report
 
-    def _new_ranges(self) -> list[LogRange]:
-        """Return the part of each log that is not exported yet."""
-        ranges = []
+    def _new_range(self, state: LogState) -> LogRange:
+        """Return the range of a log that is not exported yet. Raises ExportError, LogError."""
+        name = state.instance
+        now = whole_range(state.folder)
+        exported = self._state["exported"].get(name)
+        next_record = exported["next"] if exported else 0
+        if exported and exported["committer_id"] != now.committer_id:
+            raise ExportError(
+                f"the log of {name!r} has committer {now.committer_id}, the one exported before had"
+                f" {exported['committer_id']}: it was wiped or swapped; export into a new folder"
+            )
+        if now.end < next_record:
+            raise ExportError(
+                f"the log of {name!r} ends with record {now.end - 1}, records up to {next_record - 1} were"
+                f" exported before: it was set back; export into a new folder"
+            )
+        first = max(next_record, now.first)
+        skipped = max(0, first - next_record) if exported else 0
+        self._report.instances[name] = InstanceExport(first, now.end - 1, skipped=skipped)
+        return now.part(first, now.end)
+
+    def _leave_out_unreadable(self) -> None:
+        """Remove the rows of logs that could not be read to the end. Raises SourceError if none is left."""
+        self._report.unreadable = self._fleet.unreadable
+        texts = {each.log: each.text for each in self._report.unreadable}
         for state in self._fleet.states.values():
-            name = state.instance
-            now = whole_range(state.folder)
-            exported = self._state["exported"].get(name)
-            next_record = exported["next"] if exported else 0
-            if exported and exported["committer_id"] != now.committer_id:
-                raise ExportError(
-                    f"the log of {name!r} has committer {now.committer_id}, the one exported before had"
-                    f" {exported['committer_id']}: it was wiped or swapped; export into a new folder"
-                )
-            if now.end < next_record:
-                raise ExportError(
-                    f"the log of {name!r} ends with record {now.end - 1}, records up to {next_record - 1} were"
-                    f" exported before: it was set back; export into a new folder"
-                )
-            first = max(next_record, now.first)
-            skipped = max(0, first - next_record) if exported else 0
-            self._report.instances[name] = InstanceExport(first, now.end - 1, skipped=skipped)
-            ranges.append(LogRange(now.folder, name, now.committer_id, first, now.end))
-        return ranges
+            if state.folder in texts:
+                self._report.instances.pop(state.instance, None)
+        if texts and not self._report.instances:
+            raise none_left(texts)
+        for table, rows in self._rows.items():
+            self._report.rows[table] = sum(rows[name] for name in rows.keys() & self._report.instances.keys())
 
     def _read(self, table: str, ranges: Sequence[LogRange]) -> DataFrame:
-        read = partial(read_for_export, table=table, checkpoint_ids=self._checkpoint_ids)
-        return ranges_frame(self._spark, ranges).mapInArrow(read, exported_schema(table))
+        reader = RangeReader(Options.of({"table": table}), SCHEMAS[table])
+        read = partial(read_for_export, reader=reader, checkpoint_ids=self._checkpoint_ids)
+        return self._fleet.frame(self._spark, ranges, read, exported_schema(table))
 
     def _write(self, table: str, ranges: Sequence[LogRange]) -> None:
         frame = self._read(table, ranges)
@@ -184,15 +201,17 @@ class _Run:
         else:
             written = _digest(table, self._spark.read.schema(exported_schema(table)).parquet(str(staged)))
         logged = _digest(table, self._read(table, ranges))
-        for name in sorted(written.keys() | logged.keys()):
+        unreadable = {each.log for each in self._fleet.unreadable}
+        left_out = {name for name, state in self._fleet.states.items() if state.folder in unreadable}
+        for name in sorted((written.keys() | logged.keys()) - left_out):
             if written.get(name) != logged.get(name):
                 raise ExportError(
                     f"the table {table!r} of {name!r} was not written as it is in the log: {written.get(name)} instead"
                     f" of {logged.get(name)}; nothing of this run counts: check the disk, then export again"
                 )
-        self._report.rows[table] = sum(digest["rows"] for digest in logged.values())
-        for name, digest in logged.items():
-            instance = self._report.instances[name]
+        self._rows[table] = {name: digest["rows"] for name, digest in logged.items()}
+        for name in logged.keys() - left_out:
+            digest, instance = logged[name], self._report.instances[name]
             if table == "raw":
                 instance.check = digest["check"]
             if table in ("raw", "records"):
@@ -205,6 +224,8 @@ class _Run:
     def _move(self) -> None:
         for table in self._state["tables"]:
             for path in sorted((self._staging / table).glob("instance=*/day=*/*.parquet")):
+                if unquote(path.parent.parent.name.removeprefix("instance=")) not in self._report.instances:
+                    continue
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
                 target = self._folder / path.relative_to(self._staging).parent
@@ -228,7 +249,8 @@ class _Run:
                     each.instance, self._checkpoint_ids.get(each.instance, 0)
                 ),
             }
-        instances = {name: asdict(log_state) for name, log_state in self._fleet.states.items()}
+        states = self._fleet.states
+        instances = {each.instance: asdict(states[each.instance]) for each in ranges}
         _write_state(self._folder, {**state, "run": self._report.run, "instances": {**state["instances"], **instances}})
 
 
@@ -290,26 +312,23 @@ def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
 
 
 def read_for_export(
-    batches: Iterator[pa.RecordBatch], table: str, checkpoint_ids: Mapping[str, int]
+    wanted: LogRange, reader: RangeReader, checkpoint_ids: Mapping[str, int]
 ) -> Iterator[pa.RecordBatch]:
-    """Convert rows of LogRange's fields to rows of ``table``, with the columns that an export adds; for mapInArrow."""
-    reader = RangeReader(Options.of({"table": table}), SCHEMAS[table])
-    for batch in batches:
-        for row in batch.to_pylist():
-            wanted = LogRange(**row)
+    """Yield rows of the reader's table, with the columns that an export adds."""
+    table = reader.options.table
+    if table in ("raw", "outputs"):
+        for values in read_range(wanted):
+            if isinstance(values, Gap):
+                continue  # it has no bytes; the table of records shows it
             if table == "raw":
-                for values in read_range(wanted):
-                    if not isinstance(values, Gap):  # a gap has no bytes; the table records shows it
-                        yield _raw(values, wanted)
-            elif table == "outputs":
-                for values in read_range(wanted):
-                    if not isinstance(values, Gap):
-                        yield from _outputs(values, wanted)
+                yield _raw(values, wanted)
             else:
-                for rows in reader.read(wanted):
-                    if table == "checkpoints":
-                        rows = rows.filter(pc.greater(rows["checkpoint_id"], checkpoint_ids.get(wanted.instance, 0)))
-                    yield _with_day(rows, rows["time_ns"])
+                yield from _outputs(values, wanted)
+        return
+    for rows in reader.read(wanted):
+        if table == "checkpoints":
+            rows = rows.filter(pc.greater(rows["checkpoint_id"], checkpoint_ids.get(wanted.instance, 0)))
+        yield _with_day(rows, rows["time_ns"])
 
 
 def _with_day(rows: pa.RecordBatch, time_ns: pa.Array) -> pa.RecordBatch:

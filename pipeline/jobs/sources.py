@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
+from pyspark.accumulators import Accumulator, AddingAccumulatorParam
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
@@ -20,14 +20,17 @@ from immortal.coordinator.core.interfaces import ONESELF, LogSummary
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.open import is_locked, open_reader
 from immortal.pipeline.errors import SourceError
-from immortal.pipeline.jobs.evidence import EVIDENCE, evidence_of_log, evidence_of_raw
-from immortal.pipeline.reading import LogRange, close_shared, log_folders, whole_range
-from immortal.pipeline.source import NO_LIMIT, PARTITION_SIZE_BYTES, SCHEMAS, split, within_time
+from immortal.pipeline.jobs.evidence import EVIDENCE, evidence_of_range, evidence_of_raw
+from immortal.pipeline.reading import NO_LIMIT, LogRange, log_folders, one_each, range_of
+from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, pack, split
 from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import opener, sync_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+T = TypeVar("T")
 
 EXPORT_FILE_NAME = "_immortal_export.json"
 """File with the state of an export. Spark ignores files whose names begin with an underscore."""
@@ -37,7 +40,19 @@ RUN_PREFIX = "run-"
 TABLES = tuple(SCHEMAS)
 _EVIDENCE = from_arrow_schema(EVIDENCE)
 _ADDED = {"raw": "time_ns long, check long, day date", "outputs": "time_ns long, day date"}
-_RANGE = "folder string, instance string, committer_id long, first long, end long"
+
+Read = Callable[[LogRange], Iterator[pa.RecordBatch]]
+"""Makes rows of a range, in a worker."""
+Said = Accumulator[tuple[tuple[str, str], ...]]
+"""Takes logs that a worker could not read, with what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A log that could not be read, or not as a whole."""
+
+    log: str  # its folder or URL
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,11 @@ class Fleet(ABC):
 
     states: Mapping[str, LogState]
 
+    @property
+    def unreadable(self) -> Sequence[Unreadable]:
+        """The logs that could not be read, as far as they were tried."""
+        return ()
+
     def table(
         self,
         spark: SparkSession,
@@ -131,26 +151,70 @@ class Fleet(ABC):
 class LogFleet(Fleet):
     """Fleet of logs, each read as it is when a table is requested; ``states`` were read before."""
 
-    def __init__(self, folders: Sequence[str]) -> None:
-        self.folders = list(folders)
-        self.states = log_states(self.folders)
+    def __init__(self, folders: Sequence[str], *, strict: bool = False) -> None:
+        """``strict``: a log that cannot be read ends the job; otherwise it is one of ``unreadable``.
+
+        Raises SourceError if none can be opened.
+        """
+        self._strict = strict
+        self._texts: dict[str, str] = {}
+        self._said: Said | None = None
+        logs = [log for folder in folders if (log := self.attempt(folder, partial(_open_log, folder)))]
+        self._ranges = one_each(whole for _, whole in logs)
+        self.states = {state.instance: state for state, _ in logs}
+        if self._texts and not logs:
+            raise none_left(self._texts)
+
+    def attempt(self, folder: str, action: Callable[[], T]) -> T | None:
+        """Return the result of ``action`` on a log; None if it fails, which is noted."""
+        try:
+            return action()
+        except (ImmortalError, OSError) as error:
+            if self._strict:
+                raise
+            self._texts.setdefault(folder, str(error))
+            return None
+
+    @property
+    def unreadable(self) -> Sequence[Unreadable]:
+        texts = {**self._texts, **dict(self._said.value if self._said is not None else ())}
+        return [Unreadable(*each) for each in sorted(texts.items())]
+
+    def frame(self, spark: SparkSession, ranges: Sequence[LogRange], read: Read, schema: StructType | str) -> DataFrame:
+        """Return the rows of ``ranges``. Those that cannot be read have none, and are noted when it is run."""
+        context = spark.sparkContext
+        if self._said is None and not self._strict:
+            self._said = context.accumulator((), AddingAccumulatorParam(()))  # type: ignore[type-var, arg-type]
+        packs = pack(ranges, context.defaultParallelism)
+        function = partial(read_packs, packs=packs, read=read, said=self._said)
+        return spark.range(0, len(packs), 1, max(1, len(packs))).mapInArrow(function, schema)
 
     def _table(
         self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
     ) -> DataFrame:
-        options = {} if decode is None else {"decode": decode}
+        options = {"table": name} if decode is None else {"table": name, "decode": decode}
         if only is not None:
             options |= {"instance": ",".join(only.instances), "from": f"{only.first}", "to": f"{only.last}"}
-        reader = spark.read.format("immortal").option("table", name).option("paths", json.dumps(self.folders))
-        for option, value in options.items():
-            reader = reader.option(option, value)
-        if columns is not None:
-            reader = reader.schema(StructType([SCHEMAS[name][column] for column in columns]))
-        return reader.load()
+        wanted = Options.of(options)
+        schema = SCHEMAS[name] if columns is None else StructType([SCHEMAS[name][column] for column in columns])
+        parts = self._ranges if name == "checkpoints" else self._parts()
+        ranges = [each for each in parts if wanted.takes(each.instance)]
+        return self.frame(spark, ranges, RangeReader(wanted, schema).read, schema)
 
     def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
-        ranges = log_ranges(self.folders, first_ns, last_ns)
-        return ranges_frame(spark, ranges).mapInArrow(evidence_of_log, _EVIDENCE)
+        read = partial(evidence_of_range, first_ns=first_ns, last_ns=last_ns)
+        return self.frame(spark, self._parts(), read, _EVIDENCE)
+
+    def _parts(self) -> list[LogRange]:
+        """Cut the logs into ranges for the workers. The last one of each goes to where the log ends by then.
+
+        So they hold all that any of ``states`` knows of, however long it took to look at all logs.
+        """
+        parts: list[LogRange] = []
+        for each in self._ranges:
+            *before, last = split(each, PARTITION_SIZE_BYTES) or [each]
+            parts += [*before, replace(last, end=NO_LIMIT)]
+        return parts
 
 
 class ExportFleet(Fleet):
@@ -201,11 +265,11 @@ def exported_schema(table: str) -> str:
     return ", ".join([*columns, _ADDED.get(table, "day date")])
 
 
-def open_fleet(paths: Sequence[str]) -> Fleet:
-    """Open an export if ``paths`` names one, otherwise all logs there. Raises SourceError, LogError."""
+def open_fleet(paths: Sequence[str], *, strict: bool = False) -> Fleet:
+    """An export where ``paths`` is one, otherwise all logs that are there, see LogFleet. Raises SourceError."""
     exports = [path for path in paths if (Path(path) / EXPORT_FILE_NAME).exists()]
     if not exports:
-        return LogFleet(log_folders(list(paths)))
+        return LogFleet(log_folders(list(paths)), strict=strict)
     if len(paths) > 1:
         raise SourceError(f"{exports[0]} is an export: it has to be the only path, {len(paths)} were given")
     return ExportFleet(Path(exports[0]))
@@ -228,35 +292,30 @@ def read_export_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def log_states(folders: Iterable[str]) -> dict[str, LogState]:
-    """Return the state of each log, by instance. Raises SourceError if an instance has two logs, LogError."""
-    states: dict[str, LogState] = {}
-    for folder in folders:
-        with open_reader(folder) as reader:
-            state = LogState.of(reader.identity, folder, reader.summary(), live=is_locked(folder))
-        other = states.setdefault(state.instance, state)
-        if other is not state:
-            raise SourceError(
-                f"{other.folder} and {state.folder} are both logs of the instance {state.instance!r}: give one"
-            )
-    return states
+def _open_log(folder: str) -> tuple[LogState, LogRange]:
+    with open_reader(folder) as reader:
+        state = LogState.of(reader.identity, folder, reader.summary(), live=is_locked(folder))
+        return state, range_of(reader, folder)
 
 
-def log_ranges(folders: Iterable[str], first_ns: int = 0, last_ns: int = NO_LIMIT) -> list[LogRange]:
-    """Cut the records that logs hold between two times into ranges for the workers."""
-    parts: list[LogRange] = []
-    try:
-        for folder in folders:
-            parts += split(within_time(whole_range(folder), first_ns, last_ns), PARTITION_SIZE_BYTES)
-    finally:
-        close_shared()
-    return parts
+def none_left(texts: Mapping[str, str]) -> SourceError:
+    """Return the error for logs of which none can be read. ``texts``: what is wrong, by log."""
+    first = next(iter(texts.values()))
+    return SourceError(first if len(texts) == 1 else f"none of {len(texts)} logs can be read; the first: {first}")
 
 
-def ranges_frame(spark: SparkSession, ranges: Sequence[LogRange]) -> DataFrame:
-    """Return a frame with one row, and one task, for each range."""
-    rows = [(each.folder, each.instance, each.committer_id, each.first, each.end) for each in ranges]
-    return spark.createDataFrame(rows, _RANGE).repartition(max(1, len(rows)))
+def read_packs(
+    batches: Iterator[pa.RecordBatch], packs: Sequence[Sequence[LogRange]], read: Read, said: Said | None
+) -> Iterator[pa.RecordBatch]:
+    """For mapInArrow: numbers of packs into the rows of their ranges. ``said`` None: an error ends it."""
+    for batch in batches:
+        for wanted in (each for number in batch.column(0).to_pylist() for each in packs[number]):
+            try:
+                yield from read(wanted)
+            except (ImmortalError, OSError) as error:
+                if said is None:
+                    raise
+                said.add(((wanted.folder, str(error)),))
 
 
 def write_atomically(path: Path, text: str) -> None:

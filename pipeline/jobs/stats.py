@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from immortal.pipeline.jobs.sources import Fleet
+from immortal.pipeline.jobs.sources import Fleet, Unreadable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -95,6 +95,7 @@ class Stats:
     bin_ns: int  # how long the parts are that the time is cut into
     bins: list[BinStats]  # in the order of time; without those in which a service did nothing
     talkers: list[TalkerStats]  # most bytes first
+    unreadable: Sequence[Unreadable] = ()
 
 
 def stats(spark: SparkSession, fleet: Fleet, *, decode: str | None = None) -> Stats:
@@ -116,6 +117,7 @@ def stats(spark: SparkSession, fleet: Fleet, *, decode: str | None = None) -> St
         bin_ns,
         [BinStats(row["instance"], row["bin_ns"], _to_figures(row)) for row in bins],
         [TalkerStats(row["sender"], row["instance"], _to_figures(row)) for row in talkers],
+        fleet.unreadable,
     )
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from immortal.coordinator.core.interfaces import is_outside
 from immortal.pipeline.errors import PipelineError
 from immortal.pipeline.jobs.evidence import BATCH, MARK
-from immortal.pipeline.jobs.sources import Fleet, Wanted, rows_of
+from immortal.pipeline.jobs.sources import Fleet, Unreadable, Wanted, rows_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,6 +67,7 @@ class Trace:
     cut_off: bool  # there was more than could be followed
     lag_records: int
     within_ms: int
+    unreadable: Sequence[Unreadable] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +251,7 @@ def trace(
             index.add_batch(Batch(receiver, sequence_id, source, position, items, sent_ns, time_ns))
     found = follow(index, instance, record, message, nodes_max)
     found.nodes = _with_methods(spark, fleet, found.nodes, decode)
+    found.unreadable = fleet.unreadable
     return found
 
 
@@ -257,7 +259,8 @@ def check_instance(fleet: Fleet, instance: str) -> None:
     """Raise TraceError if ``instance`` is not in the fleet."""
     if instance not in fleet.states:
         known = ", ".join(list(fleet.states)[:20])
-        raise TraceError(f"there is no log of {instance!r} among those given: {known}")
+        rest = f"; {len(fleet.unreadable)} could not be read: {fleet.unreadable[0].text}" if fleet.unreadable else ""
+        raise TraceError(f"there is no log of {instance!r} among those given: {known}{rest}")
 
 
 def _time_of(spark: SparkSession, fleet: Fleet, instance: str, record: int) -> int:
@@ -265,6 +268,8 @@ def _time_of(spark: SparkSession, fleet: Fleet, instance: str, record: int) -> i
     rows = fleet.table(spark, "records", ["time_ns", "ok", "reason"], only=wanted).collect()
     if not rows:
         state = fleet.states[instance]
+        if texts := [each.text for each in fleet.unreadable if each.log == state.folder]:
+            raise TraceError(texts[0])
         raise TraceError(f"the log of {instance!r} holds records {state.first} to {state.last}, not {record}")
     if not rows[0]["ok"]:
         raise TraceError(f"the log of {instance!r}: {rows[0]['reason']}")

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from immortal.coordinator.core.errors import LogError
 from immortal.pipeline.jobs.audit import LogReport, results_of
 from immortal.pipeline.jobs.evidence import LOG
-from immortal.pipeline.jobs.sources import ExportFleet, Fleet, LogFleet, open_fleet
-from immortal.pipeline.reading import log_folders
+from immortal.pipeline.jobs.sources import ExportFleet, Fleet, Unreadable
 from immortal.protocol import decoding
 
 if TYPE_CHECKING:
@@ -19,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Damage in a log or an export. ``instance``: the log's folder, if the log does not name its instance."""
+    """Damage in a log or an export."""
 
     instance: str
-    place: str  # "record 812", "checkpoint 3", "tables", "export"
+    place: str  # "record 812", "checkpoint 3", "export"
     text: str
 
 
@@ -32,6 +30,7 @@ class VerifyReport:
     checkpoints: dict[str, int] = field(default_factory=dict)  # sound ones, by instance
     problems: list[Problem] = field(default_factory=list)
     problem_count: int = 0
+    unreadable: Sequence[Unreadable] = ()
 
     def add(self, problem: Problem) -> None:
         self.problems.append(problem)
@@ -40,45 +39,18 @@ class VerifyReport:
     def to_json(self, first: int) -> dict[str, Any]:
         """Return plain values, with at most ``first`` of the problems in full."""
         return {
-            "sound": not self.problem_count,
+            "sound": not self.problem_count and not self.unreadable,
             "records": self.records,
             "checkpoints": self.checkpoints,
             "problem_count": self.problem_count,
             "problems": [asdict(problem) for problem in self.problems[:first]],
+            "unreadable": [asdict(each) for each in self.unreadable],
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Logs that could be opened, and problems of the others; ``fleet`` is None if none could."""
-
-    fleet: Fleet | None
-    problems: list[Problem]
-
-
-def open_all(paths: Sequence[str]) -> Opened:
-    """Open the logs whose small tables are sound enough; the others become problems. Raises SourceError."""
-    try:
-        return Opened(open_fleet(paths), [])
-    except LogError:  # one of several: which?
-        sound, problems = [], []
-        for folder in log_folders(list(paths)):
-            try:
-                LogFleet([folder])
-                sound.append(folder)
-            except LogError as error:
-                problems.append(Problem(folder, "tables", str(error)))
-        return Opened(LogFleet(sound) if sound else None, problems)
-
-
-def verify(spark: SparkSession, opened: Opened) -> VerifyReport:
+def verify(spark: SparkSession, fleet: Fleet) -> VerifyReport:
     """Verify logs, or an export. Damage is reported, not raised."""
     report = VerifyReport()
-    for problem in opened.problems:
-        report.add(problem)
-    fleet = opened.fleet
-    if fleet is None:
-        return report
     evidence = fleet.evidence(spark)
     for what, _, name, _, _, body in results_of(spark, evidence.where(evidence["what"] == LOG)):
         if what == "log":
@@ -93,12 +65,13 @@ def verify(spark: SparkSession, opened: Opened) -> VerifyReport:
         _verify_checkpoints(spark, fleet, report)
     if isinstance(fleet, ExportFleet):
         _verify_export(spark, fleet, report)
+    report.unreadable = fleet.unreadable
     return report
 
 
 def _verify_checkpoints(spark: SparkSession, fleet: Fleet, report: VerifyReport) -> None:
-    checkpoints = fleet.table(spark, "checkpoints").select("instance", "checkpoint_id", "ok", "reason")
-    for row in checkpoints.orderBy("instance", "checkpoint_id").toLocalIterator():
+    columns = ["instance", "checkpoint_id", "ok", "reason"]
+    for row in sorted(fleet.table(spark, "checkpoints", columns).collect(), key=lambda row: row[:2]):
         if row["ok"]:
             report.checkpoints[row["instance"]] = report.checkpoints.get(row["instance"], 0) + 1
         else:

@@ -22,14 +22,15 @@ import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from immortal.pipeline.errors import PipelineError
-from immortal.pipeline.jobs.sources import log_states, rows_of
-from immortal.pipeline.reading import log_folders
+from immortal.pipeline.jobs.sources import LogFleet, Unreadable, none_left, rows_of
+from immortal.pipeline.reading import log_folders, registered_log
 from immortal.protocol import decoding
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SAME, FAILED, DIFFERENT = 0, 1, 3  # the exit statuses of `immortal what-if`
+SOME_FAILED = 4
 TIMEOUT_S = 3_600.0
 _ERROR_LINES_MAX = 20
 _RESULT = pa.schema(
@@ -75,10 +76,13 @@ class FleetResult:
     differences: dict[str, int] = field(default_factory=dict)  # by kind
     by_method: list[dict[str, Any]] = field(default_factory=list)  # of the fleet: destination, method, kinds
     not_worked_out: dict[str, list[str]] = field(default_factory=dict)  # by instance
+    unreadable: Sequence[Unreadable] = ()
 
     @property
     def exit_status(self) -> int:
-        return FAILED if self.failed else DIFFERENT if self.different else SAME
+        if self.different:
+            return DIFFERENT
+        return SAME if not (self.failed or self.unreadable) else SOME_FAILED if self.same else FAILED
 
 
 def what_if(
@@ -89,11 +93,13 @@ def what_if(
     code: Path | None = None,
     options: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
+    strict: bool = False,
 ) -> FleetResult:
     """Try ``apps`` ("module:Class" by instance) on the logs of the registry ``home``, which every worker must reach.
 
     ``code``: a folder or wheel with the code to try; the old code is that of the current folder, if the worker has a
-    folder of that name. ``options``: further ones for `immortal what-if`.
+    folder of that name. ``options``: further ones for `immortal what-if`. ``strict``: the first instance that can't be
+    tried ends the job, with WhatIfError.
     """
     run = partial(
         run_instances,
@@ -102,6 +108,7 @@ def what_if(
         code=None if code is None else str(code.absolute()),
         options=list(options),
         timeout_s=timeout_s,
+        strict=strict,
     )
     frame = spark.createDataFrame(list(apps.items()), "instance string, app string").repartition(len(apps))
     rows = rows_of(frame.mapInArrow(run, from_arrow_schema(_RESULT)).toArrow().to_batches())
@@ -113,8 +120,11 @@ def what_if(
     )
 
 
-def choose_apps(home: Path, wanted: Mapping[str, str], code: Path | None = None) -> dict[str, str]:
-    """Choose the app for each instance. ``wanted``: by instance; "" stands for all that have a log.
+def choose_apps(
+    home: Path, wanted: Mapping[str, str], code: Path | None = None, *, strict: bool = False
+) -> tuple[dict[str, str], Sequence[Unreadable]]:
+    """Choose the app for each instance; return also the logs that can't be read. ``wanted``: by instance; "" stands
+    for all that have a log. ``strict``: the first log that can't be read is an error.
 
     Raises WhatIfError for an instance that has none, or if there is no ``code``.
     """
@@ -123,17 +133,23 @@ def choose_apps(home: Path, wanted: Mapping[str, str], code: Path | None = None)
     registered = {path.stem for path in home.glob("*.toml") if not path.name.startswith(".")}
     if not registered:
         raise WhatIfError(f"nothing is registered in {home}: a registry's home was expected")
-    with_log = sorted(registered & log_states(log_folders([str(home)], may_be_none=True)).keys())
+    fleet = LogFleet(log_folders([str(home)], may_be_none=True), strict=strict)
+    with_log = sorted(registered & fleet.states.keys())
+    texts = {each.log: each.text for each in fleet.unreadable}
     for name in wanted:
         if name and name not in with_log:
+            if os.path.abspath(registered_log(home / f"{name}.toml")) in texts:
+                continue
             problem = "has not been started yet" if name in registered else "is not registered"
             raise WhatIfError(f"the instance {name!r} {problem} in {home}: there are {', '.join(with_log) or 'none'}")
     everywhere = wanted.get("")
     chosen = {name: wanted.get(name, everywhere) for name in with_log}
     apps = {name: app for name, app in chosen.items() if app is not None}
+    if not apps and texts:
+        raise none_left(texts)
     if not apps:
         raise WhatIfError(f"there is nothing to try: no instance in {home} has a log yet")
-    return apps
+    return apps, fleet.unreadable
 
 
 def summarize(results: Iterator[InstanceResult]) -> FleetResult:
@@ -175,11 +191,14 @@ def run_instances(
     code: str | None,
     options: Sequence[str],
     timeout_s: float,
+    strict: bool,
 ) -> Iterator[pa.RecordBatch]:
     """Convert rows of (instance, app) to the results of their processes; for mapInArrow."""
     for instance, app in rows_of(batches):
         started = time.monotonic()
         status, output, error = _run(instance, app, home, folder, code, options, timeout_s)
+        if strict and status not in (SAME, DIFFERENT):
+            raise WhatIfError(f"{instance}: {error or f'it ended with status {status}'}")
         row = [instance, status, output, error, time.monotonic() - started]
         arrays = [pa.array([value], column.type) for value, column in zip(row, _RESULT, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=_RESULT)

@@ -50,7 +50,8 @@ def audit_lines(report: AuditReport, limit: int, *, all_streams: bool) -> Iterat
         yield from _stream_table(report.streams)
     yield ""
     if not report.violation_count:
-        yield "sound: every message was executed once, in order, after its cause"
+        what = "no violation in what could be read" if report.unreadable else "sound"
+        yield f"{what}: every message was executed once, in order, after its cause"
         return
     yield "VIOLATIONS: " + ", ".join(f"{number:,} {kind}" for kind, number in report.counts.items())
     yield from _violations(report, limit)
@@ -100,7 +101,9 @@ def verify_lines(report: VerifyReport, limit: int) -> Iterator[str]:
         yield f"and {report.problem_count - limit:,} more; --limit shows them"
     sound = f"{counted(sum(report.records.values()), 'sound record')} in {counted(len(report.records), 'log')}"
     checkpoints = counted(sum(report.checkpoints.values()), "sound checkpoint")
-    verdict = f"DAMAGED: {counted(report.problem_count, 'problem')}; " if report.problem_count else "sound: "
+    verdict = "no damage in what could be read: " if report.unreadable else "sound: "
+    if report.problem_count:
+        verdict = f"DAMAGED: {counted(report.problem_count, 'problem')}; "
     yield f"{verdict}{sound}, {checkpoints}"
 
 

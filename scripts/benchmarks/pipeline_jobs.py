@@ -18,7 +18,7 @@ from immortal.pipeline.jobs.audit import audit
 from immortal.pipeline.jobs.export import export
 from immortal.pipeline.jobs.sources import open_fleet
 from immortal.pipeline.jobs.stats import stats
-from immortal.pipeline.jobs.verify import open_all, verify
+from immortal.pipeline.jobs.verify import verify
 from immortal.pipeline.session import session
 from immortal.pipeline.synthetic_logs import Fleet, write_fleet
 
@@ -53,7 +53,7 @@ def main(services: int, messages: int, batch: int, master: str, folder: Path | N
             executed = sum(stream.messages for stream in report.streams)
             compared = sum(stream.compared for stream in report.streams)
             click.echo(f"    {executed:,} messages, {compared:,} compared, {report.violation_count} violations")
-        _timed("verification of the logs", lambda: verify(spark, open_all(logs)))
+        _timed("verification of the logs", lambda: verify(spark, open_fleet(logs)))
         _timed("statistics of the logs", lambda: stats(spark, open_fleet(logs)))
         spark.stop()
     finally:

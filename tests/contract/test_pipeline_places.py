@@ -139,12 +139,14 @@ def test_partitions_are_ranges_whose_end_is_fixed(fleet: str, tmp_path: Path) ->
     reader = Reader(Options.of({"table": "records", "path": fleet, "partitionBytes": "2048"}), SCHEMAS["records"])
     parts = [part for part in reader.partitions() if isinstance(part, RangePartition)]
     assert len(parts) > 4
-    for before, part in itertools.pairwise(parts):
-        if before.wanted.instance == part.wanted.instance:
-            assert before.wanted.end == part.wanted.first
-    for part in parts:
+    ranges = [wanted for part in parts for wanted in part.ranges]
+    assert len(ranges) == len(parts)
+    for before, wanted in itertools.pairwise(ranges):
+        if before.instance == wanted.instance:
+            assert before.end == wanted.first
+    for part, wanted in zip(parts, ranges, strict=True):
         found = [row["sequence_id"] for batch in reader.read(part) for row in batch.to_pylist()]
-        assert found == list(range(part.wanted.first, part.wanted.end))
+        assert found == list(range(wanted.first, wanted.end))
         assert KEY_FILE_VARIABLE not in repr(vars(part))
         assert "archive.key" not in repr(vars(part))
 

@@ -17,8 +17,8 @@ from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.log import open_log, open_reader, verify_value
 from immortal.pipeline.jobs.audit import AuditReport, audit_rows, judge
 from immortal.pipeline.jobs.evidence import Row, evidence_of_values, gap_rows
-from immortal.pipeline.jobs.sources import LogState, log_ranges, log_states
-from immortal.pipeline.reading import Gap, close_shared, read_range
+from immortal.pipeline.jobs.sources import LogFleet, LogState
+from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
 from immortal.pipeline.synthetic_logs import Ending, Fleet, Input, PlannedLog, PlannedRecord
 from immortal.protocol.batch import decode_batch
 from immortal.protocol.checksum import crc64
@@ -234,15 +234,15 @@ def streams_for_faults(plan: Plan) -> list[tuple[str, str]]:
 
 
 def audit_here(folders: list[str], tolerance_ns: int = 0, states: Mapping[str, LogState] | None = None) -> AuditReport:
-    """Run the audit of Spark's workers and driver in this process. ``states``: as read earlier."""
-    states = log_states(folders) if states is None else states
+    """The audit of Spark's workers and driver, in this process. ``states``: as they were seen a while ago."""
+    states = LogFleet(folders, strict=True).states if states is None else states
     return judge(audit_rows(evidence_here(folders), tolerance_ns), states)
 
 
 def evidence_here(folders: list[str]) -> Iterator[Row]:
     """Yield the evidence in the order of the audit."""
     batches = []
-    for wanted in log_ranges(folders):
+    for wanted in map(whole_range, folders):
         for values in read_range(wanted):
             if isinstance(values, Gap):
                 batches.append(gap_rows(wanted.instance, values))

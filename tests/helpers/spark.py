@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -14,13 +15,15 @@ import immortal.pipeline.session
 @contextmanager
 def running_session() -> Iterator[SparkSession]:
     options = {"spark.sql.shuffle.partitions": "4", "spark.driver.memory": "1g"}
-    # With a lower priority its workers would not start within Spark's 10 s while other tests run.
-    with patch.object(immortal.pipeline.session, "_NICENESS", 0):
-        spark = immortal.pipeline.session.session("local[2]", "immortal tests", **options)
-    try:
-        yield spark
-    finally:
-        spark.stop()
+    # Behind all others, its workers would not start within the 10 s that Spark gives them while other tests run.
+    with tempfile.TemporaryDirectory() as warehouse:
+        options["spark.sql.warehouse.dir"] = warehouse
+        with patch.object(immortal.pipeline.session, "_NICENESS", 0):
+            spark = immortal.pipeline.session.session("local[2]", "immortal tests", **options)
+        try:
+            yield spark
+        finally:
+            spark.stop()
 
 
 def read(spark: SparkSession, table: str, *paths: object, **options: object) -> DataFrame:

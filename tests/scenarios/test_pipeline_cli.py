@@ -24,8 +24,11 @@ from immortal.coordinator.log import format as log_format
 from immortal.log import open_reader
 from immortal.pipeline.errors import PipelineError, one_line_error
 from immortal.pipeline.jobs import export as export_job
-from immortal.pipeline.jobs.audit import results_of
+from immortal.pipeline.jobs.audit import audit
 from immortal.pipeline.jobs.sources import EXPORT_FILE_NAME, open_fleet
+from immortal.pipeline.jobs.stats import stats
+from immortal.pipeline.jobs.trace import trace
+from immortal.pipeline.jobs.verify import verify
 from immortal.protocol.trailer import BatchKind
 from tests.helpers import flow
 from tests.helpers.fleet import STREAM_FAULTS, Found, Plan, cut, damage, flip_byte, plan_fleet, streams_for_faults, trim
@@ -207,7 +210,7 @@ def test_an_export_that_was_changed_behind_its_back_is_found(pair: Plan, tmp_pat
     file = sorted((tmp_path / "export" / "raw").glob("*/*/*.parquet"))[0]
     name = file.parent.parent.name.removeprefix("instance=")
     file.unlink()
-    report = values("verify", tmp_path / "export", status=1)
+    report = values("verify", tmp_path / "export", status=3)
     assert [(problem["instance"], problem["place"]) for problem in report["problems"]] == [(name, "export")]
     assert "0 records" in report["problems"][0]["text"]
 
@@ -244,7 +247,7 @@ def test_damaged_records_are_exported_as_they_are(pair: Plan, tmp_path: Path, sp
         report = values("audit", tmp_path / source, status=3)
         assert report["counts"] == {"damage": 1}
         assert report["violations"][0].items() >= damaged.items()
-        problems = values("verify", tmp_path / source, status=1)["problems"]
+        problems = values("verify", tmp_path / source, status=3)["problems"]
         assert [(problem["instance"], problem["place"]) for problem in problems] == [(plan.names[1], "record 5")]
 
 
@@ -258,15 +261,18 @@ def test_verify_lists_everything_that_is_damaged(plan: Plan, tmp_path: Path) -> 
     flip_byte(folders[2], 1, at=20)
     flip_value(folders[1], b"chunks")
     flip_value(folders[3], b"meta")
-    report = values("verify", tmp_path, status=1)
+    report = values("verify", tmp_path, status=3)
     places = [(problem["instance"], problem["place"]) for problem in report["problems"]]
     names = plan.names
     expected = {(names[0], "record 3"), (names[0], "record 9"), (names[2], "record 1"), (names[1], "checkpoint 1")}
-    assert set(places) == {*expected, (str(folders[3]), "tables")}
+    assert set(places) == expected
+    assert [each["log"] for each in report["unreadable"]] == [str(folders[3])]
     assert report["records"][names[0]] == len(plan.records[names[0]]) - 2
-    lines = run("verify", tmp_path, "--limit", 1, status=1).stdout.splitlines()
-    assert lines[1] == "and 4 more; --limit shows them"
-    assert lines[2].startswith("DAMAGED: 5 problems; ")
+    lines = run("verify", tmp_path, "--limit", 1, status=3).stdout.splitlines()
+    assert lines[1] == "and 3 more; --limit shows them"
+    assert lines[2].startswith("DAMAGED: 4 problems; ")
+    assert lines[3] == "NOT READ, or not to the end: 1 log"
+    assert lines[4].startswith(f"  {folders[3]}: ")
 
 
 def flip_value(folder: Path, table: bytes) -> None:
@@ -409,6 +415,87 @@ def test_what_if_runs_the_code_that_is_named_on_both_sides(tmp_path: Path) -> No
         assert "so the new code would be compared with itself" in said
 
 
+# --- logs that cannot be read ----------------------------------------------------------------------------------------
+
+
+def truncate(folder: str | Path) -> None:
+    os.truncate(Path(folder) / "data.mdb", 16 << 10)
+
+
+def test_logs_that_cannot_be_opened_are_reported_beside_the_others(plan: Plan, tmp_path: Path) -> None:
+    folders = plan.write(tmp_path / "logs")
+    truncate(folders[0])
+    flip_value(Path(folders[1]), b"meta")
+    verbs: list[tuple[object, ...]] = [
+        ("verify", tmp_path / "logs"),
+        ("audit", tmp_path / "logs"),
+        ("stats", tmp_path / "logs"),
+        ("trace", plan.names[2], "2", tmp_path / "logs"),
+        ("export", tmp_path / "logs", "--to", tmp_path / "export", "--tables", "raw"),
+    ]
+    for verb in verbs:
+        found = values(*verb, status=4)["unreadable"]
+        assert [each["log"] for each in found] == folders[:2]
+        assert "is truncated: it has" in found[0]["text"]
+        assert "is truncated: it has" in failed(*verb, "--strict")
+    lines = run("verify", tmp_path / "logs", status=4).stdout.splitlines()
+    assert lines[0].startswith("no damage in what could be read: ")
+    assert lines[1] == "NOT READ, or not to the end: 2 logs"
+    assert [line.split(": ")[0].strip() for line in lines[2:]] == folders[:2]
+    assert sorted(json.loads((tmp_path / "export" / EXPORT_FILE_NAME).read_text())["exported"]) == plan.names[2:]
+    flip_byte(Path(folders[2]), 3)
+    values("verify", tmp_path / "logs", status=3)  # what is found goes first
+    for folder in folders[2:]:
+        truncate(folder)
+    assert "none of 4 logs can be read; the first: " in failed("audit", tmp_path / "logs")
+
+
+def test_logs_that_go_bad_while_they_are_read(plan: Plan, tmp_path: Path, spark: SparkSession) -> None:
+    folders = plan.write(tmp_path / "logs")
+    shutil.copytree(tmp_path / "logs", tmp_path / "sound")
+    fleet, strict = (open_fleet(folders, strict=strict) for strict in (False, True))
+    to = tmp_path / "export"
+    shutil.rmtree(folders[1])
+    truncate(folders[2])
+    good = [plan.names[0], plan.names[3]]
+    verified = verify(spark, fleet)
+    assert (verified.problems, {name: count for name, count in verified.records.items() if count}) == (
+        [],
+        {name: len(plan.records[name]) for name in good},
+    )
+    audited = audit(spark, fleet)
+    assert audited.violations == []
+    assert [service.instance for service in stats(spark, fleet).services] == good
+    assert {node.instance for node in trace(spark, fleet, good[0], 2).nodes} <= set(good)
+    exported = export_job.export(spark, fleet, to, ["raw", "records"])
+    assert list(exported.instances) == good
+    for report in (verified, audited, exported):
+        assert [each.log for each in report.unreadable] == folders[1:3]
+        assert "was removed while it was read" in report.unreadable[0].text
+        assert "is truncated" in report.unreadable[1].text
+    with pytest.raises(PySparkException) as raised:
+        verify(spark, strict)
+    assert str(one_line_error(raised.value)) in [each.text for each in verified.unreadable]
+    sound = logged(tmp_path / "sound")
+    assert archived(spark, to) == {name: sound[name] for name in good}
+    again = values("export", tmp_path / "sound", "--to", to)
+    assert again["rows"]["raw"] == sum(len(plan.records[name]) for name in plan.names[1:3])
+    assert archived(spark, to) == sound
+    assert values("verify", to)["sound"]
+
+
+def test_what_if_leaves_out_a_log_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "home"
+    shutil.copytree(home.parent, copy.parent, dirs_exist_ok=True)
+    for settings in copy.glob("*.toml"):
+        settings.write_text(settings.read_text().replace(str(home.parent), str(copy.parent)))
+    truncate(asker := copy.parent / "logs" / "asker" / "log")
+    found = values("what-if", copy, *app_options(TALK), status=4)
+    assert found["same"] == len(CLASSES) - 1
+    assert [each["log"] for each in found["unreadable"]] == [str(asker)]
+    assert "is truncated" in failed("what-if", copy, *app_options(TALK), "--strict")
+
+
 # --- what can be wrong -----------------------------------------------------------------------------------------------
 
 
@@ -423,12 +510,12 @@ def test_what_a_user_can_get_wrong(plan: Plan, pair: Plan, logs: Path, tmp_path:
     newer = Path(pair.write(tmp_path / "newer")[0])
     key = b"format"
     put_value(newer, b"meta", key, log_format.seal(b"meta", key, log_format.AUTHENTICATED_VERSION + 1))
-    said = failed("audit", tmp_path / "newer")
+    said = failed("audit", newer)
     assert f"has format version {log_format.AUTHENTICATED_VERSION + 1}, this program reads version" in said
     copy = tmp_path / "copies"
     for number in (1, 2):
         shutil.copytree(logs / plan.names[0], copy / f"copy-{number}")
-    assert f"are both logs of the instance {plan.names[0]!r}: give one" in failed("audit", copy)
+    assert f"are both logs of {plan.names[0]!r}: give one" in failed("audit", copy)
     assert failed("trace", "nobody", "3", logs).startswith("error: there is no log of 'nobody' among those given: ")
     assert "the log of 'service-0' holds records 0 to " in failed("trace", "service-0", "99999", logs)
     assert "has the messages 0 to " in failed("trace", "service-0", "2:99999", logs)
@@ -439,13 +526,16 @@ def test_what_a_user_can_get_wrong(plan: Plan, pair: Plan, logs: Path, tmp_path:
 
 def test_a_log_that_is_trimmed_while_it_is_read(pair: Plan, tmp_path: Path, spark: SparkSession) -> None:
     folders = pair.write(tmp_path)
-    evidence = open_fleet(folders).evidence(spark)  # planned, not read yet
+    fleets = [open_fleet(folders, strict=strict) for strict in (True, False)]
     trim(Path(folders[0]), pair, pair.names[0], 10)
     with pytest.raises(PySparkException) as raised:
-        list(results_of(spark, evidence))
+        audit(spark, fleets[0])
     said = str(one_line_error(raised.value))
     assert f"the log of '{pair.names[0]}' in {folders[0]} was trimmed up to record 10 while record 0" in said
     assert len(said.splitlines()) == 1
+    report = audit(spark, fleets[1])
+    assert [(each.log, each.text) for each in report.unreadable] == [(folders[0], said)]
+    assert report.violations == []
 
 
 def test_without_its_packages_one_line_says_so(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,38 @@ def test_ranges_filters_and_columns(spark: SparkSession, home: Path) -> None:
     assert sorted(map(tuple, part.collect())) == sorted((row["position"], row["source"]) for row in expected_messages())
 
 
+def test_tables_of_a_catalog(spark: SparkSession, home: Path) -> None:
+    definitions = [
+        f"OPTIONS (path '{home}', table 'records')",
+        f"OPTIONS (table 'records') LOCATION '{home}'",
+        f"OPTIONS (table 'records') COMMENT 'all records' LOCATION '{home}'",
+    ]
+    for definition in definitions:
+        spark.sql(f"CREATE TABLE all_records USING immortal {definition}")
+        try:
+            assert spark.table("all_records").count() == sum(COUNTS.values())
+            (found,) = spark.sql("SELECT count(*) AS rows FROM all_records WHERE instance = 'bob'").collect()
+            assert found["rows"] == COUNTS["bob"]
+            assert "sequence_id" in [column.name for column in spark.catalog.listColumns("all_records")]
+        finally:
+            spark.sql("DROP TABLE all_records")
+    spark.catalog.createTable("named", source="immortal", path=str(home), table="messages")
+    try:
+        assert spark.table("named").count() == len(expected_messages())
+    finally:
+        spark.sql("DROP TABLE named")
+    wrong = f"CREATE TABLE wrong USING immortal OPTIONS (path '{home}', tabel 'records')"
+    assert said(lambda: spark.sql(wrong)).startswith("there is no option 'tabel': there are check, ")
+
+
+def test_the_same_log_by_two_paths(spark: SparkSession, home: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(home / "alice" / "log")
+    frames = [read(spark, "records", path) for path in (home / "alice" / "log", link)]
+    assert [frame.count() for frame in frames] == [300, 300]
+    assert frames[0].union(frames[1]).count() == 600
+
+
 def test_arguments_by_the_class(spark: SparkSession, tmp_path: Path) -> None:
     calls = [
         (Call(SELL, 1, arguments("pen", 3)), "sell", {"item": "pen", "count": 3}, None),

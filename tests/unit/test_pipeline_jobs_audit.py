@@ -11,7 +11,7 @@ import pytest
 
 from immortal.pipeline.jobs.audit import AuditReport, LogReport, impossible_orders, judge
 from immortal.pipeline.jobs.evidence import LOG, Row, evidence_of_raw, evidence_of_record, evidence_of_values
-from immortal.pipeline.jobs.sources import log_states
+from immortal.pipeline.jobs.sources import LogFleet
 from immortal.pipeline.jobs.stream_audit import Needs, Violation
 from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
 from immortal.pipeline.synthetic_logs import encode_planned
@@ -177,7 +177,7 @@ def test_a_fleet_that_goes_on_while_it_is_audited_is_sound(tmp_path: Path) -> No
             batches = earlier.batches(name, receiver)
             if batches and receiver != name:
                 earlier.endings[name].acknowledged[receiver] = batches[-1][2].last_position
-    states = log_states(earlier.write(tmp_path / "earlier"))
+    states = LogFleet(earlier.write(tmp_path / "earlier"), strict=True).states
     for grown in (set(), {plan.names[0]}, set(plan.names[1:]), set(plan.names)):
         records = {name: (plan if name in grown else earlier).records[name] for name in plan.names}
         now = Plan(plan.committer_ids, records, plan.endings)
@@ -190,7 +190,7 @@ def test_a_log_that_was_swapped_is_found_from_both_sides(tmp_path: Path) -> None
     plan = plan_fleet(3, messages=900)
     sender, receiver = busy_stream(plan)
     folders = plan.write(tmp_path)
-    states = log_states(folders)
+    states = LogFleet(folders, strict=True).states
     states[sender] = replace(states[sender], committer_id=5)
     report = judge([], {sender: states[sender], receiver: replace(states[receiver], peers={}, acknowledged={})})
     texts = [each.text for each in report.violations if (each.kind, each.receiver) == ("identity", receiver)]
@@ -372,7 +372,7 @@ def test_a_stream_that_was_reset_is_not_compared_with_marks_of_other_numbers(tmp
         batch.first_position -= offset
     plan.endings[sender].acknowledged.pop(receiver, None)
     folders = plan.write(tmp_path)
-    states = log_states(folders)
+    states = LogFleet(folders, strict=True).states
     assert any(violation.kind == "content" for violation in audit_here(folders).violations)
     states[sender] = replace(states[sender], offsets={receiver: offset})
     report = audit_here(folders, states=states)

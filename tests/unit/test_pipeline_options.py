@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from pyspark.sql.types import StringType, StructField, StructType
 
+from immortal.coordinator.core.errors import LogFormatError
 from immortal.errors import LoadError
 from immortal.pipeline.arguments import decode_targets
 from immortal.pipeline.errors import SourceError
-from immortal.pipeline.reading import close_shared, whole_range
-from immortal.pipeline.source import SCHEMAS, Options, Reader, StreamReader, shares, split
+from immortal.pipeline.reading import LogRange, close_shared, whole_range
+from immortal.pipeline.source import SCHEMAS, Options, Reader, StreamReader, pack, shares, split
 from tests.helpers.pipeline_logs import make_log, random_specs
 
 
@@ -23,6 +25,7 @@ from tests.helpers.pipeline_logs import make_log, random_specs
         ({"to": "x"}, "option to: 'x': a number, 0 or more"),
         ({"to": str(2**63)}, "option to: '9223372036854775808': a number"),
         ({"partitionBytes": "1 MB"}, "option partitionBytes: '1 MB': a number"),
+        ({"option.tabel": "records"}, "there is no option 'option.tabel': there are check, "),
         ({"check": "maybe"}, "option check: 'maybe': true or false"),
         ({"tabel": "records"}, "there is no option 'tabel': there are check, "),
         ({"paths": "{}"}, "option paths: '{}': a JSON list"),
@@ -97,5 +100,50 @@ def test_parts_are_the_whole(tmp_path: Path) -> None:
             assert parts[-1].end == 500
         assert len(split(whole, 1)) == 500
         assert len(split(whole, 1 << 30)) == 1
+    finally:
+        close_shared()
+
+
+def ranges_of(*sizes_bytes: int) -> list[LogRange]:
+    return [LogRange(f"{number}", f"{number}", 1, 0, 9, size) for number, size in enumerate(sizes_bytes)]
+
+
+def test_small_ranges_share_a_task() -> None:
+    small = ranges_of(*[40_000] * 10_000)
+    packs = pack(small, 2)
+    assert [each for packed in packs for each in packed] == small
+    assert 20 < len(packs) < 80
+    assert len(pack(small[:20], 2)) in range(8, 11)  # few: each processor has something to do
+    mixed = ranges_of(1, 600 << 20, 1, 1, 600 << 20)
+    assert [[each.folder for each in packed] for packed in pack(mixed, 2)] == [["0"], ["1"], ["2", "3"], ["4"]]
+    assert [len(packed) for packed in pack(ranges_of(1, 1, 1), 1, 1)] == [1, 1, 1]
+    assert pack([], 2) == []
+
+
+def test_two_logs_of_one_instance_are_named(tmp_path: Path) -> None:
+    folders = [str(make_log(tmp_path / name, "alice", random_specs(1, 5))) for name in ("one", "two")]
+    try:
+        with pytest.raises(SourceError, match=f"{folders[0]} and {folders[1]} are both logs of 'alice': give one"):
+            Reader(Options.of({"path": ",".join(folders)}), SCHEMAS["messages"]).partitions()
+    finally:
+        close_shared()
+
+
+def test_a_log_by_two_paths_is_opened_once(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "log", "alice", random_specs(1, 5))
+    (tmp_path / "link").symlink_to(log)
+    try:
+        assert whole_range(str(log)).end == whole_range(str(tmp_path / "link")).end == 5
+    finally:
+        close_shared()
+
+
+def test_a_log_that_is_truncated_while_it_is_open(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "log", "alice", random_specs(1, 50))
+    try:
+        assert whole_range(str(log)).end == 50
+        os.truncate(log / "data.mdb", 16 << 10)
+        with pytest.raises(LogFormatError, match="is truncated"):
+            whole_range(str(log))
     finally:
         close_shared()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pyarrow as pa
 
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.log import create_log
+from immortal.pipeline.jobs.evidence import LOG, evidence_of_few, evidence_of_values
 from immortal.pipeline.reading import PIECE_SIZE_BYTES, SMALL_SIZE_BYTES, Gap, close_shared, read_range, whole_range
 from scripts.benchmarks.pipeline_source import fill_new, record_value
+from tests.helpers.pipeline_logs import flip, make_log, random_specs
 
 
 def test_small_and_large_values_come_as_they_are(tmp_path: Path) -> None:
@@ -53,3 +58,18 @@ def test_what_only_the_journal_has_is_read(tmp_path: Path) -> None:
     finally:
         close_shared()
     assert found == records
+
+
+def test_the_evidence_of_few_records_is_that_of_many(tmp_path: Path) -> None:
+    log = make_log(tmp_path, "alice", random_specs(5, 60))
+    flip(log, random_specs(5, 60)[7].record()[8:24], 16)
+    (values,) = [piece for piece in read_range(whole_range(str(log))) if not isinstance(piece, Gap)]
+    close_shared()
+
+    def rows(of_values: Callable[..., Iterator[pa.RecordBatch]]) -> list[str]:
+        found = pa.Table.from_batches(of_values(values, "alice", 77)).to_pylist()
+        sound = sum(row["items"] for row in found if row["what"] == LOG and row["reason"] is None)
+        return [*sorted(str(row) for row in found if row["what"] != LOG or row["reason"]), f"{sound} are sound"]
+
+    assert rows(evidence_of_few) == rows(evidence_of_values)
+    assert rows(evidence_of_few)[-1] == "59 are sound"

@@ -117,9 +117,11 @@ class LmdbPlace(Place):
         return (lock_holder(self._folder) or "another process") if self.is_live() else None
 
     def version(self) -> object:
+        path = self._folder / DATA_FILE_NAME
         try:
-            status = (self._folder / DATA_FILE_NAME).stat()
-        except OSError:
+            check_data_file(path)  # of a truncated one, opening it says so; reading on would kill the process
+            status = path.stat()
+        except (OSError, LogError):
             return None
         return status.st_dev, status.st_ino
 

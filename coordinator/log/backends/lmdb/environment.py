@@ -293,6 +293,7 @@ def remove_log(folder: Path) -> None:
 
 
 RELEASE_INTERVAL_BYTES = 32 << 20  # read or written since the last release
+_RELEASED_SIZE_BYTES_MIN = 1 << 20  # of a smaller file, finding its mapping costs more than it gives back
 
 _MADV_DONTNEED = 4  # on a shared file mapping: unmap the pages, keep the data
 
@@ -333,14 +334,16 @@ class MappedPages:
     def _mappings(self) -> list[tuple[int, int]]:
         """Return start and end of each shared mapping of the file."""
         try:
-            inode = os.stat(self._path).st_ino
+            status = os.stat(self._path)
+            if status.st_size < _RELEASED_SIZE_BYTES_MIN:
+                return []
             lines = Path("/proc/self/maps").read_text().splitlines()
         except OSError:
             return []
         found = []
         for line in lines:
             addresses, permissions, _, _, mapped_inode, *_ = line.split(maxsplit=5)
-            if int(mapped_inode) == inode and permissions.endswith("s"):
+            if int(mapped_inode) == status.st_ino and permissions.endswith("s"):
                 start, _, end = addresses.partition("-")
                 found.append((int(start, 16), int(end, 16)))
         return found
