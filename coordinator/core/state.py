@@ -11,8 +11,7 @@ from immortal.coordinator.core.clock import Timers
 from immortal.coordinator.core.effects import Effect, Report, SendToApp
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSpace, VersionStart
-from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
-from immortal.coordinator.core.life_cycle.session import AppSession, Phase
+from immortal.coordinator.core.life_cycle.session import AppSession, Pause, Phase, Shutdown
 from immortal.coordinator.core.limits import MIB, Limits
 from immortal.coordinator.core.notices import Notice
 from immortal.protocol.extensions import encode_impulses_accepted
