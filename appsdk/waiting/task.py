@@ -222,10 +222,8 @@ class Task(Owner):
     # --- running ----------------------------------------------------------------------------------------------------
 
     def advance(self, wake: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()) -> None:
-        """Call ``wake(*arguments)``, which can wake coroutines, and run until all of them wait, or the handler is done.
-
-        Raises HandlerError (of a step), JournalError.
-        """
+        """Call ``wake``, which can wake coroutines, and run until all of them wait, or the handler is done. Raises
+        HandlerError (of a step), JournalError."""
         while True:
             self._is_running = True
             before, self.tasks.running = self.tasks.running, self
@@ -397,10 +395,8 @@ class Task(Owner):
             operation.complete(*self._take_outcome(operation, *outcome))
 
     def _is_given(self, operation: Operation) -> bool:
-        """Complete ``operation`` with the result that this step of the origin had; return True if there is one.
-
-        Only while the message is handled that began this handler: so no checkpoint has to keep such results.
-        """
+        """Complete ``operation`` with the result that this step of the origin had; return True if there is one. Only
+        while the message is handled that began this handler: so no checkpoint has to keep such results."""
         context = self.tasks.context
         entry = self.given.pop(operation.step, None)
         if entry is None or entry.what != operation.what or isinstance(operation, MulticastCall):  # sent with others

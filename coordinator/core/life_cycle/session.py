@@ -13,7 +13,8 @@
 
 The table below has all transitions; any other is an internal error.
 
-During a pause input is logged, and the app gets none. A pause is kept in memory, so it ends with this process. To the rest of the machine a paused app is a slow app.
+During a pause input is logged, and the app gets none. A pause is kept in memory, so it ends with this process. To the
+rest of the machine a paused app is a slow app.
 """
 
 from __future__ import annotations
