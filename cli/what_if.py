@@ -19,6 +19,7 @@ from immortal.cli.options import (
     app_or_hand,
     app_port_option,
     at_least_option,
+    check_folder,
     instance_name,
     name_argument,
     pass_registry,
@@ -36,7 +37,7 @@ from immortal.protocol.command_line import FailedError, echo, echo_json, echo_li
 from immortal.protocol.decoding import DecodeError, decode_json, parse_json_argument
 from immortal.protocol.distribution import add_extra
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import opener
+from immortal.protocol.files import write_whole
 from immortal.protocol.safe_output import printable
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
@@ -311,6 +312,8 @@ def _fleet(
     ):
         if path is not None and (missing := [name for name in packages if find_spec(name) is None]):
             raise FailedError(f"{option} needs {', '.join(missing)}: {add_extra(extra)}")
+    if page is not None:
+        check_folder("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
     if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
@@ -350,8 +353,7 @@ def _fleet(
     if page is not None:
         from immortal.presenters.what_if_fleet import fleet_page
 
-        with open(page, "w", encoding="utf-8", opener=opener) as file:
-            file.write(fleet_page(outcome, dict(changes)))
+        write_whole(page, fleet_page(outcome, dict(changes)))
     if tables is not None:
         from immortal.presenters.what_if_tables import write_tables
 

@@ -320,6 +320,11 @@ def test_a_file_without_its_extra_names_that(
     assert f"immortal-services[{extra}]" in said
 
 
+def test_a_page_into_a_folder_that_is_missing_is_refused_first(folder: Path) -> None:
+    said = what_if(folder, "--change", f"shop={variant(folder)}", "--html", "missing/page.html", status=1)
+    assert said.splitlines()[-1].endswith("there is no folder missing: make it, or give another place")
+
+
 def test_parquet_tables_have_each_difference_and_are_read_by_duckdb(folder: Path) -> None:
     told = "--change", f"shop={variant(folder, *TWICE)}", "--parquet", "found"
     found = values(folder, *told)
