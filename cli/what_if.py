@@ -346,6 +346,8 @@ def _fleet(
             trust_pickle=trust_pickle,
             details=page is not None or tables is not None,
         )
+    if end is not None and not outcome.is_different and not any(one.messages for one in outcome.services):
+        raise FailedError("--to: the changed services have no message up to that time: give a later one")
     if as_json:
         echo_json(msgspec.to_builtins(outcome))
     else:

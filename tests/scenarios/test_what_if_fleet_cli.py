@@ -320,6 +320,11 @@ def test_a_file_without_its_extra_names_that(
     assert f"immortal-services[{extra}]" in said
 
 
+def test_an_end_before_the_first_message_is_refused(folder: Path) -> None:
+    said = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", "--to", "1999-01-01", status=1)
+    assert "--to: the changed services have no message up to that time: give a later one" in said
+
+
 def test_a_page_into_a_folder_that_is_missing_is_refused_first(folder: Path) -> None:
     said = what_if(folder, "--change", f"shop={variant(folder)}", "--html", "missing/page.html", status=1)
     assert said.splitlines()[-1].endswith("there is no folder missing: make it, or give another place")
