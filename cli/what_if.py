@@ -32,6 +32,7 @@ from immortal.coordinator.core.output.output_check import Divergence, OutputDive
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.identity import Time
+from immortal.coordinator.service.children import die_with_parent
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
 from immortal.protocol.decoding import DecodeError, decode_json, parse_json_argument
@@ -446,7 +447,8 @@ def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) 
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
     stderr = None if asks else subprocess.PIPE
     env = {**os.environ, _HASH_SEED: "0"}
-    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False)
+    ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
+    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False, preexec_fn=ends_with_us)
 
 
 def _in_child(ctx: click.Context, *, asks: bool) -> int:
