@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -349,6 +350,12 @@ DELAY_S = 1.0  # shorter work shows no bar
 
 Advance = Callable[[int, int | None], None]
 """Function of (done, total); total None: unknown."""
+
+
+def check_folder(option: str, file: Path) -> None:
+    """Raise FailedError before any work if the folder of a file to be written is missing."""
+    if not file.parent.is_dir():
+        raise FailedError(f"{option} {file}: there is no folder {file.parent}: make it, or give another place")
 
 
 @contextmanager

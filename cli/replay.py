@@ -22,6 +22,7 @@ from immortal.cli.options import (
     app_or_hand,
     app_port_option,
     at_least_option,
+    check_folder,
     debugpy_option,
     name_argument,
     pass_registry,
@@ -38,7 +39,7 @@ from immortal.coordinator.log.open import open_reader, place_of
 from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import first_record_at
 from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, echo_lines, json_option
-from immortal.protocol.files import opener
+from immortal.protocol.files import opener, write_whole
 from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
@@ -258,6 +259,8 @@ def why(
     """
     if export is not None and export.exists():
         raise FailedError(f"{export} is there already: give another name, or remove it first")
+    if export is not None:
+        check_folder("--export", export)
     settings = settings_with_log(registry, name)
     if isinstance(at, Time):
         at = _record_at(settings, at), None
@@ -270,9 +273,7 @@ def why(
     else:
         echo_lines([*found.lines(), *(() if fewest is None else fewest.lines())])
     if fewest is not None and export is not None:
-        source = fewest.test_source()
-        with open(export, "x") as file:
-            file.write(source)
+        write_whole(export, fewest.test_source(), is_new=True)
 
 
 @click.command()

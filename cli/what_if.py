@@ -19,6 +19,7 @@ from immortal.cli.options import (
     app_or_hand,
     app_port_option,
     at_least_option,
+    check_folder,
     instance_name,
     name_argument,
     pass_registry,
@@ -31,12 +32,13 @@ from immortal.coordinator.core.output.output_check import Divergence, OutputDive
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.identity import Time
+from immortal.coordinator.service.children import die_with_parent
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
 from immortal.protocol.decoding import DecodeError, decode_json, parse_json_argument
 from immortal.protocol.distribution import add_extra
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import opener
+from immortal.protocol.files import write_whole
 from immortal.protocol.safe_output import printable
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import OwnCode, own_code_at_end
@@ -311,6 +313,8 @@ def _fleet(
     ):
         if path is not None and (missing := [name for name in packages if find_spec(name) is None]):
             raise FailedError(f"{option} needs {', '.join(missing)}: {add_extra(extra)}")
+    if page is not None:
+        check_folder("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
     if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
@@ -343,6 +347,8 @@ def _fleet(
             trust_pickle=trust_pickle,
             details=page is not None or tables is not None,
         )
+    if end is not None and not outcome.is_different and not any(one.messages for one in outcome.services):
+        raise FailedError("--to: the changed services have no message up to that time: give a later one")
     if as_json:
         echo_json(msgspec.to_builtins(outcome))
     else:
@@ -350,8 +356,7 @@ def _fleet(
     if page is not None:
         from immortal.presenters.what_if_fleet import fleet_page
 
-        with open(page, "w", encoding="utf-8", opener=opener) as file:
-            file.write(fleet_page(outcome, dict(changes)))
+        write_whole(page, fleet_page(outcome, dict(changes)))
     if tables is not None:
         from immortal.presenters.what_if_tables import write_tables
 
@@ -442,7 +447,8 @@ def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) 
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
     stderr = None if asks else subprocess.PIPE
     env = {**os.environ, _HASH_SEED: "0"}
-    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False)
+    ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
+    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False, preexec_fn=ends_with_us)
 
 
 def _in_child(ctx: click.Context, *, asks: bool) -> int:

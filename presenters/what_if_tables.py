@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -40,7 +42,12 @@ def write_tables(outcome: FleetOutcome, folder: Path) -> None:
         "states": states,
         "outcomes": [{**asdict(one), "hour": one.start_ns // 1000} for one in outcome.hours],
     }
-    make_folder(folder)
-    for name, schema in TABLES.items():
-        with open(folder / f"{name}.parquet", "wb", opener=opener) as file:
-            pq.write_table(pa.Table.from_pylist(rows[name], schema), file, compression="zstd")
+    try:
+        make_folder(folder.parent)
+        with TemporaryDirectory(prefix=".", dir=folder.parent) as made:  # a full disk leaves nothing
+            for name, schema in TABLES.items():
+                with open(Path(made, f"{name}.parquet"), "wb", opener=opener) as file:
+                    pq.write_table(pa.Table.from_pylist(rows[name], schema), file, compression="zstd")
+            os.rename(made, folder)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None

@@ -67,6 +67,9 @@ def echo_json(value: object) -> None:
     echo(printable_json(value))
 
 
+NUMBER_DIGITS_MAX = 18  # of a record: the log has 64 bits for it
+
+
 class RecordPlace(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """Parameter type SEQ or SEQ:MESSAGE, for a record or a message in it."""
 
@@ -78,6 +81,8 @@ class RecordPlace(click.ParamType):  # type: ignore[type-arg]  # generic in newe
             self.fail(
                 f"{value!r}: a record's number was expected, or one with a message's number: 12 or 12:3", param, ctx
             )
+        if max(len(sequence_id), len(message)) > NUMBER_DIGITS_MAX:
+            self.fail(f"{value!r}: a number of at most {NUMBER_DIGITS_MAX} digits was expected", param, ctx)
         return int(sequence_id), int(message) if colon else None
 
 

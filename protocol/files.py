@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -49,6 +50,25 @@ def open_beside(path: Path) -> tuple[int, Path]:
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), temporary
+
+
+def write_whole(path: Path, text: str, *, is_new: bool = False) -> None:
+    """Write all of a text file or nothing. ``is_new``: replace no file. Raises OSError with ``path``."""
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # such as /dev/stdout: never replaced
+            path.write_text(text, encoding="utf-8")
+            return
+        if is_new and path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        descriptor, temporary = open_beside(path)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def sync_folder(path: Path) -> None:

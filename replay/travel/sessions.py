@@ -120,6 +120,7 @@ class _EndedError(Exception):
 
 class _Session:
     def __init__(self, home: Path, name: str, code: OwnCode, question_s: float) -> None:
+        self._name = name
         self._question_s = question_s
         self._lock = threading.Lock()
         self.used_s = time.monotonic()
@@ -166,15 +167,28 @@ class _Session:
             while not answer.endswith(b"\n"):
                 left_s = end_s - time.monotonic()
                 if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
-                    raise _EndedError(f"it took longer than {answer_s:g} s, and was ended")
+                    raise _EndedError(
+                        f"the replay of {self._name} did not answer for {answer_s:g} s, and was ended: a handler hangs"
+                        " or needs more time"
+                    )
                 data = os.read(stdout.fileno(), 1 << 20)
                 if not data:
-                    raise _EndedError(self._with_said("the process that replays has ended"))
+                    raise _EndedError(self._ended())
                 answer += data
         except (OSError, ValueError):
-            raise _EndedError(self._with_said("the process that replays has ended")) from None
+            raise _EndedError(self._ended()) from None
         decoded: dict[str, Any] = decoding.decode_json(answer)
         return decoded
+
+    def _ended(self) -> str:
+        try:
+            status = self._process.wait(1)
+        except subprocess.TimeoutExpired:  # it has closed its stdout alone
+            status = None
+        return self._with_said(
+            f"the process that replays {self._name} has ended (status {status}): the code of a handler ends it, or it"
+            " was killed; ask for an earlier moment"
+        )
 
     def _with_said(self, text: str) -> str:
         """Return ``text`` with the end of the process's stderr."""

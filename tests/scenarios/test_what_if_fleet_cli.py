@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -318,6 +319,27 @@ def test_a_file_without_its_extra_names_that(
     said = what_if(folder, "--change", f"shop={variant(folder)}", option, "there", status=1)
     assert f"{option} needs {module}: " in said
     assert f"immortal-services[{extra}]" in said
+
+
+def test_an_end_before_the_first_message_is_refused(folder: Path) -> None:
+    said = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", "--to", "1999-01-01", status=1)
+    assert "--to: the changed services have no message up to that time: give a later one" in said
+
+
+def test_code_that_hangs_ends_with_its_command(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    lines = "file = open('pipe', 'w')", "os.kill(os.getppid(), 9)", "time.sleep(10)", "file.write('still here')"
+    Path(folder, "hangs.py").write_text("import os, time\ndef check(fleet):\n  " + "\n  ".join(lines))
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--check", "hangs:check"
+    command = [sys.executable, "-m", "immortal", "--home", "home", "what-if", "--fleet", *told]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    with subprocess.Popen(command, cwd=folder, env=env):
+        assert not Path(folder, "pipe").read_text()
+
+
+def test_a_page_into_a_folder_that_is_missing_is_refused_first(folder: Path) -> None:
+    said = what_if(folder, "--change", f"shop={variant(folder)}", "--html", "missing/page.html", status=1)
+    assert said.splitlines()[-1].endswith("there is no folder missing: make it, or give another place")
 
 
 def test_parquet_tables_have_each_difference_and_are_read_by_duckdb(folder: Path) -> None:

@@ -405,6 +405,20 @@ def test_the_fewest_inputs_become_a_test_that_fails_once_the_bug_is_gone(home: P
     assert f"{case} is there already" in immortal(home, *arguments, status=1)
 
 
+def test_what_can_not_be_is_refused_in_one_line(home: Path) -> None:
+    said = immortal(home, "why", "till", "mode", "--export", "missing/test_case.py", status=1)
+    assert said == "error: --export missing/test_case.py: there is no folder missing: make it, or give another place\n"
+    assert "a number of at most 18 digits" in immortal(home, "why", "till", "mode", "--at", "9" * 30, status=2)
+
+
+def test_code_that_ends_its_process_is_named_with_its_status(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home, copied := tmp_path / "copy")
+    module = next(path for path in copied.glob("*.py"))
+    module.write_text(module.read_text() + "\nimport os\nos._exit(7)\n")
+    said = immortal(copied, "why", "till", "mode", status=1)
+    assert said.startswith("error: the process that replays till has ended (status 7): ")
+
+
 def run_pytest(home: Path, case: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(case.parent), str(case)],
