@@ -1,5 +1,5 @@
-"""Why a value is what it is: the message and the line that made it so, what sent that message, and so on to the input
-from outside. All by replay: no log says what made a call.
+"""Explains a value of a state: the message and the line that set it, the sender of that message, and so on back to the
+input from outside. All of it is found by replay, since no log says which message caused a call.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ STEPS_MAX = 100
 
 Values = dict[str, Any]
 At = tuple[int, int]
-"""A record, and a message in it."""
+"""Record, and the index of a message in it."""
 
 
 class Step(Struct):
-    """One message of the chain. ``record`` None: it is not known which one, and ``note`` says why.
+    """Message of the chain of causes. ``record`` None: the message is unknown, and ``note`` says why.
 
-    ``call``: the message in words. ``line``: where it made the value, or the call that comes before in the chain.
-    ``handler``: the async handler that ran that line, if another message had begun it. ``outside``: where it came from,
-    if no message made it. ``role``: "sent", "had" or "began": what it did for the step before it; "had": it brought a
-    result that the async handler had before it went on with another one.
+    ``call``: the message as text. ``line``: the code that set the value, or that made the next call of the chain.
+    ``handler``: the async handler that ran that line, if another message had begun it. ``outside``: the origin of the
+    message, if no message caused it. ``role``: its relation to the next step: "sent" it, "began" its handler, or "had":
+    brought a result that its handler received earlier.
     """
 
     instance: str
@@ -52,8 +52,8 @@ class Step(Struct):
     causes: list[Step] = field(default_factory=list)
 
     def lines(self, indent: str = "", *, is_alone: bool = True) -> Iterator[str]:
-        """As text, the newest first. ``is_alone``: no other cause stands beside it, so its only cause does not need to
-        be indented."""
+        """Yield the step and its causes as text, the newest first. ``is_alone``: there is no other cause beside it, so
+        its only cause is not indented."""
         role = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by "}.get(self.role, "")
         name = self.instance if self.record is None else f"{self.instance} {self.record}:{self.message}"
         yield indent + role + "  ".join(filter(None, (name, self.time, self.call)))
@@ -72,7 +72,7 @@ class Step(Struct):
 
 
 class Explanation(Struct):
-    """Where a value comes from. ``before``, ``value``: as JSON, before the first step and behind it."""
+    """Explanation of a value. ``before``, ``value``: the value as JSON before and after the first step."""
 
     path: str
     before: str
@@ -85,7 +85,7 @@ class Explanation(Struct):
 
 
 class Input(Struct):
-    """``call``: in words. ``code``: as a line of a test, if there is one."""
+    """Input of an instance. ``call``: as text. ``code``: as a line of a test, if there is one."""
 
     record: int
     message: int
@@ -94,8 +94,8 @@ class Input(Struct):
 
 
 class Minimal(Struct):
-    """The fewest inputs of one instance behind which a value is the same. ``of``: all those from the record behind
-    ``begins_at`` on, which ``tried`` replays left out in parts. ``value``: as Python's literal, if there is one.
+    """Fewest inputs of one instance that give a value. ``of``: the number of all inputs after record ``begins_at``;
+    ``tried``: the number of replays without some of them. ``value``: as a literal of Python, if there is one.
     """
 
     instance: str
@@ -117,7 +117,7 @@ class Minimal(Struct):
             yield f"  {one.record}:{one.message}  {one.call}"
 
     def test_source(self) -> str:
-        """Return a test for pytest that gives a new instance these inputs. Raises ReplayError where none can."""
+        """Return a test for pytest that gives a new instance these inputs. Raises ReplayError if no test can."""
         if self.begins_at >= 0:
             raise ReplayError(
                 f"no test can begin as {self.instance} did at record {self.begins_at}, its oldest checkpoint: a test"
@@ -139,9 +139,9 @@ class Minimal(Struct):
 
 
 class Explainer:
-    """Follows values back through the logs of the instances of ``registry``. For one question.
+    """Search for the causes of one value in the logs of a registry. It answers one question.
 
-    ``steps_max``: messages that are followed.
+    ``steps_max``: maximum of messages that it follows.
     """
 
     def __init__(self, registry: Registry, sessions: Sessions, steps_max: int = STEPS_MAX) -> None:
@@ -151,9 +151,9 @@ class Explainer:
         self._seen: set[tuple[str, int | None, int | None]] = set()
 
     def explain(self, name: str, path: str, record: int | None = None, message: int | None = None) -> Explanation:
-        """Explain the value at ``path`` behind a message; None: the last one of the record, or of the log.
+        """Explain the value at ``path`` after a message; None: the last one of the record, or of the log.
 
-        Raises ReplayError for a value that no message of the log made, and what else a replay raises.
+        Raises ReplayError if no message of the log set the value; raises the errors of a replay.
         """
         if record is None:
             with own_logs.open_reader(self._settings(name), check=False) as reader:
@@ -174,7 +174,7 @@ class Explainer:
             record, message, began = found["since"], None, found["began"]
 
     def minimal(self, found: Explanation) -> Minimal:
-        """Find the fewest inputs behind which the value is the same. Raises ReplayError."""
+        """Find the fewest inputs that give the same value. Raises ReplayError."""
         step, path = found.step, found.path
         if step.record is None:
             raise ReplayError(f"{path}: an upgrade made that value, so there are no inputs to look for")
@@ -182,7 +182,7 @@ class Explainer:
         return convert({"instance": step.instance, "path": path, **answer}, Minimal)
 
     def _step(self, name: str, at: At, role: str, how: Values) -> Step:
-        """``how``: what line is asked for."""
+        """Return a message as a step with its line and causes. ``how``: arguments of :meth:`MomentExplorer.line`."""
         step = Step(name, *at, role=role)
         if not self._is_new(step):
             return step
@@ -207,7 +207,7 @@ class Explainer:
         return step
 
     def _had(self, step: Step, began: At, number: int) -> Iterator[Step]:
-        """The messages whose results the async handler of a step has had before, the newest first."""
+        """Yield the messages whose results the async handler of a step received earlier, the newest first."""
         asked = {"number": number, "began": began, "record": step.record, "index": step.message}
         try:
             found = self._sessions.ask(step.instance, "had", **asked)
@@ -223,7 +223,7 @@ class Explainer:
             yield cause
 
     def _start(self, name: str, at: At, call: str) -> Step:
-        """The message that began an async handler, which went on with another one."""
+        """Return the message that began an async handler, which continued with another one."""
         if at[0] < 0:
             return Step(name, role="began", call=call, note="it began in an earlier version: no log says where")
         step = Step(name, *at, role="began", call=call)
@@ -232,7 +232,7 @@ class Explainer:
         return step
 
     def _is_new(self, step: Step) -> bool:
-        """Tell whether a step is to be followed; if not, it says why."""
+        """Return True if the step must be followed; otherwise note in it why not."""
         key = step.instance, step.record, step.message
         if key in self._seen:
             step.note = "as above"
@@ -245,7 +245,7 @@ class Explainer:
         return False
 
     def _follow(self, step: Step) -> None:
-        """Add what sent the message, or say where from outside it came."""
+        """Add the sender of the message, or its origin outside."""
         try:
             message, step.time = self._message(step.instance, step.record, step.message)
         except ImmortalError as error:
@@ -272,14 +272,14 @@ class Explainer:
     # --- the logs -----------------------------------------------------------------------------------------------------
 
     def _settings(self, name: str) -> InstanceSettings:
-        """Raises RegistryError, ReplayError where there is no log."""
+        """Return the settings of an instance. Raises RegistryError, ReplayError if its log is not here."""
         settings = self._registry.load(name)
         if not log_exists(settings.log):
             raise ReplayError(f"the log of {name} is not here")
         return settings
 
     def _message(self, name: str, record: int | None, index: int | None) -> tuple[DecodedMessage, str]:
-        """Return a message, and the time of its record. Raises ReplayError."""
+        """Return a message and the time of its record. Raises ReplayError."""
         assert record is not None
         assert index is not None
         with own_logs.open_reader(self._settings(name), check=False) as reader:
@@ -292,13 +292,13 @@ class Explainer:
         raise ReplayError(f"record {record} is not in the log of {name} any more")
 
     def _record_then(self, name: str, time_ns: int) -> int:
-        """Return the last record of that time or before; that clocks differ makes it a guess."""
+        """Return the last record of that time or before. It is a guess, since clocks differ."""
         with own_logs.open_reader(self._settings(name), check=False) as reader:
             return max(first_record_at(reader, time_ns + 1) - 1, 0)
 
 
 def _outside(message: DecodedMessage, name: str) -> str:
-    """Return where from outside a message came, in words; "" for one that a message of an instance made."""
+    """Describe the origin of a message from outside; "" if a message of an instance caused it."""
     kind, rpc = message.source.kind, message.rpc
     if kind == BatchKind.CLIENT:
         return f"the request of client {message.source.name.removeprefix(CLIENTS)}"

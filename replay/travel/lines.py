@@ -1,4 +1,4 @@
-"""The line of the user's code at which something became other than it was, while one message is handled."""
+"""Finds the line of user code that changes something, while one message is handled."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from immortal.replay.travel.values import same
 
 
 class LineWatch:
-    """Trace function that looks before each line of the user's, and notes behind which one ``look()`` was another.
+    """Trace function that notes the last line of user code after which ``look()`` returned another value.
 
-    ``package``: of the app's class. ``running()``: the async handler that runs, or None. ``is_late()``: whether to give
-    up.
+    ``package``: that of the app's class. ``running()``: the async handler that runs, or None. ``is_late()``: True if
+    the search must stop.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LineWatch:
         return self
 
     def _outer(self, frame: FrameType) -> FrameType:
-        """Return the user's frame that goes on when this one returns; itself where there is none."""
+        """Return the user's frame that continues when this one returns; this one if there is none."""
         for outer in _frames(frame.f_back):
             if outer in self._outside:
                 break
@@ -59,13 +59,13 @@ class LineWatch:
     def _compare(self) -> None:
         try:
             value = self._look()
-        except Exception:  # of an object that is only half made
+        except Exception:  # of an object that is incomplete
             return
         if not same(value, self._value):
             self._value, self.found, self.changed = value, self._at, True
 
     def stop(self) -> None:
-        """Look for the last time; only the first call does."""
+        """Compare for the last time. Only the first call does so."""
         if not self._is_over:
             self._is_over = True
             sys.settrace(self._before)

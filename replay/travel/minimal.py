@@ -1,4 +1,4 @@
-"""The fewest inputs of a log behind which a value is what it is: by delta debugging, where each try is a replay."""
+"""Finds the fewest inputs of a log that give a value, by delta debugging: each try is a replay."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from immortal.replay.result import Sink
 
 
 def fewest(inputs: list[Place], holds: Callable[[list[Place]], bool], is_late: Callable[[], bool]) -> list[Place]:
-    """Return some of ``inputs`` of which none can be left out, as long as ``holds``: Zeller's ddmin. What it has by
-    then where it ``is_late``.
+    """Return some of ``inputs`` that satisfy ``holds``, none of which can be left out: Zeller's ddmin. If it ``is_late``,
+    return the fewest so far.
     """
     if not inputs or holds([]):
         return []
@@ -47,12 +47,12 @@ def fewest(inputs: list[Place], holds: Callable[[list[Place]], bool], is_late: C
 
 
 class PartialRuns:
-    """Runs of a log from its oldest checkpoint to the message ``end``, without some of its inputs. A call to itself
-    goes with what made it.
+    """Runs of a log from its oldest checkpoint to the message ``end``, without some of its inputs. An instance's call
+    to itself is left out with its cause.
     """
 
     def __init__(self, source: RecordSource, definition: Definition, end: Place) -> None:
-        """Raises ReplayError."""
+        """Read the log and run it once. Raises ReplayError."""
         self._source = source
         self._definition = definition
         self._route = first_checkpoint(source, None)
@@ -79,11 +79,11 @@ class PartialRuns:
 
     @property
     def inputs(self) -> list[Place]:
-        """All that can be left out."""
+        """Inputs that can be left out."""
         return [at for at in self.slots if at not in self._makers and not self._is_initial(at)]
 
     def value_behind(self, kept: list[Place], look: Callable[[Player], Tree]) -> Tree:
-        """Return what ``look`` sees behind these inputs alone."""
+        """Return the result of ``look`` after these inputs alone."""
         there = set(kept)
         player = Player(self._source, self._route, self._definition, Sink(), is_new=True)
         try:
@@ -109,8 +109,8 @@ class PartialRuns:
         return self.slots[at].batch.kind == BatchKind.INITIAL
 
     def call_code(self, at: Place) -> str | None:
-        """Return an input as a call of ``service`` in a test with :mod:`immortal.testing`; None for one that is no call
-        of the user's, or has arguments that no literal shows."""
+        """Return an input as a call of ``service`` in a test with :mod:`immortal.testing`; None if it is no call of the
+        user's, or an argument has no literal."""
         rpc = rpc_of(self.slots[at].message)
         handler = self._definition.by_method_id.get(rpc.method_id) if rpc.kind == RpcKind.CALL else None
         arguments = shown_arguments(rpc)
@@ -123,7 +123,7 @@ class PartialRuns:
 
 
 def literals(*values: Any) -> list[str | None]:
-    """Return values as Python's literals; None for one that has none."""
+    """Return each value as a literal of Python; None for a value without one."""
     return [repr(value) if _is_plain(value) else None for value in values]
 
 
