@@ -22,7 +22,7 @@ from immortal.replay.result import Sink
 
 
 def fewest(inputs: list[Place], holds: Callable[[list[Place]], bool], is_late: Callable[[], bool]) -> list[Place]:
-    """Return some of ``inputs`` that satisfy ``holds``, none of which can be left out: Zeller's ddmin. If it ``is_late``,
+    """Return some of ``inputs`` that satisfy ``holds``, none of which can be left out: Zeller's ddmin. If ``is_late``,
     return the fewest so far.
     """
     if not inputs or holds([]):
