@@ -227,7 +227,7 @@ def test_code_that_does_harm_ends_its_process_alone(sessions: Sessions, monkeypa
     )
     sessions.ask("desk", "evaluate", record=2, index=0, expression="print('{\"answer\": 1}')")
     monkeypatch.setattr(travel_sessions, "ANSWER_S", 1.0)
-    assert "took longer than 1 s" in harm("__import__('time').sleep(60)")
+    assert "did not answer for 1 s" in harm("__import__('time').sleep(60)")
     monkeypatch.setattr(travel_sessions, "ANSWER_S", 30.0)
     assert sessions.ask("desk", "moment", record=2, index=0)["record"] == 2
 

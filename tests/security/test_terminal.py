@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,8 @@ from immortal.coordinator.notices import configure
 from immortal.coordinator.operator import control
 from immortal.errors import HookError
 from immortal.log import create_log
-from immortal.pipeline.cli import _print as print_of_pipeline
+from immortal.pipeline.cli import UNREADABLE, Run, _finish
+from immortal.pipeline.jobs.sources import Unreadable
 from immortal.pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats
 from immortal.pipeline.jobs.trace import Node, Trace
 from immortal.pipeline.report.pages import stats_page, trace_dot, trace_svg
@@ -299,10 +301,16 @@ def test_a_verdict_is_shown_in_lines_of_its_own() -> None:
 
 
 def test_names_in_logs_move_no_cursor_of_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
-    print_of_pipeline(False, None, iter([f"service {NASTY}"]))
-    print_of_pipeline(True, {NASTY: [NASTY]}, iter(()))
-    line, as_json = check_lines(capsys.readouterr().out)
+    run, unreadable = Run("local", False, {}, False), [Unreadable(NASTY, NASTY)]
+    with pytest.raises(SystemExit) as ended:
+        _finish(run, None, iter([f"service {NASTY}"]), unreadable)
+    assert ended.value.code == UNREADABLE
+    line, _, log = check_lines(capsys.readouterr().out)
     assert "owned" in line
+    assert log.count("owned") == 2
+    with pytest.raises(SystemExit):
+        _finish(replace(run, as_json=True), {NASTY: [NASTY]}, iter(()), unreadable)
+    (as_json,) = check_lines(capsys.readouterr().out)
     assert json.loads(as_json) == {NASTY: [NASTY]}
 
 

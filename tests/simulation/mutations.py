@@ -499,7 +499,7 @@ MUTATIONS = (
         "a replay from an older checkpoint is told the verdicts behind the newest",
         Verdicts,
         "unsettled",
-        "        self.add_known(summary.verdicts)  # it may begin before the last checkpoint\n",
+        "        self.add_known(summary.verdicts)  # the replay can begin before the last checkpoint\n",
         "",
         seed=901,
     ),
