@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkRuntimeError
@@ -25,10 +25,6 @@ from pyspark.sql import SparkSession
 from immortal import pipeline
 from immortal.pipeline.errors import SourceError, SparkError
 from immortal.pipeline.java import find_java
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
 
 _NICENESS = 10
 

@@ -55,6 +55,8 @@ def open_beside(path: Path) -> tuple[int, Path]:
 def write_whole(path: Path, text: str, *, is_new: bool = False) -> None:
     """Write all of a text file or nothing. ``is_new``: replace no file. Raises OSError with ``path``."""
     try:
+        if is_new and path.is_symlink() and not path.exists():
+            raise FileExistsError(errno.EEXIST, "a link to a file that is missing")
         if path.is_symlink() or (path.exists() and not path.is_file()):  # such as /dev/stdout: never replaced
             path.write_text(text, encoding="utf-8")
             return

@@ -33,6 +33,7 @@ from immortal.pipeline.jobs.stream_audit import (
     Violation,
     in_words,
 )
+from immortal.pipeline.reading import NO_LIMIT
 from immortal.protocol import decoding
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ class LogReport:
                 what = f"record {expected} is missing" if row.sequence_id == expected + 1 else many
                 self._damage(expected, row.sequence_id - 1, what)
         if row.position:
-            self.last = row.position - 1
-            self.unread.append((row.sequence_id, self.last))
+            self.unread.append((row.sequence_id, row.position - 1))
+            self.last = (row.sequence_id if row.position == NO_LIMIT else row.position) - 1
             return
         if row.reason is not None:
             self._damage(row.sequence_id, row.sequence_id, row.reason)
@@ -266,7 +267,8 @@ class _Judge:
         self._counts += Counter(figures.counts) - kept  # findings of which only the number is known
         if receiver_state is not None:
             self._judge_end(report, figures, sender_state, receiver_state)
-        if sender_state is not None and not sender_state.live and receiver not in sender_state.offsets:
+        has_marks = sender_state is not None and not sender_state.live and not self._logs[sender].unread
+        if sender_state is not None and has_marks and receiver not in sender_state.offsets:
             self._judge_unmarked(report, figures, sender_state)
         report.violations = dict(self._counts - before)
         return report

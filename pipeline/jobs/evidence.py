@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.interfaces import IMPULSES
 from immortal.coordinator.log.identity import verify_value
 from immortal.coordinator.log.record_contents import packed_batches
@@ -100,7 +101,15 @@ def evidence_of_range(wanted: LogRange, first_ns: int, last_ns: int) -> Iterator
                 yield from of_values(piece, wanted.instance, wanted.committer_id)
                 done = int(piece.sequence_ids[-1]) + 1
     except (ImmortalError, OSError) as error:
-        yield _from_rows([Row(WHOLE_LOG, wanted.instance, LOG, done, position=wanted.end, reason=str(error))])
+        rows = []
+        if isinstance(error, DamagedLogError):  # a forged record, say: that one is damage, and those around it unread
+            damaged = max(error.sequence_id, done)
+            if damaged > done:
+                rows.append(Row(WHOLE_LOG, wanted.instance, LOG, done, position=damaged, reason=str(error)))
+            rows.append(Row(WHOLE_LOG, wanted.instance, LOG, damaged, reason=str(error)))
+            done = damaged + 1
+        rows.append(Row(WHOLE_LOG, wanted.instance, LOG, done, position=wanted.end, reason=str(error)))
+        yield _from_rows(rows)
         raise
 
 

@@ -135,10 +135,14 @@ def choose_apps(
         raise WhatIfError(f"nothing is registered in {home}: a registry's home was expected")
     fleet = LogFleet(log_folders([str(home)], may_be_none=True), strict=strict)
     with_log = sorted(registered & fleet.states.keys())
-    texts = {each.log: each.text for each in fleet.unreadable}
+    unreadable = fleet.unreadable
+    if "" not in wanted:  # others do not matter
+        places = {_log_of(home, name) for name in wanted}
+        unreadable = [each for each in unreadable if each.log in places]
+    texts = {each.log: each.text for each in unreadable}
     for name in wanted:
         if name and name not in with_log:
-            if os.path.abspath(registered_log(home / f"{name}.toml")) in texts:
+            if _log_of(home, name) in texts:
                 continue
             problem = "has not been started yet" if name in registered else "is not registered"
             raise WhatIfError(f"the instance {name!r} {problem} in {home}: there are {', '.join(with_log) or 'none'}")
@@ -149,7 +153,13 @@ def choose_apps(
         raise none_left(texts)
     if not apps:
         raise WhatIfError(f"there is nothing to try: no instance in {home} has a log yet")
-    return apps, fleet.unreadable
+    return apps, unreadable
+
+
+def _log_of(home: Path, name: str) -> str:
+    """Return the folder or URL of an instance's log, as a fleet names it."""
+    log = registered_log(home / f"{name}.toml")
+    return log if isinstance(log, str) else os.path.abspath(log)
 
 
 def summarize(results: Iterator[InstanceResult]) -> FleetResult:

@@ -42,7 +42,7 @@ def audit_lines(report: AuditReport, limit: int, *, all_streams: bool) -> Iterat
     yield f"compared with what their senders made: {counted(sum(each.compared for each in report.streams), 'message')}"
     unknown = sum(stream.unknown for stream in report.streams)
     if unknown:
-        yield f"in damaged records, so not known: {counted(unknown, 'message')}"
+        yield f"in damaged or unread records, so not known: {counted(unknown, 'message')}"
     for note in report.notes:
         yield f"note: {note}"
     if all_streams:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from immortal.coordinator.log.authentication import ForgedLogError, forged_record
+from immortal.pipeline.jobs import evidence
 from immortal.pipeline.jobs.audit import AuditReport, LogReport, impossible_orders, judge
 from immortal.pipeline.jobs.evidence import LOG, Row, evidence_of_raw, evidence_of_record, evidence_of_values
 from immortal.pipeline.jobs.sources import LogFleet
 from immortal.pipeline.jobs.stream_audit import Needs, Violation
-from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
+from immortal.pipeline.reading import NO_LIMIT, Gap, LogRange, close_shared, read_range, whole_range
 from immortal.pipeline.synthetic_logs import encode_planned
 from immortal.protocol.messages import RpcType, encode_incoming_rpc
 from tests.helpers.fleet import (
@@ -99,6 +102,23 @@ def test_missing_records_are_told_once_whoever_finds_them() -> None:
     assert found.damages == [(2, 4, "records 2 to 4 are missing")]
     found = log_of([log(0, 1), log(1, 1, "record 1 is damaged"), log(3, 1)])
     assert found.damages == [(1, 1, "record 1 is damaged"), (2, 2, "record 2 is missing")]
+    found = log_of([log(0, 3), Row("", "x", LOG, 3, position=NO_LIMIT, reason="a broken page")])
+    assert (found.last, found.records, found.damaged, found.unread) == (2, 3, 0, [(3, NO_LIMIT - 1)])
+
+
+def test_a_forged_record_is_damage_and_those_around_it_are_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forged(_: object) -> Any:
+        raise forged_record(5)
+
+    monkeypatch.setattr(evidence, "read_range", forged)
+    batches: list[pa.RecordBatch] = []
+    wanted = LogRange("/log", "x", 7, 3, 9)
+    with pytest.raises(ForgedLogError):
+        batches.extend(evidence.evidence_of_range(wanted, 0, NO_LIMIT))
+    found = log_of(rows_of(batches))
+    assert [damage[:2] for damage in found.damages] == [(5, 5)]
+    assert "not authentic" in found.damages[0][2]
+    assert found.unread == [(3, 4), (6, 8)]
 
 
 # --- what the tables add ---------------------------------------------------------------------------------------------

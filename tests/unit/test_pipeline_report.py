@@ -200,7 +200,7 @@ def test_an_audit_in_lines() -> None:
         "1 log, 4 records, 11 messages in 2 streams",
         "in flight: 2 messages in 1 stream",
         "compared with what their senders made: 9 messages",
-        "in damaged records, so not known: 3 messages",
+        "in damaged or unread records, so not known: 3 messages",
         "note: look here",
         "",
         "from     to  messages  first  last  made  in flight  compared  violations",

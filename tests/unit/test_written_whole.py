@@ -35,6 +35,13 @@ def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path: Path, monkeypatch
     assert place.read_text() == "old"
 
 
+def test_a_new_file_is_not_made_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "case.py").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError, match=r"a link to a file that is missing: .*case\.py"):
+        write_whole(tmp_path / "case.py", "new", is_new=True)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_new_file_replaces_none_and_a_device_stays_one(tmp_path: Path) -> None:
     place = tmp_path / "case.py"
     place.write_text("old")
