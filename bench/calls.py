@@ -31,11 +31,8 @@ from immortal.client import CalleeFailed, connect
 from immortal.protocol.command_line import echo, print_table
 
 CALL_APPS = {"caller": "immortal.bench.apps:Caller", "callee": "immortal.bench.apps:Callee"}
-
 IMMORTAL = "immortal"
-
 WARM_UP_CALLS = 200
-
 DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
 
 
@@ -214,7 +211,6 @@ def _check_alive(services: Mapping[str, Service]) -> None:
 
 
 IDLE_PEERS = (10, 1_000)
-
 TIMEOUT_S = 120
 
 
@@ -272,17 +268,11 @@ def _spread_in_words(spread: Spread) -> str:
 
 
 NAME = "ledger"
-
 STATES_SIZE_BYTES = (1 << 20, 1 << 30)
-
 WORKING_CALLS = 200
-
 FAILING_CALLS_MAX = 60
-
 FAILING_SECONDS_MAX = 60.0
-
 START_TIMEOUT_S = 300.0  # a state of 1 GiB is created, encoded and written first
-
 CALL_TIMEOUT_S = 300.0
 
 

@@ -21,7 +21,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
-from immortal.coordinator.service.children import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from immortal.log import open_reader
 from immortal.protocol.errors import ImmortalError
 

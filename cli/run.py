@@ -91,15 +91,14 @@ def run(
     from immortal.coordinator.peers.security import check_start
     from immortal.coordinator.service.children import (
         PYTHON,
-        STATUS_FENCED,
         Command,
         Role,
         app_command,
         app_stdin,
         coordinator_command,
-        start_turn,
         supervised,
     )
+    from immortal.coordinator.service.process import STATUS_FENCED, start_turn
     from immortal.coordinator.service.supervisor import Supervisor
 
     settings = registry.load(name)

@@ -32,7 +32,7 @@ from immortal.coordinator.core.output.output_check import Divergence, OutputDive
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.identity import Time
-from immortal.coordinator.service.children import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
 from immortal.protocol.decoding import DecodeError, decode_json, parse_json_argument

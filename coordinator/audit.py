@@ -29,17 +29,11 @@ from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 
 FILE_NAME = "audit.log"
-
 FILE_SIZE_BYTES_MAX = 8 << 20
-
 OLD_FILES_MAX = 7
-
 TEXT_CHARACTERS_MAX = 2000  # limit of one value
-
 FIRST = "0" * 64  # previous hash in the very first line
-
 TALLIES_MAX = 1000  # kinds of counted entries that are kept apart
-
 TALLY_NS = 600_000_000_000  # between two lines of one kind
 
 

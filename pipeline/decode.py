@@ -21,7 +21,7 @@ from immortal.protocol.extensions import RECORD_TIME_SIZE_BYTES
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, RpcKind, RpcType
 from immortal.protocol.record import HEADER_SIZE_BYTES
-from immortal.protocol.timings import split_name
+from immortal.protocol.trace_context import split_name
 from immortal.protocol.trailer import CRC_SIZE_BYTES, TRAILER_SIZE_BYTES_MIN, TRAILER_VERSION, BatchKind
 from immortal.protocol.varint import decode_zigzag_int
 

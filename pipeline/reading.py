@@ -145,11 +145,8 @@ def registered_log(settings: Path) -> Path | str:
 
 # One view covers at most this much: it holds back the writer's free pages, and all of it is in memory.
 PIECE_SIZE_BYTES = 16 << 20
-
 PIECE_ROWS_MAX = 50_000
-
 SMALL_SIZE_BYTES = 16 << 10  # smaller values are copied faster by LMDB than taken from its memory
-
 OPEN_LOGS_MAX = 64  # each takes two file descriptors
 
 

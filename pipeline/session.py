@@ -27,9 +27,7 @@ from immortal.pipeline.errors import SourceError, SparkError
 from immortal.pipeline.java import find_java
 
 _NICENESS = 10
-
 _LOOPBACK_MASTER = re.compile(r"local(\[|$)|local-cluster\[|spark://(127\.|localhost)")
-
 _ON_THIS_MACHINE = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -37,7 +35,6 @@ _ON_THIS_MACHINE = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions": str(max(4, os.cpu_count() or 1)),
 }
-
 _EVERYWHERE = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

@@ -113,7 +113,6 @@ RAW = pa.schema(
 TABLES = {"records": RECORDS, "messages": MESSAGES, "outputs": OUTPUTS, "checkpoints": CHECKPOINTS, "raw": RAW}
 
 Columns = dict[str, Callable[[], pa.Array]]
-
 Row = dict[str, Any]
 
 WHOLE_RECORD = -1  # index of the only row of a damaged record in the table of messages

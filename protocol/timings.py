@@ -1,12 +1,7 @@
-"""Notes of times beside the log: their files, their format, and a process's writer; trace contexts of callers.
+"""Notes of times beside the log: their files, their format, and a process's writer.
 
 A coordinator and its app have their own segments in one folder. Only the newest are kept. They are never synced: a
 crash may lose notes.
-
-A trace context comes from a caller outside: the W3C ``traceparent``, https://www.w3.org/TR/trace-context/. A Request
-has it in the field of the reason, and the log after the client's ID, without its version:
-
-    trace ID (32 hexadecimal digits) - parent ID (16) - flags (2)
 """
 
 from __future__ import annotations
@@ -22,21 +17,16 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.files import FILE_MODE, make_folder
 from immortal.protocol.record import COMMITTER_ID_MAX
 
 FOLDER_NAME = "timings"
-
 COORDINATOR, APP = "coordinator", "app"
 """Owners of segments."""
 
 SEGMENTS_MAX = 8  # of each process, within the limit of bytes
-
 FILES_MAX = 64  # of each process: a process that often restarts writes small segments
-
 FLUSH_S = 0.2
-
 WAITING_MAX = 200_000  # rows that wait for the disk: beyond this number the oldest are dropped
 
 _NAME = re.compile(r"(coordinator|app)-(\d{8})\.times")
@@ -169,15 +159,10 @@ class Noting(Generic[T]):
 
 
 MAGIC = b"IMTIMES1"
-
 _HEADER = struct.Struct("<8sii")
-
 HEADER_SIZE_BYTES = _HEADER.size
-
 _ROW = struct.Struct("<qiBxxxqqq")
-
 _CRC = struct.Struct("<I")
-
 ROW_SIZE_BYTES = _ROW.size + _CRC.size
 
 
@@ -228,46 +213,3 @@ def decode_row(data: bytes, header_crc: int) -> TimingRow | None:
     if len(data) != ROW_SIZE_BYTES or _CRC.unpack_from(data, _ROW.size)[0] != zlib.crc32(body, header_crc):
         return None
     return TimingRow(*_ROW.unpack(body))
-
-
-TRACE_CONTEXT_SIZE_BYTES = 32 + 1 + 16 + 1 + 2
-
-_CONTEXT = re.compile(r"(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-
-_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(.{52})(-.*)?", re.DOTALL)
-
-_BEHIND_NAME = "\0"
-
-
-def is_trace_context(text: str) -> bool:
-    return _CONTEXT.fullmatch(text) is not None
-
-
-def read_traceparent(header: str) -> str:
-    """Parse a traceparent header; ignore unknown parts of a later version. Raises LocalProtocolError."""
-    found = _TRACEPARENT.fullmatch(header.strip())
-    if found is None or not is_trace_context(found[2]) or (found[1] == "00" and found[3] is not None):
-        raise LocalProtocolError(
-            f"traceparent {header!r}: '00-', 32 hexadecimal digits, '-', 16 of them, '-' and 2 were expected, in lower "
-            f"case, no ID of zeros"
-        )
-    return found[2]
-
-
-def split_context(context: str) -> tuple[str, str]:
-    """Split a context into the trace ID and the ID of the caller's span."""
-    trace_id, parent_id, _ = context.split("-")
-    return trace_id, parent_id
-
-
-def join_name(name: str, context: str) -> str:
-    """Return the name of a client's batch in a trailer: the client's name with its trace context."""
-    return f"{name}{_BEHIND_NAME}{context}" if context else name
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Split a batch's name in a trailer: (client's name, trace context or "")."""
-    if _BEHIND_NAME not in name:
-        return name, ""
-    front, _, context = name.rpartition(_BEHIND_NAME)
-    return (front, context) if is_trace_context(context) else (name, "")

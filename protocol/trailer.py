@@ -17,7 +17,7 @@ from msgspec import Struct
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import DamagedRecordError, LocalProtocolError, RemoteProtocolError
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
-from immortal.protocol.timings import join_name, split_name
+from immortal.protocol.trace_context import join_name, split_name
 from immortal.protocol.varint import INT_MAX, LONG_MAX, Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 TRAILER_VERSION = 1

@@ -21,7 +21,7 @@ from immortal.coordinator.app.secret import SECRET_FILE_VARIABLE
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import LogSummary
-from immortal.coordinator.service.children import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from immortal.protocol import decoding, kept_code
 from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
 from immortal.replay.plan import ReplayError, Route

@@ -40,13 +40,9 @@ from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, Tells, VerdictGiven
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet accepted by its socket
-
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module can load much
-
 FOLLOW_DELAY_S = 0.05  # between two checks for more at the end of the log
-
 PROGRESS_DELAY_S = 0.1
-
 SILENCE_S = 2.0  # of an app that has received all and does not report when it has handled it
 
 
@@ -452,7 +448,6 @@ class _Host:
 
 
 HOST = "127.0.0.1"
-
 LOOK_DELAY_S = 0.1
 
 

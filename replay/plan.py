@@ -79,7 +79,6 @@ def never_was(name: str, problem: str) -> str:
 
 
 MAGIC = b"IMMREC1\n"
-
 _FRONT_SIZE_BYTES = len(MAGIC) + 8
 
 

@@ -15,7 +15,7 @@ from immortal.appsdk.handlers.definition import Definition
 from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
 from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.safe_output import is_encodable
-from immortal.protocol.timings import read_traceparent
+from immortal.protocol.trace_context import read_traceparent
 
 if TYPE_CHECKING:
     from immortal.appsdk.handlers.decorators import RemoteHandler
@@ -32,13 +32,10 @@ from immortal.appsdk.client.shells import LoopShell, OwnId, ThreadShell, require
 from immortal.appsdk.client.transport import Transport, timeout_message
 
 QUERY = "query"
-
 KEY_SIZE_BYTES_MAX = CLIENT_ID_SIZE_BYTES_MAX - len(KEY_PREFIX)
 
 P = TypeVar("P")
-
 Q = ParamSpec("Q")
-
 R = TypeVar("R")
 
 

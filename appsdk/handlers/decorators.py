@@ -115,19 +115,13 @@ def _zone(name: object) -> tzinfo:
 Schedule = Period | Cron
 
 P = ParamSpec("P")
-
 R = TypeVar("R")
-
 S = TypeVar("S")
 
 DERIVED_METHOD_ID_MIN = 8192  # smaller IDs are set by hand: they take 2 bytes of a message, up to 63 only 1
-
 METHOD_ID_MAX = 1_048_575  # the largest ID of 3 bytes
-
 INITIAL_METHOD_ID = -1  # the RPC in the initial message; negative IDs are the system's
-
 CLOCK_METHOD_ID = -2  # the impulse with the time, for timers and schedules
-
 EFFECT_METHOD_ID = system_methods.EFFECT_METHOD_ID
 
 

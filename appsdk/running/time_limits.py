@@ -36,13 +36,9 @@ from immortal.protocol.timings import APP, Noting, PlainRow, SegmentWriter, Timi
 from immortal.protocol.verdicts import Handling, encode_handling
 
 LOOK_INTERVAL_S = 0.5
-
 TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator is told, and after that each TOLD_EACH_S
-
 TOLD_EACH_S = 30.0
-
 LEFT_AFTER_S = 1.0  # a handler that runs for so long after the end of the connection is not waited for
-
 _COME_BACK = Handling(-1, for_s=1.0)
 
 
@@ -155,7 +151,6 @@ class Watchdog:
 
 
 QUERY_LIMIT_S = 30.0  # of one query: for this time the handlers, and their callers, stand still
-
 GRACE_S = 10.0  # after that, until the process ends
 
 _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -224,7 +219,6 @@ class QueryLimit:
 T = TypeVar("T")
 
 ENCODING_LIMIT_S = 120.0  # 1 GiB is encoded in 3 s
-
 AGAIN_S = 1.0  # if the code catches the exception and continues
 
 
@@ -263,7 +257,6 @@ def _refuse() -> NoReturn:
 
 
 _KIND = int(TimingKind.HANDLED)
-
 _Handled = tuple[int, PlainRow]  # by committer ID
 
 

@@ -59,7 +59,6 @@ from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, HANDLERS_COU
 from immortal.protocol.verdicts import VerdictKind
 
 DEADLINE = "its timeout"  # name of the canceller, for a handler whose time is over
-
 _buried: list[object] = []  # coroutines that must not run, kept: when Python clears one away it runs its 'finally'
 
 

@@ -159,7 +159,6 @@ class Archive:
 
 
 _PUBLIC, _SECRET = "age1", "AGE-SECRET-KEY-1"
-
 _OTHERS = 0o077
 
 
@@ -284,11 +283,8 @@ def _check(place: Place, moment: Moment, identity: LogIdentity, keys: Sequence[L
 
 
 _IN_SEGMENTS = ("records", "record_seals")
-
 _IN_CHECKPOINTS = ("checkpoints", "chunks", "outputs")
-
 _Rows: TypeAlias = list[tuple[bytes, bytes]]
-
 _RowsOf: TypeAlias = Callable[[Part], list[PackedRow]]
 
 

@@ -23,11 +23,8 @@ from immortal.coordinator.objects import DamagedObjectError, ObjectError
 from immortal.protocol import decoding
 
 VERSION = 1
-
 MOMENTS = "moments/"
-
 OBJECT_FOLDERS = ("segments/", "states/", "checkpoints/")
-
 _HEAD = "IMMORTAL ARCHIVE"
 
 
@@ -152,15 +149,10 @@ PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
 """Row of a pack: table, key, value; None: the row was deleted after the moment before."""
 
 _MAGIC = b"IMMPACK1"
-
 _DIGEST_SIZE_BYTES = 16
-
 _LEVEL = 3  # of zstd: the disk's pace on one processor
-
 _SIZE_BYTES_MAX = 1 << 32  # MessagePack has no longer value
-
 _encode = msgspec.msgpack.Encoder().encode
-
 _ROWS = decoding.Decoder(list[PackedRow])
 
 
@@ -278,7 +270,6 @@ def index_of(moments: Sequence[Moment], *, until_ns: int | None, until_record: i
 
 
 _DAY_NS = 86_400 * 1_000_000_000
-
 _MIB = 1 << 20
 
 

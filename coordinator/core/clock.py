@@ -35,17 +35,11 @@ TOLERANCE_NS = 1_000_000_000
 """Difference above which a reading is a jump. Leap seconds, and small corrections by NTP, are smaller."""
 
 NOISE_NS = 1_000_000  # not worth correcting: the two clocks are read one after the other
-
 FOLLOWED_PER_NS = 1 / 2000  # as fast as NTP corrects a clock
-
 SLOWED_PER_NS = 1 / 20  # while time is ahead of the clock: an hour takes 20 hours
-
 TOLD_NS = 50_000_000  # difference above which the app gets the time again
-
 STEPS_MAX = 16  # steps that apps are told of: older ones are in their logs, or not needed
-
 SPANS_MAX = 1000
-
 JOINED_NS = 1_000_000_000  # spans with less than this between them count as one
 
 

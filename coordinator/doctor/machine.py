@@ -19,27 +19,16 @@ from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.protocol.command_line import counted, size_text
 
 CLOCK, LIMITS, MEMORY = Area.CLOCK, Area.LIMITS, Area.MEMORY
-
 AHEAD_S_MAX = 5.0  # most files have the times of this clock; those of other machines can be a little ahead
-
 _UNSYNCHRONISED, _TIME_ERROR = 0x0040, 5
-
 _SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-
 _SLOW_SOURCES = ("hpet", "acpi_pm", "jiffies", "pit")
-
 _NTP = "run chrony, systemd-timesyncd or another NTP client; in a container, on its host"
-
 DESCRIPTORS_BASE = 64  # a coordinator with one peer and its app has 45
-
 DESCRIPTORS_PER_PEER = 8  # sockets out and in, and what ZeroMQ has for each: about 4, and twice that while they change
-
 DESCRIPTORS_COMFORTABLE = 4096  # beside its peers: strangers that are in their handshake, clients, operators
-
 INSTANCE_SIZE_BYTES = 64 << 20  # a coordinator and a small app, at rest, with room to work
-
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
 _UNLIMITED_SIZE_BYTES = 1 << 60  # an older kernel reports more if there is no limit
 
 
@@ -205,31 +194,18 @@ def _first_word(path: str) -> str:
 
 
 AREA = Area.DISK
-
 BLOCK_SIZE_BYTES = 4096  # as one of the log's journal
-
 SAMPLES_MIN, SAMPLES_MAX, MEASURED_S_MAX = 5, 200, 1.0
-
 FREE_SIZE_BYTES_MIN = 128 << 20  # room for a checkpoint and the input that arrives meanwhile
-
 FREE_SIZE_BYTES_LOW = 1 << 30
-
 SLOW_S = 0.020  # a call that waits for its answer syncs at both ends
-
 UNTRUE_S = 8e-6  # a flush takes the fastest devices about 10 µs: a shorter one has reached none
-
 ROTATION_S = 1e-3  # below what a rotating disk needs: half a turn at 15,000 a minute takes 2 ms
-
 _IN_MEMORY = ("tmpfs", "ramfs", "rootfs")
-
 _OF_CONTAINERS = ("overlay", "aufs")
-
 _OF_OTHER_MACHINES = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs")
-
 _WITHOUT_MODES = ("vfat", "exfat", "msdos", "ntfs", "fuseblk")
-
 _NO_BARRIERS = ("nobarrier", "barrier=0")
-
 _MOVE = "move the home to a disk of this machine: --home, or --log of 'immortal register'"
 
 

@@ -21,9 +21,7 @@ from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import MessageKey
 
 Write = ef.Commit | ef.WriteCheckpointChunk
-
 Offered = ef.OfferChunk | ef.OfferCheckpoint
-
 StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
 """Requests that an open log answers by itself."""
 

@@ -61,23 +61,14 @@ from immortal.protocol.files import (
 from immortal.protocol.safe_output import did_you_mean
 
 HOME_VARIABLE = shared_registry.HOME_VARIABLE
-
 HOME_DEFAULT = shared_registry.HOME_DEFAULT
-
 _LOCK_FILE_NAME = ".lock"
-
 PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as immortal.coordinator.peers.keys needs ZeroMQ, whose loading takes long
-
 LOCK_TIMEOUT_S = 60.0  # a change takes milliseconds, and hundreds of instances may start at once
-
 PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": the range of free ports to take, such as the one that a firewall opens
-
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
-
 _PORT_HIGHEST = 65535
-
 _PORT_TRIES_MAX = 500
-
 _RANDOM = random.SystemRandom()
 
 
@@ -503,9 +494,7 @@ def _bind(host: str, port: int) -> int | None:
 
 
 FOLDER_NAME = "followers"
-
 LOCK_FILE_NAME = "lock"
-
 PLACES_MAX = 16  # more followers of one log on one machine are useless
 
 

@@ -186,7 +186,6 @@ def checked_prefix(values: list[bytes], first_sequence_id: int, committer_id: in
 
 
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 

@@ -164,9 +164,7 @@ def _first_of(batch: Batch, count: int) -> bytes:
 
 
 KIND_NAMES = ("stream", "impulse", "initial", "client")  # by BatchKind
-
 RPC_TYPE_NAMES = ("async", "fork", "impulse")  # by RpcType
-
 RPC_KIND_NAMES = ("call", "returned_value", "returned_nothing", "raised")  # by RpcKind
 
 

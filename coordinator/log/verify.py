@@ -103,7 +103,6 @@ def _text(source: str) -> str:
 
 
 _READ_SIZE_BYTES = 1 << 20
-
 _READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 

@@ -152,7 +152,6 @@ def check(view: View) -> None:
 
 
 IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; fits into memory
-
 LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
 
 

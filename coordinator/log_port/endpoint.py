@@ -115,9 +115,7 @@ CHECKED_AT_ONCE_SIZE_BYTES_MAX = 256 << 10
 """Size of a checkpoint that takes about 0.3 ms to read and check, as long as it takes to wake a thread."""
 
 MEASURE_INTERVAL_NS = 500_000_000  # between measurements of the log's room
-
 MEASURE_SIZE_BYTES = 4 << 20  # also measured after writing this much
-
 ONLY_TERM = 1  # the core's lease needs no terms: the store fences
 
 _READS = {

@@ -128,11 +128,9 @@ JOINED_SIZE_BYTES_MAX = 8 << 20
 that fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
 
 COMMIT_MEAN_WEIGHT = 0.2  # weight of the latest commit
-
 TRIM_PAUSE_S = 0.002  # between two steps, so that the loop's commits get their turn
 
 _Write = Commit | WriteCheckpointChunk
-
 _Job = _Write | ReadTail
 
 
@@ -447,7 +445,6 @@ _BEFORE = (
     FaultPoint.BEFORE_RESET,
     FaultPoint.BEFORE_SPILL,
 )
-
 _AFTER = (
     FaultPoint.AFTER_COMMIT,
     FaultPoint.AFTER_EPOCH,

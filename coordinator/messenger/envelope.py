@@ -102,17 +102,12 @@ class UnknownEnvelopeError(EnvelopeError):
 
 
 VERSION = 2
-
 NOOP = 0  # the callback ID that stands for no callback
 
 _new_tuple = tuple.__new__
-
 _LAYOUT = Struct(">BBHIQQQQQ")
-
 _SIZE = Struct(">I")
-
 _ID_SIZE_BYTES = 8
-
 ENVELOPE_SIZE_BYTES = _LAYOUT.size
 
 
@@ -127,13 +122,9 @@ class Kind(IntEnum):
 
 
 MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN, TURN, CALLBACK_UNKNOWN = map(int, Kind)
-
 MESSAGES = frozenset((MESSAGE, TURN))
-
 _REPLIES = frozenset(map(int, Kind)) - MESSAGES
-
 _WITH_CALLBACK = frozenset((REPLY, REPLY_EXPIRED))
-
 KNOWN = b"version 2, kinds 1 to 7"
 
 

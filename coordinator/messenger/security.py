@@ -119,9 +119,7 @@ def connect_with(socket: Socket, pair: KeyPair, server_key: str) -> None:
 
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-
 _ZAP_VERSION = b"1.0"
-
 _ZAP_REQUEST_PARTS = (
     9  # of a question about CURVE: routing ID, empty, version, request, domain, address, identity, mechanism, key
 )
@@ -191,19 +189,13 @@ class ZapAuthenticator:
 
 
 _ACCEPTED = int(zmq.EVENT_ACCEPTED)
-
 _SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-
 _SILENT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
-
 _MONITORED = _ACCEPTED | _SUCCEEDED | _OTHER_MECHANISM | _SILENT | _DISCONNECTED
 
 _TCP_INFO = struct.Struct("=120xQQ")  # bytes acknowledged, bytes received: since Linux 4.1
-
 _BEFORE_READY_BYTES = 64 + 2 + 168  # what a CURVE server sends before its Ready: greeting, Welcome
 
 

@@ -48,7 +48,6 @@ from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import MessageKey
 
 WHO_CHARACTERS_MAX = 200
-
 EMPTY_ARRAY = b"\x90"  # in MessagePack
 
 TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
@@ -121,7 +120,6 @@ class _HandOver(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _HAND_OVER = decoding.JsonDecoder(_HandOver)
-
 _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "letters-drop": decoding.JsonDecoder(_Letters),
     "letters-retry": decoding.JsonDecoder(_Letters),
@@ -137,7 +135,6 @@ _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "restart": decoding.JsonDecoder(_Restart),
     "expel": decoding.JsonDecoder(_Expel),
 }
-
 VERBS = tuple(_DECODERS)
 """Verbs whose requests become events of the core."""
 

@@ -39,27 +39,16 @@ from immortal.protocol.files import make_folder
 from immortal.protocol.shared_registry import SharedHomeError
 
 PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
-
 _FOLDER_NAME = "keys"
-
 _FILE_NAME = "pairs"
-
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes
-
 _OTHERS = 0o077
-
 AGE_DAYS_MAX = 365  # age from which the status reports a key
-
 SOON_DAYS = 30  # time before its expiry from which the status reports a key
-
 PUBLIC_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
-
 COMMENT = ";"  # begins a comment; "#" and "/" may be part of a key
-
 _ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
-
 _DATES = re.compile(r";\s*(?:made: (?P<made>\d{4}-\d\d-\d\d))?(?:, )?(?:expires: (?P<expires>\d{4}-\d\d-\d\d))?\s*")
-
 _ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file can give
 
 

@@ -18,7 +18,7 @@ from immortal.coordinator.project.code_change import version_gap
 from immortal.coordinator.project.fleet import ServiceProcess, register, stop_all
 from immortal.coordinator.project.output import LogFiles
 from immortal.coordinator.project.project import Project
-from immortal.coordinator.service.children import StopRequests
+from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
 COMMAND = "immortal up"

@@ -27,7 +27,7 @@ from immortal.coordinator.project.code_change import (
 from immortal.coordinator.project.fleet import ServiceProcess, State, register, stop_all
 from immortal.coordinator.project.output import Console
 from immortal.coordinator.project.project import ModuleImportError, Project, ServiceSpec
-from immortal.coordinator.service.children import StopRequests
+from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
 OWN = "immortal"  # name in front of this module's lines

@@ -36,23 +36,18 @@ from immortal.coordinator.project.project import PEER_DEFAULT, Project, ServiceS
 from immortal.coordinator.service.children import (
     PYTHON,
     RESTART_BACKOFF_S_MIN,
-    STATUS_FENCED,
     STATUS_HANDLER_FAILED,
     ProcessExit,
     RestartBackoff,
     Role,
-    die_with_parent,
 )
+from immortal.coordinator.service.process import STATUS_FENCED, die_with_parent
 from immortal.coordinator.service.supervisor import CLEAN_STOP_S, STOP_GRACE_S
 
 LINE_SIZE_BYTES_MAX = 64 << 10  # longer lines are passed on in pieces
-
 EFFECTS_VARIABLE, DEBUGPY_VARIABLE = "IMMORTAL_EFFECTS", "IMMORTAL_DEBUGPY"  # of the app: appsdk/running/options.py
-
 QUESTION_AFTER_S = 0.15  # longer than any print() takes from its text to its end of line
-
 _READ_SIZE_BYTES = 64 << 10
-
 _LINE = re.compile(
     r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +"
     r"(?P<name>[^\s>]+)(?P<sign>> |  )(?P<text>.*)"  # "> ": immortal.logger of its app
@@ -380,7 +375,6 @@ def _update(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str
 
 
 _STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # longer than a supervisor's longest stop
-
 _FOR_GOOD = (STATUS_FENCED, STATUS_HANDLER_FAILED)  # a start would end in the same
 
 

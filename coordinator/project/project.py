@@ -249,15 +249,10 @@ def _instance_name(class_name: str) -> str:
 
 
 FILE_NAME = "immortal.toml"
-
 PEER_DEFAULT = "tcp://127.0.0.1:*"
-
 COUNT_MAX = 1000
-
 _FILE = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py")
-
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
 _OF_ONE = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
 
 
@@ -435,11 +430,8 @@ def discover_services(module: str, folder: Path, environment: Mapping[str, str])
 
 
 _FOLDER = Path(__file__).parent / "templates"
-
 _COMMON = "common"  # in all projects
-
 _SUFFIX = ".template"  # so no tool takes the files for its own
-
 TEMPLATES = ("shop", "agent", "worker")
 
 

@@ -55,8 +55,8 @@ from immortal.coordinator.operator.verbs import OperatorEndpoint
 from immortal.coordinator.peers.endpoint import PeerEndpoint
 from immortal.coordinator.peers.keys import ensure_machine_keys
 from immortal.coordinator.peers.security import insecurity_warning
-from immortal.coordinator.service import children
-from immortal.coordinator.service.children import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
+from immortal.coordinator.service import process
+from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
 from immortal.protocol import compiled, distribution, kept_code
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
@@ -535,7 +535,7 @@ def run_coordinator(
     registry.refuse_open_folder(settings.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     retain_freed_memory()
-    children.raise_descriptor_limit()
+    process.raise_descriptor_limit()
     ensure_machine_keys(settings, registry)
     with registry.kept():
         return _run(settings, registry, log, trust_pickle, follower_settings, make_app, promote=promote)

@@ -27,7 +27,6 @@ from immortal.coordinator.notices import Notices
 from immortal.coordinator.operator.control import READY_VARIABLE
 from immortal.coordinator.service.children import (
     APP_FAULT_STATUSES,
-    STATUS_FENCED,
     STATUS_HANDLER_FAILED,
     STATUS_RECOVER_ME,
     STATUS_TERMINATED,
@@ -37,10 +36,10 @@ from immortal.coordinator.service.children import (
     ProcessExit,
     RestartBackoff,
     Role,
-    StopRequests,
     classify_exit,
     first_to_die,
 )
+from immortal.coordinator.service.process import STATUS_FENCED, StopRequests
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one process to end by itself after a clean end of the other

@@ -426,9 +426,7 @@ TOLERANCE_MS = 1_000
 """Default for how much clocks can differ: synchronized clocks differ less."""
 
 _SIGN = 1 << 64
-
 _ORDER = ("sender", "receiver", "what", "sequence_id", "batch")
-
 _RESULT = pa.schema(
     [
         ("what", pa.string()),
@@ -439,7 +437,6 @@ _RESULT = pa.schema(
         ("body", pa.string()),
     ]
 )
-
 _RESULTS_PER_BATCH = 10_000
 
 

@@ -30,7 +30,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from immortal.protocol.extensions import RandomDraw, decode_numbers
-from immortal.protocol.timings import split_context
+from immortal.protocol.trace_context import split_context
 from immortal.replay.trace.messages import Executed, MessageTiming
 
 OPEN_CALLS_MAX = 100_000  # waiting for answers; beyond it the oldest end without an answer

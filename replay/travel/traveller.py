@@ -42,19 +42,13 @@ from immortal.replay.travel.values import (
 from immortal.replay.travel.walk import Walk, name_of
 
 At = tuple[int, int]
-
 Values = dict[str, Any]
 
 STATES_MAX = 64  # states kept, to step back and forth between them
-
 STATES_S = 0.2  # for states of a record that were not asked for
-
 DIFFERENCES_MAX = 100
-
 QUESTION_S = 10.0  # then the answer is cut, and says how far the search got
-
 POINTS_MAX = 400
-
 MADE_MAX = 200  # outputs of one message that are shown
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.operator import control
-from immortal.coordinator.service.children import STATUS_NO_RECOVERY
+from immortal.coordinator.service.process import STATUS_NO_RECOVERY
 from immortal.log import create_log, open_log
 from immortal.protocol.extensions import encode_app_batch
 from immortal.protocol.messages import (

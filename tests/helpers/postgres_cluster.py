@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 
 from immortal.coordinator.instances.registry import free_port
-from immortal.coordinator.service.children import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from tests.helpers.postgres import user_of_servers
 from tests.soak.service import wait_for
 

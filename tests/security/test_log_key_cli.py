@@ -18,7 +18,7 @@ from immortal.coordinator.log.authentication import ForgedLogError, LogKeyError
 from immortal.coordinator.notices import Notices
 from immortal.coordinator.project import fleet
 from immortal.coordinator.project.project import ServiceSpec
-from immortal.coordinator.service.children import STATUS_NO_RECOVERY
+from immortal.coordinator.service.process import STATUS_NO_RECOVERY
 from immortal.coordinator.service.runtime import run_coordinator
 from immortal.log import create_log, open_reader
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_record, write_log

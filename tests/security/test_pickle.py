@@ -23,7 +23,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.notices import Notices
-from immortal.coordinator.service.children import STATUS_NO_RECOVERY
+from immortal.coordinator.service.process import STATUS_NO_RECOVERY
 from immortal.coordinator.service.runtime import run_coordinator
 from immortal.log import open_log, open_reader
 from immortal.protocol.checksum import crc64

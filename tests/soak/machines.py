@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from immortal.coordinator.service.children import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from tests.helpers import commands
 from tests.soak.service import DEADLINE_S, SoakError, wait_for
 

@@ -17,7 +17,7 @@ from typing import Any
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.fault_points import VARIABLE, FaultPoint
 from immortal.coordinator.operator import control
-from immortal.coordinator.service.children import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from immortal.protocol.errors import ImmortalError
 
 APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"

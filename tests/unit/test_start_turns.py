@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.service import children
+from immortal.coordinator.service import process
 
 
 def test_who_starts_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    begun = [children.start_turn(tmp_path) for _ in range(children.STARTS_PER_PROCESSOR)]
+    begun = [process.start_turn(tmp_path) for _ in range(process.STARTS_PER_PROCESSOR)]
     third: list[object] = []
-    waiting = threading.Thread(target=lambda: third.append(children.start_turn(tmp_path)), daemon=True)
+    waiting = threading.Thread(target=lambda: third.append(process.start_turn(tmp_path)), daemon=True)
     waiting.start()
     waiting.join(0.2)
     assert not third
@@ -28,10 +28,10 @@ def test_who_starts_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_start_that_does_not_end_gives_its_turn_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(children, "START_TURN_S", 0.05)
-    for _ in range(children.STARTS_PER_PROCESSOR + 1):
-        children.start_turn(tmp_path)
+    monkeypatch.setattr(process, "START_TURN_S", 0.05)
+    for _ in range(process.STARTS_PER_PROCESSOR + 1):
+        process.start_turn(tmp_path)
 
 
 def test_who_can_not_wait_for_a_turn_starts(tmp_path: Path) -> None:
-    children.start_turn(tmp_path / "missing")()
+    process.start_turn(tmp_path / "missing")()

@@ -4,7 +4,7 @@ import os
 import socket
 from pathlib import Path
 
-from immortal.coordinator.service.children import SIGNAL_COALESCE_S, StopRequests
+from immortal.coordinator.service.process import SIGNAL_COALESCE_S, StopRequests
 from immortal.protocol.files import ProcessFile, is_living, is_near, own_fields
 
 

@@ -12,7 +12,7 @@ from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.session import Call
 from immortal.protocol.client_frames import ClientFrame, ClientFrameType, decode_client_frame, encode_client_frame
 from immortal.protocol.errors import LocalProtocolError
-from immortal.protocol.timings import (
+from immortal.protocol.trace_context import (
     TRACE_CONTEXT_SIZE_BYTES,
     is_trace_context,
     join_name,

@@ -28,7 +28,7 @@ from immortal.appsdk.client.errors import (
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.integrations.asgi.services import SCOPE_KEY, RequestCalls, Service, TooManyCalls
 from immortal.protocol.errors import LocalProtocolError
-from immortal.protocol.timings import read_traceparent
+from immortal.protocol.trace_context import read_traceparent
 
 RETRY_AFTER_S = 1  # an instance that has crashed is usually back by then
 DECLARED_STATUS = HTTPStatus.CONFLICT  # a declared exception depends on the state: a later request can succeed

@@ -50,7 +50,7 @@ from immortal.protocol.identity import (
     method_of_identity,
 )
 from immortal.protocol.messages import decode_messages
-from immortal.protocol.timings import is_trace_context, split_name
+from immortal.protocol.trace_context import is_trace_context, split_name
 from immortal.protocol.trailer import BatchKind, BatchSource
 
 CONFLICTS_TOLD_MAX = 16  # of one frame, as a conflict is far larger than a call can be; the client repeats the rest

@@ -97,9 +97,7 @@ def _one_at_a_time(measured: dict[str, list[Measured]], limited: dict[str, list[
 
 
 GRPC = "grpc stream"
-
 MIXED = Load((16, 1024, 64, 256), receivers=4)
-
 _BY_CALLS_MAX = 1 << 10  # larger ones are compared in MB/s
 
 
@@ -214,7 +212,6 @@ def format_size(size_bytes: int) -> str:
 
 
 GRPC = "grpc stream"
-
 CHAIN = {
     "caller": "immortal.bench.apps:Caller",
     "callee": "scripts.benchmarks.apps:Relay",
@@ -266,11 +263,8 @@ def _chain(context: Context) -> list[Figure]:
 
 
 LOGGED, QUERY = f"{IMMORTAL}, a logged call", f"{IMMORTAL}, a query"
-
 NAME = "asked"
-
 APP = "scripts.benchmarks.apps:Asked"
-
 _WARM_UP_S = 0.2
 
 
@@ -320,11 +314,8 @@ def queries(context: Context) -> list[Figure]:
 
 
 CURVE = "immortal, CURVE"
-
 CURVE_SIZES = (16, 1 << 10, 64 << 10, 1 << 20)
-
 SLOW_SIZES = (16, 1 << 10)
-
 NOTE = (
     "The delay is added once to each commit. A small commit syncs once, to the journal; a larger one twice, in LMDB "
     "(the data, then the page that makes them count): for these, a disk whose every sync takes 5 ms is that with 10 ms."

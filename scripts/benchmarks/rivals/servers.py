@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from immortal.bench.processes import BenchError
-from immortal.coordinator.service.children import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from scripts.benchmarks.context import ROOT
 from tests.helpers.postgres import Postgres, binaries
 

@@ -33,27 +33,18 @@ from immortal.protocol.files import FILE_MODE, acquire_lock, describe_lock_holde
 from immortal.protocol.varint import Readable
 
 DATA_FILE_NAME = "data.mdb"
-
 FILES_BESIDE = ("journal", "high-water-mark")  # only a complete log has them
 
 # LMDB 0.9's meta pages: a page header of 16 bytes, then MDB_meta (64-bit): magic, version, address, map size, two
 # MDB_db of 48 bytes (the first begins with the page size), last page, transaction ID.
 _META_OFFSET_BYTES = 16
-
 _META_START = struct.Struct("=IIQQI")
-
 _META_END = struct.Struct("=QQ")
-
 _META_END_OFFSET_BYTES = 24 + 2 * 48
-
 _MAGIC = 0xBEEFC0DE
-
 _META_SIZE_BYTES = _META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size
-
 _DATA_VERSION = 1
-
 _READ_SIZE_BYTES = 1 << 20
-
 _READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
 
@@ -248,7 +239,6 @@ def sync_names(path: Path) -> None:
 
 
 LOCK_FILE_NAME = "lock"
-
 _TIMEOUT_S = 0.03  # a reader's :func:`is_locked` holds the lock for some microseconds: not worth a failed start
 
 
@@ -316,23 +306,14 @@ def is_locked(folder: Path) -> bool:
 
 
 READERS_FILE_NAME = "lock.mdb"
-
 READERS_MAX = 512  # the first opener's value counts for all, so every opener passes the same value
-
 _LOCK_WAIT_S = 1.0  # it is held for a millisecond
-
 _HEAD_SIZE_BYTES = 128
-
 _PLACE_SIZE_BYTES = 64
-
 TABLE_SIZE_BYTES = _HEAD_SIZE_BYTES + _PLACE_SIZE_BYTES * READERS_MAX  # LMDB's layout
-
 _PID_OFFSET_BYTES = 8
-
 _PID = struct.Struct("=i")
-
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
-
 _descriptors: dict[Path, int] = {}  # never closed: that would drop all locks of this process on the file
 
 
@@ -393,9 +374,7 @@ FILE_NAME = "high-water-mark"
 _MARK_MAGIC = b"IMH1"
 
 _MAGIC_AUTHENTICATED = b"IMH2"  # with a MAC instead of the CRC
-
 _CHECKED = struct.Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
-
 _CRC_SIZE_BYTES = 8
 
 

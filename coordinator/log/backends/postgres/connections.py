@@ -30,9 +30,7 @@ from immortal.protocol.files import ProcessFile, is_living, own_fields
 from immortal.protocol.shared_registry import error_line, secured
 
 VERSION_MIN = 150000  # 15.0 in libpq's form
-
 CONNECT_TIMEOUT_S = 5
-
 DEAD_MS = 10_000
 """Silence on the wire after which a connection counts as broken.
 
@@ -41,7 +39,6 @@ A live server that waits for its standbys is not silent, since TCP answers.
 
 # No timeout may end an append: its changes can already be visible without being on a standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
-
 _DURABLE = (
     "; SELECT set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'remote_apply'"
     " THEN 'remote_apply' ELSE 'on' END, false)"
@@ -177,15 +174,10 @@ class Connections:
 
 
 CHANNEL = "immortal"
-
 RENEWALS = 2.5  # per lease time, so that one can fail. Fewer are better: a dead holder's lease then ends sooner
-
 HANDOVER_TIMEOUT_S = 2.0  # time for which a released log is reserved for one standby
-
 RELEASED = "left"  # stored in place of a process: the holder is then the standby that can take it
-
 STANDBY_TIMEOUT_S = 3.0  # time for which a silent standby still counts
-
 _OURS: set[str] = set()  # nonces of the leases that this process holds
 
 
