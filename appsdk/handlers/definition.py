@@ -147,7 +147,7 @@ class Definition(Struct):
 
     @property
     def chain(self) -> list[Definition]:
-        """This class, the class that it upgrades, the class that that one upgrades, and so on."""
+        """Return the class, then each class that the one before it upgrades."""
         chain = [self]
         while (older := chain[-1].upgrades) is not None:
             chain.append(older)
