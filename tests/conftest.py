@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from immortal.coordinator.instances.registry import PORTS_VARIABLE
 from immortal.protocol import compiled
-from tests.helpers import kinds
+from tests.helpers import fork_server, kinds
 from tests.helpers.memory import in_memory
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("shared machine", deadline=None)
     settings.register_profile("quick", deadline=None, max_examples=25)
     settings.load_profile("quick" if config.getoption("quick") else "shared machine")
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        fork_server.start()
     if hasattr(config, "workerinput"):
         from tests.helpers.side_by_side import Room, ports_of
 

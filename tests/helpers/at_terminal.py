@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.helpers.fork_server import take_terminal
+
 DEADLINE_S = 20.0
 CTRL_C, CTRL_Z = "\x03", "\x1a"
 
@@ -31,7 +33,7 @@ class AtTerminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=take_terminal,
             env={**os.environ, "TERM": "xterm", "PYTHONUNBUFFERED": "", **(environment or {})},
         )
         self.terminal = theirs  # kept open, so that the last output stays readable
