@@ -17,6 +17,7 @@ from hypothesis import settings
 from immortal.coordinator.instances.registry import PORTS_VARIABLE
 from immortal.protocol import compiled
 from tests.helpers import fork_server, kinds
+from tests.helpers.effort import EFFORT
 from tests.helpers.memory import in_memory
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(kind)
         if item.get_closest_marker("cluster"):
             item.add_marker(pytest.mark.timeout(CLUSTER_TIMEOUT_S))
+        if EFFORT > 1:
+            own = item.get_closest_marker("timeout")
+            limit_s = own.args[0] if own else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(limit_s * EFFORT), append=False)
         if item.get_closest_marker("source") and compiled.CORE.is_installed:
             item.add_marker(pytest.mark.skip(f"it changes the core's code: {compiled.PURE_VARIABLE}=1 runs it"))
     if config.getoption("quick"):

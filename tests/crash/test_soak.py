@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.docs_site.tables import with_tables
-from tests.helpers.effort import effort
+from tests.helpers.effort import EFFORT, effort
 from tests.helpers.postgres import VERSION_MIN, binaries
 from tests.soak.outcomes import CELLS, Fault, document
 from tests.soak.service import processes_with, wait_for
@@ -26,7 +26,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 def soak(*arguments: str) -> str:
     command = [sys.executable, "-m", "tests.soak", "--seed", "20", *arguments]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280, check=False)
+    result = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280 * max(1, EFFORT), check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.startswith("seed 20\n")
     assert " in 1 rounds, " in result.stdout

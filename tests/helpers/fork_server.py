@@ -38,7 +38,7 @@ _PRELOADED = ("cli", "coordinator", "appsdk", "presenters", "protocol", "replay"
 _NOT_PRELOADED = ("immortal.appsdk.integrations", "immortal.appsdk.embedded")
 _THREADED = ("numpy", "pandas", "pyarrow", "pyspark")  # their import starts threads, and what forks may have only one
 # Python reads these before main, or our modules when they are imported.
-_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "IMMORTAL_PURE_PYTHON", "TZ", "IMMORTAL_TEST_EFFORT")
+_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "IMMORTAL_PURE_PYTHON", "TZ", "IMMORTAL_FAULT")
 _HANDLED = frozenset(
     {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"}
 )
@@ -152,6 +152,7 @@ class Client:
             and len("\0".join(args).encode()) < _COMMAND_BYTES_MAX
             and environment.get("PYTHONHASHSEED", "0") == "0"
             and early_of(environment) == self._early
+            and not any(Path(path, "sitecustomize.py").exists() for path in _paths_of(environment))
             and Origin.of_this_process() == self._origin
         )
 
@@ -212,6 +213,10 @@ def take_terminal() -> None:
 def early_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what Python and our modules read before ``main``."""
     return {name: environment[name] for name in environment if name.startswith(_EARLY) and name not in _HANDLED}
+
+
+def _paths_of(environment: Mapping[str, str]) -> list[str]:
+    return [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def _umask() -> int:
@@ -333,8 +338,7 @@ def _become(request: Request, descriptors: list[int]) -> None:
     sys.orig_argv[:] = argv
     sys.argv[:] = argv[argv.index("-m") :]  # runpy puts the file in the place of -m
     del sys.argv[1]
-    paths = filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:0] = [*([] if "-P" in argv[:2] else [request.folder]), *map(os.path.abspath, paths)]
+    sys.path[:0] = [*([] if "-P" in argv[:2] else [request.folder]), *_paths_of(request.environment)]
     sys.dont_write_bytecode = bool(request.environment.get("PYTHONDONTWRITEBYTECODE"))
     unbuffered = bool(request.environment.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = _opened(0, "r")  # type: ignore[misc]
@@ -385,6 +389,11 @@ def main() -> None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
             if os.getppid() != request.dies_with:
                 os._exit(1)
+        module = _module_of(request.argv)
+        assert module is not None
+        if module == "immortal.appsdk" or "coordinator" in request.argv:
+            ours = None  # apps and coordinators start nothing, as a rule
+            break
         parent = os.getpid()
         ours, theirs = _socket_pair()
         if os.fork() == 0:  # the server of the new process
@@ -397,9 +406,8 @@ def main() -> None:
         theirs.close()
         break
     _become(request, descriptors)
-    Client(ours, early).install()
-    module = _module_of(request.argv)
-    assert module is not None
+    if ours is not None:
+        Client(ours, early).install()
     status: object = None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -9,7 +9,7 @@ import pytest
 from immortal.appsdk.ordering.groups import Fences, FenceState, Sent
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Resolve
-from tests.helpers.effort import EFFORT, effort
+from tests.helpers.effort import effort
 from tests.helpers.expelling_world import expel, explore_expelling, to_group, walk
 from tests.helpers.ordering_world import Script, ViolationError, multicast, plain
 
@@ -40,7 +40,6 @@ def test_each_interleaving_goes_on_without_who_is_expelled(script: Script) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(EFFORT <= 1, reason="takes half a minute; the next test walks through it by seeds")
 def test_each_interleaving_with_one_whose_clock_is_ahead() -> None:
     states, ends = explore_expelling(AHEAD, first_of="u")
     assert states > 100
