@@ -169,6 +169,12 @@ def signals_as_they_were() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@pytest.fixture
+def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts are no forks of one that has imported all modules: it measures their memory."""
+    monkeypatch.setenv(fork_server.EXEC_VARIABLE, "1")
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """The one Spark session of a test run: starting it takes seconds."""

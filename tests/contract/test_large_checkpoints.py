@@ -65,6 +65,7 @@ def received_blob(connection: socket.socket, process: CoordinatorProcess) -> tup
 
 
 @pytest.mark.timeout(120 if SIZE_MIB <= 1024 else 1800)
+@pytest.mark.usefixtures("started_anew")
 def test_a_checkpoint_of_any_size_passes_through_little_memory(house: House) -> None:
     house.register("big", "small")
     big, app = house.both("big")

@@ -35,7 +35,8 @@ from typing import Any, NamedTuple, NoReturn
 EXEC_VARIABLE = "IMMORTAL_TEST_EXEC"
 
 _PRELOADED = ("cli", "coordinator", "appsdk", "presenters", "protocol", "replay", "web")
-_NOT_PRELOADED = ("immortal.appsdk.integrations", "immortal.appsdk.embedded")
+# The last one imports pytest, which no process does that is not a test.
+_NOT_PRELOADED = ("immortal.appsdk.integrations", "immortal.appsdk.embedded", "immortal.appsdk.testing")
 _THREADED = ("numpy", "pandas", "pyarrow", "pyspark")  # their import starts threads, and what forks may have only one
 # Python reads these before main, or our modules when they are imported.
 _EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "IMMORTAL_PURE_PYTHON", "TZ", "IMMORTAL_FAULT")
@@ -149,6 +150,7 @@ class Client:
             return False
         return (
             _module_of(args) is not None
+            and not environment.get(EXEC_VARIABLE)
             and len("\0".join(args).encode()) < _COMMAND_BYTES_MAX
             and environment.get("PYTHONHASHSEED", "0") == "0"
             and early_of(environment) == self._early

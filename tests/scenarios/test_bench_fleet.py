@@ -19,6 +19,7 @@ def test_what_memory_has_no_room_for_is_registered_alone(tmp_path: Path, monkeyp
     assert (result.registered, result.instances, result.neighbours) == (50, 2, 1)
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_a_small_fleet(tmp_path: Path) -> None:
     result = measure_fleet(6, neighbours=4, calls=50, idle_s=5.0, curve=True, folder=tmp_path)
     assert result.calls == 6 * 4 * 50

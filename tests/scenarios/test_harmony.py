@@ -133,6 +133,7 @@ def test_a_task_that_kills_real_workers(tmp_path: Path) -> None:
         assert [result.value for result in found if not result.error] == [n for n in range(20) if n != 7]
 
 
+@pytest.mark.usefixtures("started_anew")  # it counts children, and a server of forks is one
 def test_workers_that_freeze_or_take_too_long(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text(PROGRAMS["tasks"] + HANGING)
     with pipeline(tmp_path, "tasks:hanging", "--processes", "2", "--task-timeout", "1") as crew:

@@ -67,6 +67,7 @@ def rss_mib(process: CoordinatorProcess) -> float:
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a kill", "a checkpoint", "a checkpoint and a kill"])
+@pytest.mark.usefixtures("started_anew")
 def test_what_memory_has_no_room_for_waits_on_disk(house: House, meanwhile: str) -> None:
     calls = 800 if meanwhile == "nothing" else 200  # 200 MiB, 50 MiB
     pair = Pair(house, memory_mib=16 if meanwhile == "nothing" else 4)
