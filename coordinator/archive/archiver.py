@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -23,7 +24,7 @@ from immortal.coordinator.archive.format import (
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import authenticate_records, forged_record, read_marker
-from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.backend import Span, View
 from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_EPOCH, META_JOURNAL, SEQUENCE_KEY, StoredHeader
 from immortal.coordinator.log.identity import check_value, first_and_last_sequence_id, logged_time_ns, meta_value
 from immortal.coordinator.log.reader import LogReader, TrimmedError
@@ -396,8 +397,7 @@ def state_rows(view: View, known: StateDigests) -> tuple[list[PackedRow], StateD
 
 def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
     for table in STATE_TABLES:
-        for key_view, value in view.scan(table):
-            key = bytes(key_view)
+        for key, value in Span(table).rows(view):
             if table != "meta" or key != META_JOURNAL:  # an archive's tables include the journal's rows
                 yield table, key, bytes(value)
     before = first_and_last_sequence_id(view)[0] - 1  # with a key, the first record's MAC needs it
@@ -409,12 +409,9 @@ def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
 def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
     """Return the undamaged checkpoint headers by ID: (stored value, decoded header)."""
     headers = {}
-    for key_view, value_view in view.scan("checkpoints"):
-        key, value = bytes(key_view), bytes(value_view)
-        try:
-            headers[SEQUENCE_KEY.unpack(key)[0]] = value, log_format.decode_header(key, value)
-        except DamagedLogError:
-            continue
+    for key, value in Span("checkpoints").rows(view):
+        with contextlib.suppress(DamagedLogError):
+            headers[SEQUENCE_KEY.unpack(key)[0]] = bytes(value), log_format.decode_header(key, bytes(value))
     return headers
 
 

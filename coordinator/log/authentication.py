@@ -19,7 +19,7 @@ from msgspec import Struct
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import view_queries
-from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.backend import Span, View
 from immortal.coordinator.log.format import (
     CHUNK_KEY,
     MAC_SIZE_BYTES,
@@ -170,7 +170,10 @@ def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
 
     It reads these tables completely, including messages that wait for peers. Raises ForgedLogError, DamagedLogError.
     """
-    sums = {table: _sum(view, macs, table) for table in SUMMED_TABLES}
+    sums = {
+        table: sum(macs.row(table, key, value) for key, value in summed_rows(view, table)) % SUM_MODULUS
+        for table in SUMMED_TABLES
+    }
     stored = meta_value(view, META_SEAL, _BYTES) or b""
     tags = [macs.tag(table, sums[table]) for table in SUMMED_TABLES]
     if stored == macs.seal(head_of(view, macs), b"".join(tags)):
@@ -263,15 +266,8 @@ def head_of(view: View, macs: Macs) -> bytes:
     return record_mac(view, macs, first_and_last_sequence_id(view)[1])
 
 
-def _sum(view: View, macs: Macs, name: str) -> int:
-    return sum(macs.row(name, key, value) for key, value in summed_rows(view, name)) % SUM_MODULUS
-
-
 def summed_rows(view: View, table: str) -> Iterator[tuple[bytes, Readable]]:
-    for key_view, value in view.scan(table):
-        key = bytes(key_view)
-        if is_summed(table, key):
-            yield key, value
+    return ((key, value) for key, value in Span(table).rows(view) if is_summed(table, key))
 
 
 def is_summed(table: str, key: bytes) -> bool:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from immortal.coordinator.core.errors import LogError, fail
 from immortal.coordinator.core.interfaces import Standby
 from immortal.coordinator.fault_points import FaultPoint
-from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.protocol.varint import Readable
 
@@ -38,12 +38,25 @@ class Span(NamedTuple):
     def of_one(cls, table: str, key: bytes) -> Span:
         return cls(table, key, key + b"\0")
 
+    @classmethod
+    def of_checkpoint(cls, table: str, checkpoint_id: int) -> Span:
+        """Return the rows of one checkpoint: of its chunks, or of its outputs."""
+        return cls(table, CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0))
+
     @property
     def is_one(self) -> bool:
         return self.end == self.first + b"\0"
 
     def has(self, key: bytes) -> bool:
         return self.first <= key and (self.end is None or key < self.end)
+
+    def rows(self, view: View) -> Iterator[tuple[bytes, Readable]]:
+        """Yield the rows of the span in ``view``, ordered by key."""
+        for key_view, value in view.scan(self.table, self.first):
+            key = bytes(key_view)
+            if self.end is not None and key >= self.end:
+                return
+            yield key, value
 
 
 class Append(Struct):

@@ -111,10 +111,7 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
     """Yield the rows of the removed part as a log, ordered by table and key."""
     spans = [*cut_spans(sequence_id, checkpoint_ids), *map(Span, _COPIED_WHOLE)]
     for span in sorted(spans):
-        for key_view, value in view.scan(span.table, span.first):
-            key = bytes(key_view)
-            if not span.has(key):
-                break
+        for key, value in span.rows(view):
             if span.table == "meta" and key in _NOT_OF_THE_PART:
                 continue
             if span.table == "meta" and key == META_FORMAT and view.get("meta", META_AUTHENTICATED) is not None:
@@ -309,8 +306,7 @@ def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int])
     """Return changes that remove :func:`cut_spans`, and the versions that began there. Raises DamagedLogError."""
     changes = Changes(deletes=cut_spans(sequence_id, checkpoint_ids))
     changes.remove("meta", META_SUSPECT)
-    for key_view, value in view.scan("versions"):
-        key = bytes(key_view)
+    for key, value in Span("versions").rows(view):
         if log_format.decode_version_start(key, bytes(value)).sequence_id >= sequence_id:
             changes.remove("versions", key)
     earlier = meta_value(view, META_CUT, INT)

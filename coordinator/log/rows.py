@@ -121,7 +121,7 @@ def _put_clients(changes: Changes, transaction: Transaction) -> None:
         else:
             changes.puts.append(("clients", key, log_format.encode_client(key, position)))
     for (client_id, number), data in transaction.replies.items():
-        key = log_format.reply_key(client_id, number)
+        key = log_format.batch_key(client_id, number)
         if data is None:
             changes.remove("replies", key)
         else:

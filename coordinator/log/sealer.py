@@ -31,7 +31,6 @@ from immortal.coordinator.log.format import (
     SEQUENCE_KEY,
 )
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_row
-from immortal.protocol.varint import Readable
 
 # Tables whose MACs stay in memory. Most appends change no other table, so nothing is read for them.
 _KEPT_TABLES = frozenset(("sources", "acknowledged", "verdicts", "letters", "meta"))
@@ -139,23 +138,13 @@ class Sealer:
             for checkpoint_id in [each for each in change.chunks if span.has(CHUNK_KEY.pack(each, 0))]:
                 del change.chunks[checkpoint_id]
             return []
-        for key, value in _rows_in(view, span):
+        for key, value in () if view is None else span.rows(view):
             if is_summed(span.table, key):
                 change.replace(span.table, key, self._macs.row(span.table, key, value), None)
         if span.table != "checkpoints":
             return []
         seals = Span("checkpoint_seals", span.first, span.end)
         return [seals, *self._delete(change, seals, view)]
-
-
-def _rows_in(view: View | None, span: Span) -> Iterator[tuple[bytes, Readable]]:
-    if view is None:
-        return
-    for key_view, value in view.scan(span.table, span.first):
-        key = bytes(key_view)
-        if not span.has(key):
-            return
-        yield key, value
 
 
 def _seal_row(macs: Macs, head: bytes, tags: dict[str, bytes]) -> Row:

@@ -42,8 +42,7 @@ def extents(view: View, acknowledged: Mapping[str, int]) -> dict[str, list[Spill
     Only the heads of rows are read. Raises DamagedLogError.
     """
     found: dict[str, list[SpilledExtent]] = {}
-    for key_view, value in view.scan("spilled"):
-        key = bytes(key_view)
+    for key, value in Span("spilled").rows(view):
         destination, first_position = log_format.batch_of_key(SPILLED_TABLE, key)
         last_position = first_position + log_format.decode_batch_count(SPILLED_TABLE, key, value) - 1
         if last_position > acknowledged.get(destination, 0):
@@ -126,8 +125,7 @@ def trim(view: View, table: str, destination: str, position: int, budget: Remova
     """Return the spans of one removal step: rows of ``table`` to ``destination`` that end at or before ``position``."""
     name, first = table.encode(), log_format.batch_key(destination, 0)
     last_key = None
-    for key_view, value in view.scan(table, first):
-        key = bytes(key_view)
+    for key, value in Span(table, first).rows(view):
         row_destination, first_position = log_format.batch_of_key(name, key)
         if budget.exhausted or row_destination != destination or first_position > position:
             break
@@ -141,8 +139,7 @@ def trim(view: View, table: str, destination: str, position: int, budget: Remova
 def check(view: View) -> None:
     """Check every row with its payload, and that no two have the same positions. Raises DamagedLogError."""
     before = ("", 0)
-    for key_view, value in view.scan("spilled"):
-        key = bytes(key_view)
+    for key, value in Span("spilled").rows(view):
         destination, first_position = log_format.batch_of_key(SPILLED_TABLE, key)
         count = log_format.decode_batch_count(SPILLED_TABLE, key, value)
         log_format.decode_batch_payload(SPILLED_TABLE, key, value)
@@ -188,16 +185,14 @@ class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
 def named_rows(view: View, table: str, decoder: decoding.Decoder[log_format.Decoded]) -> dict[str, log_format.Decoded]:
     """Read all rows of a table of small values, by name. Raises DamagedLogError."""
     rows = {}
-    for key_view, value in view.scan(table):
-        key = bytes(key_view)
+    for key, value in Span(table).rows(view):
         rows[log_format.name_of_key(key)] = log_format.unseal(table.encode(), key, bytes(value), decoder)
     return rows
 
 
 def stored_headers(view: View) -> Iterator[tuple[int, StoredHeader | DamagedLogError]]:
     """Iterate over checkpoints, oldest first: (ID, header or its damage)."""
-    for key_view, value in view.scan("checkpoints"):
-        key = bytes(key_view)
+    for key, value in Span("checkpoints").rows(view):
         checkpoint_id = SEQUENCE_KEY.unpack(key)[0]
         try:
             yield checkpoint_id, log_format.decode_header(key, bytes(value))
@@ -331,7 +326,7 @@ def _record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
 
 def version_starts(view: View) -> list[VersionStart]:
     """Return the versions in the order in which they began. Raises DamagedLogError."""
-    return [log_format.decode_version_start(bytes(key), bytes(value)) for key, value in view.scan("versions")]
+    return [log_format.decode_version_start(key, bytes(value)) for key, value in Span("versions").rows(view)]
 
 
 def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
@@ -350,8 +345,7 @@ def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: i
     """
     batches = []
     loaded: dict[str, int] = {}
-    for key_view, value in view.scan("impulses"):
-        key = bytes(key_view)
+    for key, value in Span("impulses").rows(view):
         destination, first_position = log_format.batch_of_key(IMPULSES_TABLE, key)
         count = log_format.decode_batch_count(IMPULSES_TABLE, key, value)
         payload, left_bytes = b"", 0
@@ -368,16 +362,15 @@ def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: i
 
 def client_positions(view: View) -> dict[str, ClientPosition]:
     """Read clients' positions by client ID. Raises DamagedLogError."""
-    rows = ((bytes(key), bytes(value)) for key, value in view.scan("clients"))
-    return {log_format.name_of_key(key): log_format.decode_client(key, value) for key, value in rows}
+    rows = Span("clients").rows(view)
+    return {log_format.name_of_key(key): log_format.decode_client(key, bytes(value)) for key, value in rows}
 
 
 def load_clients(view: View, problems: list[str]) -> StoredClients:
     """Load clients' positions and replies. Describe damaged replies in ``problems``. Raises DamagedLogError."""
     replies = {}
-    for key_view, value in view.scan("replies"):
-        key = bytes(key_view)
-        client_id, number = log_format.reply_of_key(key)
+    for key, value in Span("replies").rows(view):
+        client_id, number = log_format.batch_of_key(b"replies", key)
         data = log_format.unseal_chunk(key, value)
         if data is None:
             problems.append(f"the reply to request {number} of client {client_id!r} is damaged: it is left out")
@@ -435,7 +428,6 @@ def read_chunk(view: View, checkpoint_id: int, index: int) -> bytes:
 
 def check_impulses(view: View) -> None:
     """Check every row of impulses with its payload. Raises DamagedLogError."""
-    for key_view, value in view.scan("impulses"):
-        key = bytes(key_view)
+    for key, value in Span("impulses").rows(view):
         log_format.decode_batch_count(IMPULSES_TABLE, key, value)
         log_format.decode_batch_payload(IMPULSES_TABLE, key, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from immortal.coordinator.log.backends.lmdb.files import (
     sync_names,
 )
 from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, TableWriter, make_tables, open_tables
-from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
+from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.files import make_folder, sync_folder
 
@@ -187,18 +187,9 @@ def _copy_checkpoints(source: View, writing: TableWriter) -> None:
     for key in [key for key, header in theirs.items() if ours.get(key) != header]:
         writing.put_rows([("checkpoints", key, theirs[key])])
         for span in _spans(key):
-            writing.put_rows((span.table, row, value) for row, value in _rows_in(source, span))
+            writing.put_rows((span.table, row, value) for row, value in span.rows(source))
 
 
 def _spans(checkpoint_key: bytes) -> list[Span]:
     (checkpoint_id,) = SEQUENCE_KEY.unpack(checkpoint_key)
-    first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
-    return [Span(table, first, end) for table in _WITH_CHECKPOINTS]
-
-
-def _rows_in(view: View, span: Span) -> Iterator[tuple[bytes, bytes]]:
-    for key_view, value in view.scan(span.table, span.first):
-        key = bytes(key_view)
-        if not span.has(key):
-            return
-        yield key, bytes(value)
+    return [Span.of_checkpoint(table, checkpoint_id) for table in _WITH_CHECKPOINTS]
