@@ -22,7 +22,6 @@ from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.protocol.varint import Readable
 
-LEASE_S = 3.0
 Row: TypeAlias = tuple[str, bytes, Readable]  # table, key, value
 Mac: TypeAlias = Callable[[bytes], bytes]
 
@@ -435,15 +434,15 @@ class HeldLog(Protocol):
 class Options(Struct, frozen=True):
     """Options of a backend.
 
-    ``size_bytes``: initial size of the log; ``size_bytes_max``: its limit. None: the backend's default. ``lease_s``:
+    ``map_size_bytes``: initial size of the log; ``map_size_bytes_max``: its limit. None: the backend's. ``lease_s``:
     how long a silent writer keeps a log that other machines reach. ``endpoint``: where peers reach this process.
     ``checkpoints_to``: the URL of a store for large checkpoints; "": they are in the log.
     """
 
-    size_bytes: int | None = None
-    size_bytes_max: int | None = None
+    map_size_bytes: int | None = None
+    map_size_bytes_max: int | None = None
     allow_data_loss: bool = False  # open the log even if a crash could lose acknowledged input
-    lease_s: float = LEASE_S
+    lease_s: float = 3.0
     endpoint: str = ""
     checkpoints_to: str = ""
 

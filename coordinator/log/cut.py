@@ -66,10 +66,28 @@ class LogCutter:
     def plan(
         self, sequence_id: int, *, force: bool = False, on_finding: Callable[[Finding], None] = lambda finding: None
     ) -> CutPlan:
-        """Plan a cut at ``sequence_id`` without changing anything: :func:`plan_cut` for this log."""
-        return plan_cut(
-            self._place, self._instance_name, sequence_id, force=force, on_finding=on_finding, keys=self._keys
-        )
+        """Plan a cut at ``sequence_id`` without changing anything. No reader of the log is open in this process.
+
+        ``force``: plan it even if recovery does not need the record. Raises CutRefusedError with the reason, LogError.
+        """
+        verification = verify_log(self._place, self._instance_name, lock_held=True, keys=self._keys)
+        unreadable = None
+        for finding in verification.findings():
+            on_finding(finding)
+            if finding.severity is Severity.FATAL and verification.identity is None:
+                unreadable = finding
+        if unreadable is not None:
+            raise CutRefusedError(f"{unreadable.message}: cutting records off does not help")
+        with open_reader(self._place, self._instance_name) as reader:
+            try:
+                summary = reader.summary()
+            except DamagedLogError as error:
+                raise CutRefusedError(
+                    f"{error}: the log cannot be opened at all, cutting records off does not help; restore it from a"
+                    " copy"
+                ) from None
+            start = _assess(verification, summary, self._instance_name, sequence_id, force)
+            return _plan(reader, verification, summary, sequence_id, start)
 
     def cut(self, plan: CutPlan) -> Path:
         """Carry out ``plan``; return the folder with the removed part, a log that can be opened for reading.
@@ -155,38 +173,6 @@ class CutPlan(Struct, frozen=True):
     lost: list[LostMessages] = field(default_factory=list)
 
 
-def plan_cut(
-    log: Log,
-    instance_name: str,
-    sequence_id: int,
-    *,
-    force: bool = False,
-    on_finding: Callable[[Finding], None] = lambda finding: None,
-    keys: Sequence[LogKey] | None = None,
-) -> CutPlan:
-    """Plan a cut at ``sequence_id``. The caller holds the log's lock, and no reader is open in this process.
-
-    ``force``: plan it even if recovery does not need the record. Raises CutRefusedError with the reason, LogError.
-    """
-    verification = verify_log(log, instance_name, lock_held=True, keys=keys)
-    unreadable = None
-    for finding in verification.findings():
-        on_finding(finding)
-        if finding.severity is Severity.FATAL and verification.identity is None:
-            unreadable = finding
-    if unreadable is not None:
-        raise CutRefusedError(f"{unreadable.message}: cutting records off does not help")
-    with open_reader(log, instance_name) as reader:
-        try:
-            summary = reader.summary()
-        except DamagedLogError as error:
-            raise CutRefusedError(
-                f"{error}: the log cannot be opened at all, cutting records off does not help; restore it from a copy"
-            ) from None
-        checkpoint_id, checkpoint_sequence_id = _assess(verification, summary, instance_name, sequence_id, force)
-        return _plan(reader, verification, summary, sequence_id, checkpoint_id, checkpoint_sequence_id)
-
-
 def _assess(
     verification: LogVerification, summary: LogSummary, name: str, sequence_id: int, force: bool
 ) -> tuple[int, int]:
@@ -219,12 +205,7 @@ def _assess(
 
 
 def _plan(
-    reader: LogReader,
-    verification: LogVerification,
-    summary: LogSummary,
-    sequence_id: int,
-    checkpoint_id: int,
-    checkpoint_sequence_id: int,
+    reader: LogReader, verification: LogVerification, summary: LogSummary, sequence_id: int, start: tuple[int, int]
 ) -> CutPlan:
     committer_id = reader.identity.committer_id
     kept: dict[str, int] = {}
@@ -243,8 +224,7 @@ def _plan(
     return CutPlan(
         sequence_id,
         max(summary.last_sequence_id, sequence_id - 1),
-        checkpoint_id,
-        checkpoint_sequence_id,
+        *start,
         [header.checkpoint_id for header in summary.checkpoints if header.sequence_id >= sequence_id],
         readable,
         damaged,

@@ -65,14 +65,14 @@ class LmdbBackend(Backend):
         self.repairs: list[str] = []
         self._folder = folder
         self._folder_lock = lock
-        self._map_size_bytes_max = options.size_bytes_max or MAP_SIZE_BYTES_MAX
+        self._map_size_bytes_max = options.map_size_bytes_max or MAP_SIZE_BYTES_MAX
         self._write_lock = threading.RLock()
         self._sync_delay_s = sync_delay_s()
         self._map_lock = threading.Lock()  # held while a read transaction is open, since the map must not move then
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         self._has_journal: bool | None = None  # None: unknown until the first small append creates it
         self.environment = open_environment(
-            folder, readonly=False, map_size_bytes=options.size_bytes or MAP_SIZE_BYTES, repairs=self.repairs
+            folder, readonly=False, map_size_bytes=options.map_size_bytes or MAP_SIZE_BYTES, repairs=self.repairs
         )
         try:
             self._begin(instance_name)
