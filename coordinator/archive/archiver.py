@@ -75,7 +75,6 @@ class Archiver:
         anew: bool = False,
         segment_size_bytes: int = SEGMENT_SIZE_BYTES,
         say: Callable[[str], None] = lambda text: None,
-        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Find where to continue. Raises ArchiveError if the archive is of another log or another history of it;
         StoreError, LogError."""
@@ -83,7 +82,6 @@ class Archiver:
         self._reader = reader
         self._segment_size_bytes = segment_size_bytes
         self._say = say
-        self._now_ns = now_ns
         with reader.view() as view:
             self._end = log_end(view)
             self._place = _place(archive, reader, view, self._end, anew, say)
@@ -102,7 +100,7 @@ class Archiver:
     def unarchived(self) -> UnarchivedRecords:
         """Count the records that a loss of the log would lose now. Raises LogError."""
         before = None if self._place.begins else self._place.before
-        return unarchived(self._reader, -1 if before is None else before.last_sequence_id, self._now_ns())
+        return unarchived(self._reader, -1 if before is None else before.last_sequence_id, time.time_ns())
 
     def ship_full_segments(self) -> bool:
         """Store records while they fill a segment; return True if any were stored. Raises StoreError, LogError."""
@@ -126,7 +124,7 @@ class Archiver:
             self.ship_full_segments()
             self._ship_checkpoints(left_out)
             with self._reader.view() as view:
-                taken_ns = self._now_ns()
+                taken_ns = time.time_ns()
                 headers = {key: one for key, one in checkpoint_headers(view).items() if key not in left_out}
                 if any(not self._has(key, value) for key, (value, _) in headers.items()):
                     continue

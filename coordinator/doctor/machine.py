@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.protocol.command_line import counted, size_text
+from immortal.protocol.files import opened
 
 CLOCK, LIMITS, MEMORY = Area.CLOCK, Area.LIMITS, Area.MEMORY
 AHEAD_S_MAX = 5.0  # most files have the times of this clock; those of other machines can be a little ahead
@@ -321,23 +322,16 @@ def measure(folder: Path) -> SyncTimes:
     path = folder / f".doctor-{os.getpid()}"
     block = os.urandom(BLOCK_SIZE_BYTES)
     blocks_count = 64
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
     try:
-        try:
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             os.pwrite(descriptor, bytes(BLOCK_SIZE_BYTES * blocks_count), 0)
             os.fsync(descriptor)
             unsynced_s = _times(descriptor, block, blocks_count)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        descriptor = os.open(path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_WRONLY | os.O_DSYNC) as descriptor:
             synced_s = _times(descriptor, block, blocks_count)
-        finally:
-            os.close(descriptor)
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
     return SyncTimes(synced_s, unsynced_s[len(unsynced_s) // 2])
 
 

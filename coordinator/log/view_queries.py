@@ -6,6 +6,7 @@ The first functions are about the table ``spilled``: outputs that did not fit in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from msgspec.structs import replace
 
@@ -162,21 +163,19 @@ class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
     def __init__(self, stored: StoredHeader, load: LoadOutputs) -> None:
         self._stored = stored
         self._load = load
-        self._loaded: dict[str, list[OutputBatch]] | None = None
 
+    @cached_property
     def _outputs(self) -> dict[str, list[OutputBatch]]:
-        if self._loaded is None:
-            self._loaded = self._load(self._stored)
-        return self._loaded
+        return self._load(self._stored)
 
     def __getitem__(self, destination: str) -> Sequence[OutputBatch]:
-        return self._outputs()[destination]
+        return self._outputs[destination]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._outputs())
+        return iter(self._outputs)
 
     def __len__(self) -> int:
-        return len(self._outputs())
+        return len(self._outputs)
 
     def __repr__(self) -> str:
         return f"<unacknowledged outputs of {self._stored.outputs_size_bytes} bytes>"

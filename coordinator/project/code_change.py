@@ -32,8 +32,8 @@ from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.log.open import log_exists
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.unregister import delete_log_of
+from immortal.coordinator.project.fleet import command
 from immortal.coordinator.project.project import Project, ServiceSpec
-from immortal.coordinator.service.children import PYTHON
 from immortal.protocol.errors import ImmortalError
 
 CHECKPOINT_TIMEOUT_S = 30.0
@@ -201,12 +201,7 @@ class CodeChange:
     async def _immortal(self, *arguments: str) -> tuple[int, list[str]]:
         """Run a command; return its exit status and lines. If cancelled, the command is terminated."""
         process = await asyncio.create_subprocess_exec(
-            *PYTHON,
-            "-m",
-            "immortal",
-            "--home",
-            str(self._project.home),
-            *arguments,
+            *command(self._project, *arguments),
             cwd=self._project.folder,
             env=self._project.environment(self.service.environment),
             stdin=asyncio.subprocess.DEVNULL,

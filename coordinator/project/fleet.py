@@ -54,6 +54,11 @@ _LINE = re.compile(
 )
 
 
+def command(project: Project, *arguments: str) -> list[str]:
+    """Return the command line of an `immortal` command for the project's registry."""
+    return [*PYTHON, "-m", "immortal", "--home", str(project.home), *arguments]
+
+
 class State(enum.Enum):
     STARTING = "starting"
     READY = "ready"
@@ -135,16 +140,7 @@ class ServiceProcess:
     def start(self, *, with_class: bool = True) -> None:
         """Start `immortal run` for the service. ``with_class``: with the project's class, not that of the last run.
         Raises OSError."""
-        argv = [
-            *PYTHON,
-            "-m",
-            "immortal",
-            "--home",
-            str(self._project.home),
-            "run",
-            self.name,
-            *((self.service.app,) if with_class else ()),
-        ]
+        argv = command(self._project, "run", self.name, *((self.service.app,) if with_class else ()))
         argv += ["--restart", "--interactive" if self._interactive else "--no-interactive"]
         environment = {**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"}
         if self._simulates_effects and self.service.effects:
@@ -394,16 +390,7 @@ def _target(name: str, *, for_user: bool) -> str:
 
 
 def _service(project: Project, service: ServiceSpec, target: str, *, for_user: bool) -> str:
-    argv = [
-        *PYTHON,
-        "-m",
-        "immortal",
-        "--home",
-        str(project.home),
-        "run",
-        service.name,  # with the class that is registered: an upgrade changes it
-        "--restart",
-    ]
+    argv = command(project, "run", service.name, "--restart")  # the class is the registered one: an upgrade changes it
     environment = {"PYTHONUNBUFFERED": "1", **service.environment}
     lines = [
         "[Unit]",

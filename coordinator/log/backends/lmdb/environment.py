@@ -36,7 +36,7 @@ from immortal.coordinator.log.backends.lmdb.files import (
 )
 from immortal.coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
 from immortal.coordinator.log.backends.lmdb.pages import PageError, UnnamedTransaction, check_pages, name_transaction
-from immortal.protocol.files import FILE_MODE, FOLDER_MODE, restrict_mode
+from immortal.protocol.files import FILE_MODE, FOLDER_MODE, opened, restrict_mode
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALMOST_FULL_BYTES = 1 << 20
@@ -155,15 +155,12 @@ def _allocate_readers_table(folder: Path) -> None:
     if path.exists() and path.stat().st_blocks * 512 >= files.TABLE_SIZE_BYTES:
         return
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        with opened(path, os.O_RDWR | os.O_CREAT) as descriptor:
+            os.posix_fallocate(descriptor, 0, files.TABLE_SIZE_BYTES)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return  # a reader without write access may still work; otherwise LMDB reports the problem
-        raise
-    try:
-        os.posix_fallocate(descriptor, 0, files.TABLE_SIZE_BYTES)
-    finally:
-        os.close(descriptor)
+        # A reader without write access may still work; otherwise LMDB reports the problem.
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
 def new_environment(folder: Path) -> lmdb.Environment:
@@ -200,14 +197,11 @@ def describe_unnamed(unnamed: UnnamedTransaction) -> str:
 def _name_last_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
     """Repair the meta page of a last transaction that no meta page names. Raises LogError, LogSyncError."""
     try:
-        descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        try:
+        with opened(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT) as descriptor:
             # The first process that opens the log tells others its last transaction: a process that still has it open
             # would make LMDB here believe in the transaction before. LMDB locks this byte until it closes.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
             name_transaction(path, unnamed)
-        finally:
-            os.close(descriptor)
     except BlockingIOError:
         raise LogError(
             f"{path} must be put right before it is written ({describe_unnamed(unnamed)}), and a process has it open"

@@ -23,7 +23,7 @@ from immortal.coordinator.log.backend import Row
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE, sync_folder
+from immortal.protocol.files import opened, sync_folder
 
 FILE_NAME = "journal"
 PARTIAL_FILE_NAME = "journal.new"  # its name until it has all its blocks, so that a shorter journal is a truncated one
@@ -77,13 +77,10 @@ class Journal:
         """
         partial = self._path.with_name(PARTIAL_FILE_NAME)
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-            try:
+            with opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
                 if os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0) != FILE_SIZE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
             partial.rename(self._path)
             sync_folder(self._path.parent)
             try:

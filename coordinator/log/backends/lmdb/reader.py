@@ -50,6 +50,7 @@ from immortal.coordinator.log.backends.lmdb.tables import (
     view_of,
 )
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.protocol.files import opened
 
 
 class JournalReader:
@@ -82,7 +83,17 @@ class JournalReader:
         if first_look:
             self._next, self._offset_bytes, self._rows = Place(transaction_id, 0, nonce() or 0), 0, {}
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            with opened(self._path, os.O_RDONLY) as descriptor:
+                size_bytes = os.fstat(descriptor).st_size
+                if size_bytes < FILE_SIZE_BYTES:
+                    raise DamagedLogError(
+                        f"{self._path} is truncated: it has {size_bytes} bytes, a journal has {FILE_SIZE_BYTES};"
+                        " restore the log from a copy",
+                        -1,
+                    )
+                self._read_on(descriptor, may_repair)
+                if first_look:
+                    self._check_end(descriptor)
         except FileNotFoundError:
             if nonce() is None:
                 return self._rows
@@ -95,22 +106,6 @@ class JournalReader:
         except OSError as error:
             damaged = DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1)
             raise unavailable_error(self._path.parent, error) or damaged from error
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            if size_bytes < FILE_SIZE_BYTES:
-                raise DamagedLogError(
-                    f"{self._path} is truncated: it has {size_bytes} bytes, a journal has {FILE_SIZE_BYTES}; restore"
-                    " the log from a copy",
-                    -1,
-                )
-            self._read_on(descriptor, may_repair)
-            if first_look:
-                self._check_end(descriptor)
-        except OSError as error:
-            damaged = DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1)
-            raise unavailable_error(self._path.parent, error) or damaged from error
-        finally:
-            os.close(descriptor)
         return self._rows
 
     def make_durable(self) -> None:
@@ -119,14 +114,11 @@ class JournalReader:
         An entry of a failed write can be readable without being on disk. Another sync would do nothing, since the
         kernel believes that it has written the entry; so it is written again.
         """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
+        with opened(self._path, os.O_RDWR) as descriptor:
             data = os.pread(descriptor, self._offset_bytes, 0)
             if os.pwrite(descriptor, data, 0) != self._offset_bytes:
                 raise OSError(0, f"{self._path} was not written whole")
             os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _read_on(self, descriptor: int, may_repair: Callable[[], bool]) -> None:
         rows: JournalRows = {}
