@@ -133,13 +133,10 @@ class AuditLog:
         if whole < len(text):
             os.ftruncate(self._descriptor, whole)
         self._size_bytes = whole
-        before = text[:whole] or self._last_of_old()
+        old = _old_path(self._folder, 1)
+        before = text[:whole] or (old.read_bytes() if old.exists() else b"")
         self._previous = hash_of(before[:-1].rpartition(b"\n")[2]) if before else FIRST
         return len(text) - whole
-
-    def _last_of_old(self) -> bytes:
-        old = _old_path(self._folder, 1)
-        return old.read_bytes() if old.exists() else b""
 
     def _append(self, what: str, fields: dict[str, object]) -> None:
         assert self._descriptor is not None

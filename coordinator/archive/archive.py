@@ -320,7 +320,10 @@ class ArchivedView(View):
             rows = self._tables.get(table, [])
             yield from rows[bisect_left(rows, (first,)) :]
         if table in _IN_SEGMENTS:
-            yield from self._scan_segments(table, first)
+            for at, segment in enumerate(self._segments):
+                if SEQUENCE_KEY.pack(segment.last_sequence_id) >= first:
+                    rows = self._records(at).get(table, [])
+                    yield from (row for row in rows if row[0] >= first and self._is_kept(row[0]))
         if table in _IN_CHECKPOINTS:
             yield from self._checkpoints.scan(table, first)
 
@@ -340,13 +343,6 @@ class ArchivedView(View):
             return TableSize(size_bytes, self._last - self._first + 1)
         rows = [len(key) + len(value) for key, value in self.scan(table)]
         return TableSize(sum(rows), len(rows))
-
-    def _scan_segments(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
-        for at, segment in enumerate(self._segments):
-            if SEQUENCE_KEY.pack(segment.last_sequence_id) >= first:
-                for key, value in self._records(at).get(table, []):
-                    if key >= first and self._is_kept(key):
-                        yield key, value
 
     def _is_kept(self, key: bytes) -> bool:
         return bool(self._first <= SEQUENCE_KEY.unpack(key)[0] <= self._last)

@@ -26,8 +26,9 @@ from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import authenticate_records, forged_record, read_marker
 from immortal.coordinator.log.backend import Span, View
 from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_EPOCH, META_JOURNAL, SEQUENCE_KEY, StoredHeader
-from immortal.coordinator.log.identity import check_value, first_and_last_sequence_id, logged_time_ns, meta_value
+from immortal.coordinator.log.identity import check_value, first_and_last_sequence_id, meta_value
 from immortal.coordinator.log.reader import LogReader, TrimmedError
+from immortal.coordinator.log.view_queries import record_time_ns
 
 SEGMENT_SIZE_BYTES = 16 << 20
 _WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states
@@ -133,7 +134,10 @@ class Archiver:
                 if limit is not None and records.size_bytes >= limit:
                     continue
                 end = log_end(view)
-                self._check_same(end)
+                if (end.epoch, end.nonce) != (self._end.epoch, self._end.nonce):
+                    raise ConflictError("the instance was started anew")  # or has another key
+                if end.last_sequence_id < self._place.next_sequence_id - 1:
+                    raise ConflictError("the end of the log was cut off")
                 changed, state = state_rows(view, self._state if self._deltas_left else {})
                 last_digest = record_digest(view, end.last_sequence_id)
                 time_ns = record_time_ns(view, end.last_sequence_id, self._reader.identity.committer_id)
@@ -192,13 +196,6 @@ class Archiver:
         self._deltas_left = _WHOLE_STATE_EVERY if is_whole else self._deltas_left - 1
         self._checkpoints = {one.checkpoint_id: one for one in checkpoints}
         return moment
-
-    def _check_same(self, end: LogEnd) -> None:
-        """Raise ConflictError if a coordinator has started since, the log has another key, or its end was cut off."""
-        if (end.epoch, end.nonce) != (self._end.epoch, self._end.nonce):
-            raise ConflictError("the instance was started anew")
-        if end.last_sequence_id < self._place.next_sequence_id - 1:
-            raise ConflictError("the end of the log was cut off")
 
     def _put_records(self, records: Records) -> None:
         what = f"{records.first_sequence_id:019}-{records.last_sequence_id:019}"
@@ -372,12 +369,6 @@ def record_digest(view: View, sequence_id: int) -> str:
     """Return the digest of a record; "" if the log does not keep it."""
     value = None if sequence_id < 0 else view.get("records", SEQUENCE_KEY.pack(sequence_id))
     return "" if value is None else digest(bytes(value))
-
-
-def record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
-    """Return the time of a record in ns; 0 if the log does not keep it."""
-    value = None if sequence_id < 0 else view.get("records", SEQUENCE_KEY.pack(sequence_id))
-    return 0 if value is None else logged_time_ns(bytes(value), sequence_id, committer_id)
 
 
 def state_rows(view: View, known: StateDigests) -> tuple[list[PackedRow], StateDigests]:

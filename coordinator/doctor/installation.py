@@ -176,16 +176,14 @@ def _compiled() -> Iterator[Finding]:
     if not compiled.is_wanted():
         yield note(AREA, description, why, f"take {compiled.PURE_VARIABLE} out of the environment")
         return
-    lacks = [*([] if shutil.which("cc") or shutil.which("gcc") else ["a C compiler"]), *_headers()]
+    lacks = [] if shutil.which("cc") or shutil.which("gcc") else ["a C compiler"]
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        lacks.append("the header files of this Python")
     if not lacks:
         yield note(AREA, description, why, _compile())
     else:
         why += f". It lacks {' and '.join(lacks)}, which Debian calls gcc and python3-dev"
         yield note(AREA, description, why, f"apt-get install gcc python3-dev && {_compile()}")
-
-
-def _headers() -> list[str]:
-    return [] if Path(sysconfig.get_path("include"), "Python.h").exists() else ["the header files of this Python"]
 
 
 def _compile() -> str:

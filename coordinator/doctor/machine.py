@@ -375,18 +375,17 @@ def judge_sync_times(place: Path, times: SyncTimes, mount: Mount | None) -> Find
 
 
 def _rotates(device: str) -> bool:
-    """Return True if a disk reports that it rotates. For a partition, the folder of its disk has the report."""
+    """Return True if a disk reports that it rotates. For a partition, the folder of its disk has the report.
+
+    A virtual disk reports it, too, whatever is below it.
+    """
     for folder in (Path("/sys/dev/block", device), Path("/sys/dev/block", device).resolve().parent):
+        is_virtual = folder.resolve().name.startswith(("vd", "xvd", "nbd", "loop", "zram"))
         try:
-            return (folder / "queue" / "rotational").read_text().strip() == "1" and not _is_virtual(folder)
+            return (folder / "queue" / "rotational").read_text().strip() == "1" and not is_virtual
         except OSError:
             continue
     return False
-
-
-def _is_virtual(folder: Path) -> bool:
-    """Return True for a virtual disk, which reports that it rotates, whatever is below it."""
-    return folder.resolve().name.startswith(("vd", "xvd", "nbd", "loop", "zram"))
 
 
 def _disk_text(time_s: float) -> str:

@@ -296,7 +296,7 @@ def load_summary(
             view, acknowledged, None if cut is not None else impulses_size_bytes_max
         ),  # after a cut all are loaded, as they can get other positions
         extensions=None if extensions is None else frozenset(extensions),
-        last_time_ns=_record_time_ns(view, last, committer_id),
+        last_time_ns=record_time_ns(view, last, committer_id),
         versions=version_starts(view),
         cut_sequence_id=cut,
         stream_starts=stream_starts(view),
@@ -318,7 +318,8 @@ def stream_starts(view: View) -> dict[str, StreamStart]:
     return {name: StreamStart(*row) for name, row in (rows or {}).items()}
 
 
-def _record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
+def record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
+    """Return the time of a record in ns; 0 if the log does not keep it."""
     value = view.get("records", SEQUENCE_KEY.pack(sequence_id)) if sequence_id >= 0 else None
     return 0 if value is None else logged_time_ns(value, sequence_id, committer_id)
 

@@ -142,13 +142,6 @@ class LogFollower(Mailbox[ev.Event]):
 
     # --- the checkpoint that the writer requests ---------------------------------------------------------------------
 
-    def _poll_checkpoint_request(self, following: StandbyRegistration) -> None:
-        asked = following.asked
-        if asked != self._checkpoint:
-            self._checkpoint = asked
-            if asked is not None:
-                self._emit(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
-
     def _offer(self, request: Offered) -> None:
         following, asked = self._following, self._checkpoint
         checkpoint_id = (
@@ -201,7 +194,11 @@ class LogFollower(Mailbox[ev.Event]):
             else:
                 self._emit(event)
         if self._following is not None:
-            self._poll_checkpoint_request(self._following)
+            asked = self._following.asked
+            if asked != self._checkpoint:
+                self._checkpoint = asked
+                if asked is not None:
+                    self._emit(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
             self._following.report_ready(is_ready=time.monotonic() - self._caught_up_s < CAUGHT_UP_S)
 
     def _grown(self, reader: LogReader, request: ef.ReadRecords) -> ev.Event | None:

@@ -236,7 +236,11 @@ class NoticeMetrics:
         self._notices = Counter(*NOTICES, [INSTANCE, "notice", "level"], registry=registry)
         self._began_s: dict[type[Notice], float] = {}  # the last of these
         self._begins = frozenset(one.began for one in TIMES)
-        self._times = {one.ended: (one.began, _histogram(one, registry).labels(name)) for one in TIMES}
+        self._times = {}
+        for one in TIMES:
+            buckets = [one.most_s / 2**power for power in reversed(range(one.buckets))]
+            histogram = Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=buckets)
+            self._times[one.ended] = one.began, histogram.labels(name)
 
     def emit(self, notice: Notice) -> None:
         kind = type(notice)
@@ -251,11 +255,6 @@ class NoticeMetrics:
             histogram.observe(notice.seconds)
         elif began is not None and (began_s := self._began_s.pop(began, None)) is not None:
             histogram.observe(self._clock_s() - began_s)
-
-
-def _histogram(one: TimeMetric, registry: CollectorRegistry) -> Histogram:
-    buckets = [one.most_s / 2**power for power in reversed(range(one.buckets))]
-    return Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=buckets)
 
 
 INTERVAL_S = 1.0

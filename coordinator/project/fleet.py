@@ -378,15 +378,11 @@ def units(project: Project, services: Sequence[ServiceSpec], *, for_user: bool =
     """Return the texts of the unit files by name. ``for_user``: for a user's own systemd. Raises ConfigError."""
     name = project.name()
     target = f"immortal-{name}.target"
-    texts = {target: _target(name, for_user=for_user)}
+    wanted_by = "default.target" if for_user else "multi-user.target"
+    texts = {target: f"[Unit]\nDescription=All services of {_plain(name)}\n\n[Install]\nWantedBy={wanted_by}\n"}
     for service in services:
         texts[f"immortal-{name}-{service.name}.service"] = _service(project, service, target, for_user=for_user)
     return texts
-
-
-def _target(name: str, *, for_user: bool) -> str:
-    wanted_by = "default.target" if for_user else "multi-user.target"
-    return f"[Unit]\nDescription=All services of {_plain(name)}\n\n[Install]\nWantedBy={wanted_by}\n"
 
 
 def _service(project: Project, service: ServiceSpec, target: str, *, for_user: bool) -> str:

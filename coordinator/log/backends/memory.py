@@ -92,12 +92,6 @@ class MemoryTables(View):
             return last
         return first_and_last_sequence_id(self)[1]
 
-    def flip(self, table: str, key: bytes, offset_bytes: int) -> None:
-        """Flip one bit of a value."""
-        value = bytearray(self.tables[table].rows[key])
-        value[offset_bytes] ^= 1
-        self.tables[table].rows[key] = bytes(value)
-
     def copy(self) -> MemoryTables:
         copied = MemoryTables()
         copied.tables = {name: table.copy() for name, table in self.tables.items()}
@@ -108,7 +102,10 @@ _EMPTY = Table()
 
 
 class MemoryBackend(Backend):
-    """Backend that keeps a log in memory. ``free_bytes``: free bytes of its simulated disk."""
+    """Backend that keeps a log in memory.
+
+    ``free_bytes``: free bytes of its simulated disk. ``fails_next``: error of the next append, and of all later ones.
+    """
 
     def __init__(self, durable: MemoryTables, where: str, instance_name: str | None, *, writes: bool = True) -> None:
         self.where = where

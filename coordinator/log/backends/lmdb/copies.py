@@ -125,7 +125,11 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
         if not is_new:
             with environment.begin(buffers=True) as transaction:
                 theirs = read_identity(LmdbView(transaction, tables), str(target), None)
-            _check_same_log(identity, theirs, target)
+            names = ("instance_name", "committer_id", "created_ns")
+            if any(getattr(identity, name) != getattr(theirs, name) for name in names):
+                raise ValueError(
+                    f"{target} has a backup of another log, of {theirs.instance_name!r}: name another folder"
+                )
         try:
             with environment.begin(write=True, buffers=True) as transaction:
                 writing = TableWriter(environment, transaction, tables)
@@ -148,12 +152,6 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
         return copied
     finally:
         environment.close()
-
-
-def _check_same_log(ours: LogIdentity, theirs: LogIdentity, target: Path) -> None:
-    names = ("instance_name", "committer_id", "created_ns")
-    if any(getattr(ours, name) != getattr(theirs, name) for name in names):
-        raise ValueError(f"{target} has a backup of another log, of {theirs.instance_name!r}: name another folder")
 
 
 def _copy_records(source: View, writing: TableWriter, target: Path) -> int:

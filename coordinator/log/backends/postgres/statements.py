@@ -17,7 +17,13 @@ from psycopg import Connection, errors, pq
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.log.backend import Append, Row, Span, View
 from immortal.coordinator.log.backends.postgres.durability import SETTINGS
-from immortal.coordinator.log.backends.postgres.view import PACK_SIZE_BYTES_MAX, RECORDS, SEQUENCE_ID_MAX, packs
+from immortal.coordinator.log.backends.postgres.view import (
+    PACK_SIZE_BYTES_MAX,
+    RECORDS,
+    SEQUENCE_ID_MAX,
+    batches,
+    packs,
+)
 from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
@@ -46,10 +52,10 @@ def statements(append: Append) -> Iterator[list[object]]:
     removed = [span for span in append.deletes if span.table == RECORDS]
     require(len(removed) < 2, f"records are removed in {len(removed)} spans at once")
     packed = list(packs(append.records))
-    batches = _batches(append.puts)
-    first = next(batches, [])
-    yield [*_span_arguments(spans, removed), *_columns(packed, 3), *_columns(first, 3)]
-    for batch in batches:
+    rows = ((table, bytes(key), bytes(value)) for table, key, value in append.puts)
+    row_batches = batches(rows, STATEMENT_SIZE_BYTES_MAX, ROWS_MAX)
+    yield [*_span_arguments(spans, removed), *_columns(packed, 3), *_columns(next(row_batches, []), 3)]
+    for batch in row_batches:
         yield [*_span_arguments([], []), *_columns([], 3), *_columns(batch, 3)]
 
 
@@ -70,19 +76,6 @@ def _span_arguments(spans: list[Span], removed: list[Span]) -> list[object]:
 
 def _columns(rows: Iterable[tuple[Any, ...]], count: int) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(count)]
-
-
-def _batches(puts: Iterable[Row]) -> Iterator[list[tuple[str, bytes, bytes]]]:
-    batch: list[tuple[str, bytes, bytes]] = []
-    size_bytes = 0
-    for table, key, value in puts:
-        if batch and (size_bytes + len(value) > STATEMENT_SIZE_BYTES_MAX or len(batch) >= ROWS_MAX):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append((table, bytes(key), bytes(value)))
-        size_bytes += len(key) + len(value)
-    if batch:
-        yield batch
 
 
 def _array(item_type: int, items: Sequence[Readable | None]) -> bytes:
@@ -265,24 +258,12 @@ def change(connection: Connection[tuple[Any, ...]], instance: str, append: Appen
 def write_copy(connection: Connection[tuple[Any, ...]], instance: str, source: View) -> int:
     """Write all of ``source``, with one pack in memory at a time; return the number of records."""
     count = 0
-    for records in _packs(source):
+    rows = ((SEQUENCE_KEY.unpack(key)[0], bytes(value)) for key, value in source.scan(RECORDS))
+    for records in batches(rows, PACK_SIZE_BYTES_MAX, ROWS_MAX):
         change(connection, instance, Append(-1, records=records))
         count += len(records)
     change(connection, instance, Append(-1, puts=_rows(source)))
     return count
-
-
-def _packs(source: View) -> Iterator[list[tuple[int, bytes]]]:
-    records: list[tuple[int, bytes]] = []
-    size_bytes = 0
-    for key, value in source.scan(RECORDS):
-        if records and (size_bytes + len(value) > PACK_SIZE_BYTES_MAX or len(records) >= ROWS_MAX):
-            yield records
-            records, size_bytes = [], 0
-        records.append((SEQUENCE_KEY.unpack(key)[0], bytes(value)))
-        size_bytes += len(value)
-    if records:
-        yield records
 
 
 def _rows(source: View) -> Iterator[Row]:

@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, LiteralString
+from typing import Any, LiteralString, TypeVar
 
 import psycopg
 
@@ -17,6 +17,7 @@ from immortal.coordinator.log.backends.postgres.connections import Connections
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
+T = TypeVar("T", bound=tuple[Any, ...])
 RECORDS = "records"
 SEQUENCE_ID_MAX = (1 << 63) - 1
 FETCH_SIZE_BYTES = 4 << 20  # size of a page, estimated from the rows of the page before
@@ -275,23 +276,28 @@ def pack(values: Sequence[Readable]) -> bytes:
 
 def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, bytes]]:
     """Pack consecutive ``records``; yield (first sequence ID, count, pack). Raises LogError."""
-    values: list[Readable] = []
-    first = size_bytes = 0
     for sequence_id, value in records:
         if len(value) > RECORD_SIZE_BYTES_MAX:
             raise LogError(
                 f"record {sequence_id} has {len(value)} bytes, PostgreSQL takes {RECORD_SIZE_BYTES_MAX}:"
                 " lower group_size_kib_max or rpc_limit_mb"
             )
-        if values and size_bytes + len(value) > PACK_SIZE_BYTES_MAX:
-            yield first, len(values), pack(values)
-            values, size_bytes = [], 0
-        if not values:
-            first = sequence_id
-        values.append(value)
-        size_bytes += len(value)
-    if values:
-        yield first, len(values), pack(values)
+    for batch in batches(records, PACK_SIZE_BYTES_MAX, len(records)):
+        yield batch[0][0], len(batch), pack([value for _, value in batch])
+
+
+def batches(rows: Iterable[T], size_bytes_max: int, rows_max: int) -> Iterator[list[T]]:
+    """Split rows into lists of limited length and size, the latter by the rows' last fields."""
+    batch: list[T] = []
+    size_bytes = 0
+    for row in rows:
+        if batch and (size_bytes + len(row[-1]) > size_bytes_max or len(batch) >= rows_max):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(row)
+        size_bytes += len(row[-1])
+    if batch:
+        yield batch
 
 
 def unpack(data: Readable, first: int) -> list[Readable]:
