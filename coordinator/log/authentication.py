@@ -20,14 +20,7 @@ from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogE
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import view_queries
 from immortal.coordinator.log.backend import Span, View
-from immortal.coordinator.log.format import (
-    CHUNK_KEY,
-    MAC_SIZE_BYTES,
-    META_AUTHENTICATED,
-    META_JOURNAL,
-    META_SEAL,
-    SEQUENCE_KEY,
-)
+from immortal.coordinator.log.format import CHUNK_KEY, MAC_SIZE_BYTES, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_value
 from immortal.protocol import decoding
 from immortal.protocol.varint import Readable
@@ -47,7 +40,7 @@ SUMMED_TABLES = (
 )
 _SUMMED = frozenset(SUMMED_TABLES)
 # META_JOURNAL is unsealed, as a backup has no journal. An attacker who changes it gets only an older state of the log.
-UNSEALED_META = frozenset((META_JOURNAL, META_SEAL))
+UNSEALED_META = frozenset((log_format.META_JOURNAL, log_format.META_SEAL))
 
 
 class ForgedLogError(DamagedLogError):
@@ -148,7 +141,7 @@ class Macs:
 
 def read_marker(view: View) -> Marker | None:
     """Read the marker; return None if the log is not authenticated. Raises DamagedLogError."""
-    row = meta_value(view, META_AUTHENTICATED, _MARKER)
+    row = meta_value(view, log_format.META_AUTHENTICATED, _MARKER)
     return None if row is None else Marker(*row)
 
 
@@ -174,7 +167,7 @@ def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
         table: sum(macs.row(table, key, value) for key, value in summed_rows(view, table)) % SUM_MODULUS
         for table in SUMMED_TABLES
     }
-    stored = meta_value(view, META_SEAL, _BYTES) or b""
+    stored = meta_value(view, log_format.META_SEAL, _BYTES) or b""
     tags = [macs.tag(table, sums[table]) for table in SUMMED_TABLES]
     if stored == macs.seal(head_of(view, macs), b"".join(tags)):
         return sums

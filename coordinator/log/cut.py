@@ -17,19 +17,7 @@ from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import LogKey, Macs, find_key, read_marker, record_mac
 from immortal.coordinator.log.backend import Append, Backend, Finding, Row, Severity, Span, View
 from immortal.coordinator.log.checkpoints import checkpoint_spans
-from immortal.coordinator.log.format import (
-    INT,
-    INTS,
-    META_AUTHENTICATED,
-    META_CUT,
-    META_CUTS,
-    META_FORMAT,
-    META_SEAL,
-    META_SUSPECT,
-    META_TRIMMED,
-    SEQUENCE_KEY,
-    record_key,
-)
+from immortal.coordinator.log.format import META_AUTHENTICATED, SEQUENCE_KEY
 from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, meta_value, verify_value
 from immortal.coordinator.log.open import Log, open_reader, place_of
 from immortal.coordinator.log.reader import LoggedValue, LogReader
@@ -40,7 +28,7 @@ from immortal.coordinator.log.view_queries import stored_headers
 from immortal.protocol.trailer import BatchKind
 
 _COPIED_WHOLE = ("sources", "acknowledged", "peers", "clients", "replies", "versions", "meta")
-_NOT_OF_THE_PART = (META_CUT, META_AUTHENTICATED, META_SEAL)
+_NOT_OF_THE_PART = (log_format.META_CUT, META_AUTHENTICATED, log_format.META_SEAL)
 
 
 class LogCutter:
@@ -132,12 +120,16 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
         for key, value in span.rows(view):
             if span.table == "meta" and key in _NOT_OF_THE_PART:
                 continue
-            if span.table == "meta" and key == META_FORMAT and view.get("meta", META_AUTHENTICATED) is not None:
-                yield meta_row(META_FORMAT, log_format.FORMAT_VERSION)
-            elif span.table != "meta" or key != META_TRIMMED:
+            if (
+                span.table == "meta"
+                and key == log_format.META_FORMAT
+                and view.get("meta", META_AUTHENTICATED) is not None
+            ):
+                yield meta_row(log_format.META_FORMAT, log_format.FORMAT_VERSION)
+            elif span.table != "meta" or key != log_format.META_TRIMMED:
                 yield span.table, key, value
     # The new log begins at the cut, and needs no mark of a cut at its beginning.
-    yield meta_row(META_TRIMMED, sequence_id - 1)
+    yield meta_row(log_format.META_TRIMMED, sequence_id - 1)
 
 
 # Planning a cut: what it removes, what stays, and when it is refused.
@@ -276,24 +268,27 @@ def _lost(
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
     """Return the spans of records from ``sequence_id`` on, their verdicts and dead letters, and these checkpoints."""
     spans = [Span("records", SEQUENCE_KEY.pack(sequence_id))]
-    spans += [Span(table, record_key(sequence_id)) for table in ("verdicts", "letters")]
+    spans += [Span(table, log_format.record_key(sequence_id)) for table in ("verdicts", "letters")]
     for checkpoint_id in checkpoint_ids:
-        spans += [Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)), *checkpoint_spans(checkpoint_id)]
+        spans += [
+            Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)),
+            *checkpoint_spans(checkpoint_id),
+        ]
     return spans
 
 
 def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Changes:
     """Return changes that remove :func:`cut_spans`, and the versions that began there. Raises DamagedLogError."""
     changes = Changes(deletes=cut_spans(sequence_id, checkpoint_ids))
-    changes.remove("meta", META_SUSPECT)
+    changes.remove("meta", log_format.META_SUSPECT)
     for key, value in Span("versions").rows(view):
         if log_format.decode_version_start(key, bytes(value)).sequence_id >= sequence_id:
             changes.remove("versions", key)
-    earlier = meta_value(view, META_CUT, INT)
-    cuts = meta_value(view, META_CUTS, INTS) or []
-    changes.puts.append(meta_row(META_CUT, sequence_id if earlier is None else min(earlier, sequence_id)))
+    earlier = meta_value(view, log_format.META_CUT, log_format.INT)
+    cuts = meta_value(view, log_format.META_CUTS, log_format.INTS) or []
+    changes.puts.append(meta_row(log_format.META_CUT, sequence_id if earlier is None else min(earlier, sequence_id)))
     # An earlier cut inside the removed part is no longer in this log.
-    changes.puts.append(meta_row(META_CUTS, [one for one in cuts if one < sequence_id] + [sequence_id]))
+    changes.puts.append(meta_row(log_format.META_CUTS, [one for one in cuts if one < sequence_id] + [sequence_id]))
     return changes
 
 

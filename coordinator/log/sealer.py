@@ -22,14 +22,7 @@ from immortal.coordinator.log.authentication import (
     summed_rows,
 )
 from immortal.coordinator.log.backend import Append, ReadBackend, Row, Span, View
-from immortal.coordinator.log.format import (
-    CHUNK_KEY,
-    MAC_SIZE_BYTES,
-    META_AUTHENTICATED,
-    META_FORMAT,
-    META_SEAL,
-    SEQUENCE_KEY,
-)
+from immortal.coordinator.log.format import CHUNK_KEY, MAC_SIZE_BYTES, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_row
 
 # Tables whose MACs stay in memory. Most appends change no other table, so nothing is read for them.
@@ -149,7 +142,7 @@ class Sealer:
 
 def _seal_row(macs: Macs, head: bytes, tags: dict[str, bytes]) -> Row:
     """Return the row that seals the state of all tables."""
-    return meta_row(META_SEAL, macs.seal(head, b"".join([tags[table] for table in SUMMED_TABLES])))
+    return meta_row(log_format.META_SEAL, macs.seal(head, b"".join([tags[table] for table in SUMMED_TABLES])))
 
 
 # --- giving a log a key, and removing it ------------------------------------------------------------------------------
@@ -182,8 +175,8 @@ def seal_all(
     marker = Marker(key.id, nonce, last + 1 if first_sequence_id is None else first_sequence_id)
     macs = Macs(key, identity, marker)
     rows: list[Row] = [
-        meta_row(META_FORMAT, log_format.AUTHENTICATED_VERSION),
-        meta_row(META_AUTHENTICATED, (marker.key_id, marker.nonce, marker.first_sequence_id)),
+        meta_row(log_format.META_FORMAT, log_format.AUTHENTICATED_VERSION),
+        meta_row(log_format.META_AUTHENTICATED, (marker.key_id, marker.nonce, marker.first_sequence_id)),
     ]
     for checkpoint_key, _ in view.scan("checkpoints"):
         (checkpoint_id,) = SEQUENCE_KEY.unpack(checkpoint_key)
@@ -216,11 +209,11 @@ def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Sp
 def unsealed(last_sequence_id: int) -> Append:
     """Return the append that removes the log's authentication."""
     deletes = [Span("record_seals"), Span("checkpoint_seals"), *unmarked()]
-    return Append(last_sequence_id, puts=[meta_row(META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
+    return Append(last_sequence_id, puts=[meta_row(log_format.META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
 
 
 def unmarked() -> list[Span]:
-    return [Span.of_one("meta", key) for key in (META_AUTHENTICATED, META_SEAL)]
+    return [Span.of_one("meta", key) for key in (log_format.META_AUTHENTICATED, log_format.META_SEAL)]
 
 
 def _chunk_macs(view: View, macs: Macs, checkpoint_id: int) -> Iterator[bytes]:

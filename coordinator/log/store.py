@@ -42,7 +42,6 @@ from immortal.coordinator.log.authentication import (
 )
 from immortal.coordinator.log.backend import Append, Backend, RemovalBudget
 from immortal.coordinator.log.checkpoints import CheckpointWriter, decode_offer, half_written
-from immortal.coordinator.log.format import StoredHeader
 from immortal.coordinator.log.identity import checked_prefix, first_and_last_sequence_id
 from immortal.coordinator.log.repair import repair_sources
 from immortal.coordinator.log.rows import Changes, add_dependent, changes_of, depends_on_log
@@ -157,15 +156,11 @@ class RowLogStore(LogStore):
         problems: list[str] = []
         with self._naming_remedy(), self.backend.view() as view:
             summary = view_queries.load_summary(
-                view, self.identity.committer_id, self._load_outputs, problems, self.impulses_loaded_size_bytes_max
+                view, self.identity.committer_id, self.backend.view, problems, self.impulses_loaded_size_bytes_max
             )
         self.problems = problems
         self.backend.release()  # only heads of rows were read, but whole rows are mapped
         return summary
-
-    def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
-        with self.backend.view() as view:
-            return view_queries.load_outputs(view, stored)
 
     def clients(self) -> StoredClients:
         problems: list[str] = []

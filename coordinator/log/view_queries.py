@@ -6,6 +6,7 @@ The first functions are about the table ``spilled``: outputs that did not fit in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 from msgspec.structs import replace
@@ -150,7 +151,7 @@ def check(view: View) -> None:
 
 
 IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; fits into memory
-LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
+OpenView = Callable[[], AbstractContextManager[View]]
 
 
 class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
@@ -160,13 +161,14 @@ class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
     checked when the log's summary was made. Reading can raise DamagedCheckpointError.
     """
 
-    def __init__(self, stored: StoredHeader, load: LoadOutputs) -> None:
+    def __init__(self, stored: StoredHeader, open_view: OpenView) -> None:
         self._stored = stored
-        self._load = load
+        self._open_view = open_view
 
     @cached_property
     def _outputs(self) -> dict[str, list[OutputBatch]]:
-        return self._load(self._stored)
+        with self._open_view() as view:
+            return load_outputs(view, self._stored)
 
     def __getitem__(self, destination: str) -> Sequence[OutputBatch]:
         return self._outputs[destination]
@@ -259,13 +261,13 @@ def _require_outputs(stored: StoredHeader, size_bytes: int, check: int) -> None:
 def load_summary(
     view: View,
     committer_id: int,
-    load: LoadOutputs,
+    open_view: OpenView,
     problems: list[str],
     impulses_size_bytes_max: int = IMPULSES_LOADED_SIZE_BYTES_MAX,
 ) -> LogSummary:
     """Load the log's summary. A damaged checkpoint is left out and described in ``problems``.
 
-    Raises DamagedLogError.
+    ``open_view``: opens a later view, for the outputs of a checkpoint. Raises DamagedLogError.
     """
     first, last = first_and_last_sequence_id(view)
     checkpoints: list[CheckpointHeader] = []
@@ -278,7 +280,10 @@ def load_summary(
         except DamagedCheckpointError as error:
             problems.append(f"checkpoint {checkpoint_id} is left out: {error}")
             continue
-        checkpoints.append(with_outputs(stored, load))
+        header = stored.header
+        if stored.outputs_size_bytes:
+            header = replace(header, unacknowledged=StoredOutputs(stored, open_view))
+        checkpoints.append(header)
     acknowledged = acknowledged_positions(view)
     sources = named_rows(view, "sources", log_format.SOURCE)
     extensions = meta_value(view, log_format.META_EXTENSIONS, log_format.INTS)
@@ -327,13 +332,6 @@ def record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
 def version_starts(view: View) -> list[VersionStart]:
     """Return the versions in the order in which they began. Raises DamagedLogError."""
     return [log_format.decode_version_start(key, bytes(value)) for key, value in Span("versions").rows(view)]
-
-
-def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
-    """Return the header in the core's form."""
-    if not stored.outputs_size_bytes:
-        return stored.header
-    return replace(stored.header, unacknowledged=StoredOutputs(stored, load))
 
 
 def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: int | None) -> list[ImpulseBatch]:

@@ -34,6 +34,7 @@ from immortal.protocol.varint import Readable
 
 DATA_FILE_NAME = "data.mdb"
 FILES_BESIDE = ("journal", "high-water-mark")  # only a complete log has them
+PARTIAL_FILE_NAME = "journal.new"  # the journal's until it has all its blocks: a shorter journal is a truncated one
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1

@@ -27,8 +27,7 @@ from immortal.coordinator.log.backends.lmdb.environment import (
     unreadable,
 )
 from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, FolderLock, HighWaterMark, extend_data_file
-from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal
-from immortal.coordinator.log.backends.lmdb.reader import JournalReader
+from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal, JournalReader
 from immortal.coordinator.log.backends.lmdb.tables import (
     JournalRows,
     LmdbView,

@@ -13,16 +13,13 @@ import contextlib
 import re
 import secrets
 from collections.abc import Iterator
-from typing import Any, LiteralString
+from typing import LiteralString
 
-import psycopg
 from msgspec import Struct
 from msgspec.structs import replace
 
 from immortal.coordinator.core.errors import LogError, LogLostError, LogUnavailableError
-from immortal.coordinator.log.backends.postgres.connections import Address, head_count, reaching
-
-Connection = psycopg.Connection[tuple[Any, ...]]
+from immortal.coordinator.log.backends.postgres.connections import Address, Connection, head_count, reaching
 
 REQUESTS_TABLE = "durability"
 """Table for rows that no copy of the log has: the number of standbys that commits wait for, the head at the last
@@ -201,7 +198,7 @@ class Durability(Struct, frozen=True):
     synchronous_standby_names: str
 
     @classmethod
-    def of(cls, connection: psycopg.Connection[tuple[Any, ...]]) -> Durability:
+    def of(cls, connection: Connection) -> Durability:
         row = connection.execute(SETTINGS).fetchone()
         assert row is not None
         return cls.read(row[0])

@@ -16,23 +16,18 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-import psycopg
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.backend import Append, EndpointWatch, Row, StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
-from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
+from immortal.coordinator.log.backends.postgres.connections import Address, Connection, Connections, connect, reaching
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 
 REQUESTS_TABLE = "standby_checkpoints"
 _KEY = struct.Struct(">QQQ")
 _HEADER = "checkpoints"
 _CANCELLED = "who asked for it does not want it any more"
-
-_Connection = psycopg.Connection[tuple[Any, ...]]
 
 _PUT = (
     "WITH asked AS (SELECT FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(asked_table)s"
@@ -49,7 +44,7 @@ def key_of(asked: StandbyCheckpointRequest, standby: str) -> bytes:
 # --- the writer -------------------------------------------------------------------------------------------------------
 
 
-def request_checkpoint(connection: _Connection, instance: str, asked: StandbyCheckpointRequest, standby: str) -> None:
+def request_checkpoint(connection: Connection, instance: str, asked: StandbyCheckpointRequest, standby: str) -> None:
     """Request a checkpoint from a standby, replacing earlier requests. A fenced writer's request has no effect."""
     with connection.transaction():
         forget(connection, instance)
@@ -61,12 +56,12 @@ def request_checkpoint(connection: _Connection, instance: str, asked: StandbyChe
         leases.notify(connection, instance)
 
 
-def forget(connection: _Connection, instance: str) -> None:
+def forget(connection: Connection, instance: str) -> None:
     """Remove all open requests."""
     connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE])
 
 
-def answer_of(connection: _Connection, instance: str, key: bytes) -> bytes | None:
+def answer_of(connection: Connection, instance: str, key: bytes) -> bytes | None:
     row = connection.execute(
         "SELECT value FROM immortal.rows WHERE instance = %s AND table_name = %s AND key = %s AND value <> ''",
         [instance, REQUESTS_TABLE, key],
@@ -78,7 +73,7 @@ def answer_of(connection: _Connection, instance: str, key: bytes) -> bytes | Non
 # --- the standby ------------------------------------------------------------------------------------------------------
 
 
-def request_to(connection: _Connection, instance: str, standby: str) -> StandbyCheckpointRequest | None:
+def request_to(connection: Connection, instance: str, standby: str) -> StandbyCheckpointRequest | None:
     """Return the open request to this standby, if there is one."""
     rows = connection.execute(
         "SELECT key FROM immortal.rows WHERE instance = %s AND table_name = %s AND value = ''",
@@ -113,10 +108,10 @@ class LeaseListener:
     def __del__(self) -> None:
         os.close(self._wake)
 
-    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: Connection, *, is_news: bool) -> None:
         raise NotImplementedError
 
-    def unregister(self, connection: _Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         """Remove what this listener has written; called at its end."""
 
     def wake(self) -> None:
@@ -135,7 +130,7 @@ class LeaseListener:
             if not self._is_closed:
                 select.select([self._wake], [], [], RETRY_INTERVAL_S)
 
-    def _listen(self, connection: _Connection) -> None:
+    def _listen(self, connection: Connection) -> None:
         connection.execute("SET synchronous_commit = off")  # no important data can be lost
         connection.execute(f"LISTEN {leases.CHANNEL}")
         is_news = True  # earlier notifications were missed
@@ -144,7 +139,7 @@ class LeaseListener:
             is_news = self._wait(connection)
         self.unregister(connection)
 
-    def _wait(self, connection: _Connection) -> bool:
+    def _wait(self, connection: Connection) -> bool:
         """Wait for a notification, at most for the poll interval; return True if one arrived."""
         due_s = time.monotonic() + POLL_INTERVAL_S
         while (rest_s := due_s - time.monotonic()) > 0:
@@ -176,7 +171,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
             self._is_ready = is_ready
             self.wake()
 
-    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: Connection, *, is_news: bool) -> None:
         if is_news:
             self._nudge()
         asked = request_to(connection, self._instance, leases.own_name())
@@ -207,7 +202,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
             if not done.rowcount:
                 raise LogError(_CANCELLED)
 
-    def _insert(self, connection: _Connection, asked: StandbyCheckpointRequest, row: Row) -> None:
+    def _insert(self, connection: Connection, asked: StandbyCheckpointRequest, row: Row) -> None:
         """Insert a row while the request is open. Raises LogError if it is not, or the URL names no store."""
         if self._uploads is None:
             self._uploads = ChunkUploads(self._checkpoints_to, self._instance)
@@ -230,7 +225,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
         if self._uploads is not None:
             self._uploads.close()
 
-    def unregister(self, connection: _Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         connection.execute(
             "DELETE FROM immortal.standbys WHERE instance = %s AND name = %s", [self._instance, leases.own_name()]
         )
@@ -243,7 +238,7 @@ class PostgresWatching(LeaseListener, EndpointWatch):
         self.endpoint: str | None = None
         super().__init__(address)
 
-    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: Connection, *, is_news: bool) -> None:
         row = connection.execute(
             "SELECT endpoint FROM immortal.leases WHERE instance = %s", [self._instance]
         ).fetchone()

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, LiteralString, NamedTuple
 
 import psycopg
-from psycopg import Connection, errors, pq
+from psycopg import errors, pq
 
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.log.backend import Append, Row, Span, View
+from immortal.coordinator.log.backends.postgres.connections import Connection
 from immortal.coordinator.log.backends.postgres.durability import SETTINGS
 from immortal.coordinator.log.backends.postgres.view import (
     PACK_SIZE_BYTES_MAX,
@@ -151,7 +152,7 @@ class Sender:
     may not have waited for standbys.
     """
 
-    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], *, reads_settings: bool) -> None:
+    def __init__(self, connection: Connection, *, reads_settings: bool) -> None:
         connection.execute(PREPARE)
         if reads_settings:
             connection.execute(b"PREPARE immortal_settings AS " + SETTINGS.encode())
@@ -249,13 +250,13 @@ def _error_of(result: pq.abc.PGresult | None) -> psycopg.Error:
 # Filling a log without a writer: a new one, or the copy of another.
 
 
-def change(connection: Connection[tuple[Any, ...]], instance: str, append: Append) -> None:
+def change(connection: Connection, instance: str, append: Append) -> None:
     """Apply ``append`` without a check of the head. Raises LogError for data that PostgreSQL rejects."""
     for statement in statements(append):
         connection.execute(CHANGE, [instance, *statement])
 
 
-def write_copy(connection: Connection[tuple[Any, ...]], instance: str, source: View) -> int:
+def write_copy(connection: Connection, instance: str, source: View) -> int:
     """Write all of ``source``, with one pack in memory at a time; return the number of records."""
     count = 0
     rows = ((SEQUENCE_KEY.unpack(key)[0], bytes(value)) for key, value in source.scan(RECORDS))

@@ -8,12 +8,10 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, LiteralString, TypeVar
 
-import psycopg
-
 from immortal.coordinator.core.errors import DamagedLogError, LogError
 from immortal.coordinator.log.backend import TableSize, View
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetch_chunk, pointer_of
-from immortal.coordinator.log.backends.postgres.connections import Connections
+from immortal.coordinator.log.backends.postgres.connections import Connection, Connections
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
@@ -51,7 +49,7 @@ _PACKS_TO: LiteralString = _PACKS + "first <= %(first)s ORDER BY first DESC LIMI
 class PostgresView(View):
     """View of an instance's rows. ``connection`` is in a transaction for this view alone."""
 
-    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+    def __init__(self, connection: Connection, instance: str) -> None:
         self._connection = connection
         self._instance = instance
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psycopg
 
@@ -37,7 +37,14 @@ from immortal.coordinator.log.backend import Append, Backend, Options, Space, Sp
 from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres import standby as standbys
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
-from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, is_broken, reaching
+from immortal.coordinator.log.backends.postgres.connections import (
+    Address,
+    Connection,
+    Connections,
+    connect,
+    is_broken,
+    reaching,
+)
 from immortal.coordinator.log.backends.postgres.durability import DurabilityGuard
 from immortal.coordinator.log.backends.postgres.statements import CHANGE, Answer, Sender, statements
 from immortal.coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
@@ -51,8 +58,6 @@ UNKNOWN_FREE_BYTES = 1 << 60  # a database does not report its disk's free space
 
 _APPEND = "SELECT * FROM immortal.append(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
 _CHECKPOINTS = (CHUNKS, "checkpoints")  # tables with rows that can go to a store, which must be waited for
-
-Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 class _InFlight(NamedTuple):
