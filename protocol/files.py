@@ -216,6 +216,13 @@ def read(path: Path, kind: type[P]) -> P | None:
         return None
 
 
+def withdraw(path: Path) -> None:
+    """Remove a process file, unless it is another process's by now. Raises OSError."""
+    found = read(path, ProcessFile)
+    if found is not None and found.pid == os.getpid():
+        path.unlink(missing_ok=True)
+
+
 def read_living(path: Path, kind: type[P]) -> P | None:
     """Read a process file if the process that wrote it is alive; else return None."""
     found = read(path, kind)

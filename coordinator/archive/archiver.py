@@ -24,7 +24,7 @@ from immortal.coordinator.archive.format import (
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import authenticate_records, forged_record, read_marker
-from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.backend import Span, View, batches
 from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_EPOCH, META_JOURNAL, SEQUENCE_KEY, StoredHeader
 from immortal.coordinator.log.identity import check_value, first_and_last_sequence_id, meta_value
 from immortal.coordinator.log.reader import LogReader, TrimmedError
@@ -229,23 +229,11 @@ class Archiver:
             )
 
     def _put_checkpoint(self, rows: Iterable[PackedRow], stored: StoredHeader) -> list[Part]:
-        parts: list[Part] = []
-        waiting: list[PackedRow] = []
-        size_bytes = 0
-
-        def put() -> None:
-            what = f"{stored.header.checkpoint_id:012}-{len(parts):06}"
-            parts.append(self._archive.put("checkpoints/", what, self._end.epoch, waiting))
-
-        for row in rows:
-            waiting.append(row)
-            size_bytes += len(row[2] or b"")
-            if size_bytes >= self._segment_size_bytes:
-                put()
-                waiting, size_bytes = [], 0
-        if waiting:
-            put()
-        return parts
+        checkpoint_id = stored.header.checkpoint_id
+        return [
+            self._archive.put("checkpoints/", f"{checkpoint_id:012}-{index:06}", self._end.epoch, batch)
+            for index, batch in enumerate(batches(rows, self._segment_size_bytes))
+        ]
 
 
 def _place(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -449,6 +449,26 @@ class Options(Struct, frozen=True):
 
 def only_in_folders(where: str, what: str) -> LogError:
     return LogError(f"the log {where} can't be {what}: only a log in a folder (lmdb:) can")
+
+
+# Rows in groups: appends, objects and transactions have a limited size.
+
+
+AnyRow = TypeVar("AnyRow", bound=tuple[Any, ...])
+
+
+def batches(rows: Iterable[AnyRow], size_bytes_max: int, rows_max: int | None = None) -> Iterator[list[AnyRow]]:
+    """Split rows into lists of limited size, by the rows' last fields, and of limited length."""
+    batch: list[AnyRow] = []
+    size_bytes = 0
+    for row in rows:
+        if batch and (size_bytes + len(row[-1]) > size_bytes_max or len(batch) == rows_max):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(row)
+        size_bytes += len(row[-1])
+    if batch:
+        yield batch
 
 
 # Findings of a verification.

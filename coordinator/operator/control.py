@@ -106,7 +106,7 @@ def supervised(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _withdraw(supervisor_path(folder))
+        files.withdraw(supervisor_path(folder))
 
 
 def _write(file: Path, data: bytes) -> None:
@@ -119,13 +119,7 @@ def _write(file: Path, data: bytes) -> None:
 
 def withdraw(folder: Path) -> None:
     """Remove the coordinator's file, unless it is another process's by now."""
-    _withdraw(path(folder))
-
-
-def _withdraw(file: Path) -> None:
-    found = files.read(file, files.ProcessFile)
-    if found is not None and found.pid == os.getpid():
-        file.unlink(missing_ok=True)
+    files.withdraw(path(folder))
 
 
 def notify_ready() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log.backend import Mac, Row, Span, View
+from immortal.coordinator.log.backend import Mac, Row, Span, View, batches
 from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     error_of,
@@ -78,19 +78,11 @@ def _write(folder: Path, rows: Iterable[Row], map_size_bytes: int) -> None:
 
 def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterable[Row]) -> None:
     """Put ``rows`` in transactions of a bounded size."""
-    waiting = iter(rows)
-    more = True
-    while more:
-        more = False
-        size_bytes = 0
+    for batch in batches(rows, COPIED_SIZE_BYTES_MAX):
         with target.begin(write=True) as transaction:
-            for _, key, value in waiting:
+            for _, key, value in batch:
                 if table != "meta" or key != META_JOURNAL:  # a copy's tables include the journal's rows
                     transaction.put(key, value, db=tables[table])
-                size_bytes += len(value)
-                if size_bytes >= COPIED_SIZE_BYTES_MAX:
-                    more = True
-                    break
 
 
 # --- backups ----------------------------------------------------------------------------------------------------------

@@ -15,14 +15,13 @@ import psycopg
 from psycopg import errors, pq
 
 from immortal.coordinator.core.errors import require
-from immortal.coordinator.log.backend import Append, Row, Span, View
+from immortal.coordinator.log.backend import Append, Row, Span, View, batches
 from immortal.coordinator.log.backends.postgres.connections import Connection
 from immortal.coordinator.log.backends.postgres.durability import SETTINGS
 from immortal.coordinator.log.backends.postgres.view import (
     PACK_SIZE_BYTES_MAX,
     RECORDS,
     SEQUENCE_ID_MAX,
-    batches,
     packs,
 )
 from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY

@@ -6,16 +6,15 @@ import contextlib
 import heapq
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, LiteralString, TypeVar
+from typing import Any, LiteralString
 
 from immortal.coordinator.core.errors import DamagedLogError, LogError
-from immortal.coordinator.log.backend import TableSize, View
+from immortal.coordinator.log.backend import TableSize, View, batches
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetch_chunk, pointer_of
 from immortal.coordinator.log.backends.postgres.connections import Connection, Connections
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
-T = TypeVar("T", bound=tuple[Any, ...])
 RECORDS = "records"
 SEQUENCE_ID_MAX = (1 << 63) - 1
 FETCH_SIZE_BYTES = 4 << 20  # size of a page, estimated from the rows of the page before
@@ -280,22 +279,8 @@ def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, b
                 f"record {sequence_id} has {len(value)} bytes, PostgreSQL takes {RECORD_SIZE_BYTES_MAX}:"
                 " lower group_size_kib_max or rpc_limit_mb"
             )
-    for batch in batches(records, PACK_SIZE_BYTES_MAX, len(records)):
+    for batch in batches(records, PACK_SIZE_BYTES_MAX):
         yield batch[0][0], len(batch), pack([value for _, value in batch])
-
-
-def batches(rows: Iterable[T], size_bytes_max: int, rows_max: int) -> Iterator[list[T]]:
-    """Split rows into lists of limited length and size, the latter by the rows' last fields."""
-    batch: list[T] = []
-    size_bytes = 0
-    for row in rows:
-        if batch and (size_bytes + len(row[-1]) > size_bytes_max or len(batch) >= rows_max):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(row)
-        size_bytes += len(row[-1])
-    if batch:
-        yield batch
 
 
 def unpack(data: Readable, first: int) -> list[Readable]:
