@@ -115,12 +115,8 @@ class AuditLog:
                 self._append("cut", {"bytes": cut_bytes})
         if self._size_bytes >= self._size_bytes_max:
             self._rotate()
-        lost, self._lost = self._lost, 0
-        try:
-            self._append(what, {**fields, "lost": lost} if lost else fields)
-        except OSError:
-            self._lost = lost
-            raise
+        self._append(what, {**fields, "lost": self._lost} if self._lost else fields)
+        self._lost = 0
 
     def _open(self) -> int:
         """Open the file after its last whole line. Return how many bytes of an unfinished line were cut off."""
@@ -216,9 +212,6 @@ def _clipped(value: object) -> object:
     return value
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 class Line(Struct, frozen=True):
     """Line of the audit log. ``problem``: why it can't follow the line before; "" if it does."""
 
@@ -243,17 +236,15 @@ def lines(folder: Path) -> Iterator[Line]:
                 entry = decoding.load_json(line)
             except ValueError:
                 entry = None
+            problem = ""
             if not isinstance(entry, dict):
-                yield Line(file, number, hash_of(line), {}, "is no line of an audit log")
+                entry, problem = {}, "is no line of an audit log"
             elif previous is not None and entry.get("previous") != previous:
-                yield Line(file, number, hash_of(line), entry, "does not fit the line before it")
+                problem = "does not fit the line before it"
             elif previous is None and file == path(folder) and entry.get("previous") != FIRST:
-                yield Line(
-                    file, number, hash_of(line), entry, "is not the first that was written: those before are gone"
-                )
-            else:
-                yield Line(file, number, hash_of(line), entry)
+                problem = "is not the first that was written: those before are gone"
             previous = hash_of(line)
+            yield Line(file, number, previous, entry, problem)
         if rest and file != path(folder):
             yield Line(file, whole.count(b"\n") + 2, hash_of(rest), {}, "was not written to its end")
 

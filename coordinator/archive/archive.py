@@ -55,8 +55,6 @@ class Archive:
         self.objects = objects
         self.cipher = cipher
 
-    # --- moments ------------------------------------------------------------------------------------------------------
-
     def numbers(self) -> list[int]:
         """Return the numbers of all stored moments, ascending. Raises StoreError."""
         return [number for number, _ in self._listed()]
@@ -67,7 +65,10 @@ class Archive:
         Raises ArchiveError, StoreError.
         """
         numbers = self.numbers()
-        return self._read(numbers[-1]) if numbers else None
+        if not numbers:
+            return None
+        name = moment_name(numbers[-1])
+        return self._decoded(name, self.objects.get(name))
 
     def moments(self) -> list[Moment]:
         """Return all moments, checked to form one chain. Raises ArchiveError, StoreError."""
@@ -112,18 +113,12 @@ class Archive:
         listed = ((one.name.removeprefix(MOMENTS), one.modified_s) for one in self.objects.listed(MOMENTS))
         return [(int(name), modified_s) for name, modified_s in listed if name.isdecimal()]
 
-    def _read(self, number: int) -> tuple[Moment, str]:
-        name = moment_name(number)
-        return self._decoded(name, self.objects.get(name))
-
     def _decoded(self, name: str, data: bytes) -> tuple[Moment, str]:
         where = f"{self.objects.where}/{name}"
         moment = decode_moment(data, where)
         if moment_name(moment.number) != name:
             raise DamagedObjectError(f"the object {where} is the manifest of moment {moment.number}")
         return moment, digest(data)
-
-    # --- objects ------------------------------------------------------------------------------------------------------
 
     def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
         """Store rows as one object; return its description. ``what``: text for its name. Raises StoreError."""

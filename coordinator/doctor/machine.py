@@ -51,10 +51,7 @@ def clock_findings(files: Iterable[Path]) -> Iterator[Finding]:
     """Check that the clock is synchronised, is fast to read, and has not gone back. ``files``: those of the home."""
     yield _synchronised()
     yield from _gone_back(files)
-    try:
-        source = _SOURCE.read_text().strip()
-    except OSError:
-        return
+    source = _text(_SOURCE).strip()
     if source in _SLOW_SOURCES:
         yield note(
             CLOCK,
@@ -173,23 +170,21 @@ def _available_size_bytes() -> int | None:
     except (KeyError, ValueError, IndexError):
         return None
     for path in _CGROUP_LIMITS:
-        text = _first_word(str(path))
-        used = _first_word(
-            str(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"))
-        )
+        text = _first_word(path)
+        used = _first_word(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"))
         if text.isdecimal() and used.isdecimal() and int(text) < _UNLIMITED_SIZE_BYTES:
             available = min(available, max(0, int(text) - int(used)))
     return available
 
 
-def _text(path: str) -> str:
+def _text(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:
         return ""
 
 
-def _first_word(path: str) -> str:
+def _first_word(path: str | Path) -> str:
     words = _text(path).split()
     return words[0] if words else ""
 
@@ -265,11 +260,7 @@ def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mo
     """Return the filesystem that ``folder`` is on; None if the kernel does not tell."""
     real = Path(os.path.realpath(folder))
     found = None
-    try:
-        lines = mountinfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:  # a later one at the same place lies over the earlier one
+    for line in _text(mountinfo).splitlines():  # a later one at the same place lies over the earlier one
         before, _, behind = line.partition(" - ")
         fields, kind_fields = before.split(), behind.split()
         if len(fields) < 6 or len(kind_fields) < 3:

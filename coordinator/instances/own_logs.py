@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from immortal.coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from immortal.coordinator.core.errors import DamagedCheckpointError, LogError
-from immortal.coordinator.core.interfaces import LogStore
+from immortal.coordinator.core.interfaces import LogStore, LogSummary
 from immortal.coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated_message
 from immortal.coordinator.log.backend import Options, Place, StandbyRegistration
 from immortal.coordinator.log.identity import LogIdentity
@@ -61,9 +61,8 @@ def refuse_pickle_in(
             )
 
 
-COLUMNS_FOLDER_NAME = (
-    "columns"  # in an instance's folder: what queries made of its log (immortal.pipeline.sql.parquet_cache)
-)
+# In an instance's folder: what queries made of its log (immortal.pipeline.sql.parquet_cache).
+COLUMNS_FOLDER_NAME = "columns"
 FOLDER_NAME = "keys"  # with the pairs of immortal.coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"
@@ -133,9 +132,6 @@ class OwnLogs:
         self.is_kept = True
 
 
-# --- keys -------------------------------------------------------------------------------------------------------------
-
-
 def key_path(settings: InstanceSettings) -> Path:
     """Return the path of the file with the log's keys; the file may not exist."""
     if settings.log_key is None or settings.log_key == LOG_KEY_FILE:
@@ -183,9 +179,6 @@ def remove(folder: Path) -> None:
         (folder / FOLDER_NAME / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         (folder / FOLDER_NAME).rmdir()
-
-
-# --- the instance's log -----------------------------------------------------------------------------------------------
 
 
 def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogStore:
@@ -254,11 +247,16 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
 
 def log_version(settings: InstanceSettings) -> int | None:
     """Return the version of the instance's state by its log; None before its first start. Raises LogError."""
+    summary = summary_of(settings)
+    return summary.versions[-1].version if summary is not None and summary.versions else None
+
+
+def summary_of(settings: InstanceSettings) -> LogSummary | None:
+    """Read the summary of the instance's log; None before its first start. Raises LogError."""
     if not log_exists(settings.log):
         return None
     with open_reader(settings) as reader:
-        versions = reader.summary().versions
-    return versions[-1].version if versions else None
+        return reader.summary()
 
 
 def verify(settings: InstanceSettings) -> LogVerification:
@@ -272,22 +270,16 @@ def verify(settings: InstanceSettings) -> LogVerification:
 def accept(settings: InstanceSettings) -> LogKey:
     """Authenticate the log's present contents with the key in use, since a person trusts them. Raises LogError."""
     keys = read_keys(settings) or add_key(settings)
-    store = open_log_folder(settings.log, settings.name, keys=keys, accept=True)
-    try:
+    with contextlib.closing(open_log_folder(settings.log, settings.name, keys=keys, accept=True)) as store:
         OwnLogs(settings.folder).add(store.identity, authenticated=True)
-    finally:
-        store.close()
     return keys[0]
 
 
 def forget_key(settings: InstanceSettings) -> None:
     """Remove the authentication of the log; the keys stay. Raises LogError."""
-    store = open_log_folder(settings.log, settings.name, accept=True)
-    try:
+    with contextlib.closing(open_log_folder(settings.log, settings.name, accept=True)) as store:
         OwnLogs(settings.folder).forget_authentication()
         store.forget_key()
-    finally:
-        store.close()
 
 
 class InstanceLog:

@@ -277,8 +277,6 @@ class Registry:
         if problem is not None:
             raise RegistryError(problem)
 
-    # --- helpers ----------------------------------------------------------------------------------------------------
-
     def _unknown(self, name: str) -> UnknownInstanceError:
         names = self.names()
         if not names:
@@ -452,7 +450,10 @@ def _ports_asked(text: str) -> range:
 
 
 def _any_ports() -> Iterator[int]:
-    lowest_outgoing = _lowest_outgoing_port()
+    try:
+        lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest_outgoing = 0
     if lowest_outgoing > _PORT_LOWEST + _PORT_TRIES_MAX:
         yield from _shuffled(range(_PORT_LOWEST, lowest_outgoing))
     yield from [0] * _PORT_TRIES_MAX
@@ -462,13 +463,6 @@ def _shuffled(ports: range) -> list[int]:
     """Return some of ``ports`` in random order, by the system's generator: two processes with equal seeds of their own
     generators would try the same ports."""
     return _RANDOM.sample(ports, min(len(ports), _PORT_TRIES_MAX))
-
-
-def _lowest_outgoing_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _bind(host: str, port: int) -> int | None:

@@ -136,9 +136,6 @@ class Macs:
         return mac.digest()
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def read_marker(view: View) -> Marker | None:
     """Read the marker; return None if the log is not authenticated. Raises DamagedLogError."""
     row = meta_value(view, log_format.META_AUTHENTICATED, _MARKER)

@@ -6,6 +6,7 @@ removes it, so a crash leaves the log either whole or cut.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -83,8 +84,7 @@ class LogCutter:
         The rest of an authenticated log stays authenticated with the same key; the removed part is not authenticated.
         Raises LogError; then the log is unchanged.
         """
-        backend = self._held.open(self._instance_name)
-        try:
+        with contextlib.closing(self._held.open(self._instance_name)) as backend:
             backend.flush()
             with backend.view() as view:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)
@@ -96,8 +96,6 @@ class LogCutter:
             except LogFullError as error:
                 raise LogError(f"the log in {self._place.where} could not be cut, it is as it was: {error}") from error
             return kept
-        finally:
-            backend.close()
 
     def _removal(self, view: View, backend: Backend, sequence_id: int, checkpoint_ids: list[int]) -> Append:
         changes = rows_removed_by_cut(view, sequence_id, checkpoint_ids)

@@ -208,12 +208,9 @@ def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Sp
 
 def unsealed(last_sequence_id: int) -> Append:
     """Return the append that removes the log's authentication."""
-    deletes = [Span("record_seals"), Span("checkpoint_seals"), *unmarked()]
+    marks = (log_format.META_AUTHENTICATED, log_format.META_SEAL)
+    deletes = [Span("record_seals"), Span("checkpoint_seals"), *(Span.of_one("meta", key) for key in marks)]
     return Append(last_sequence_id, puts=[meta_row(log_format.META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
-
-
-def unmarked() -> list[Span]:
-    return [Span.of_one("meta", key) for key in (log_format.META_AUTHENTICATED, log_format.META_SEAL)]
 
 
 def _chunk_macs(view: View, macs: Macs, checkpoint_id: int) -> Iterator[bytes]:

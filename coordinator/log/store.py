@@ -99,8 +99,8 @@ class RowLogStore(LogStore):
         elif keys and not (adopt or accept):
             raise LogKeyError(not_authenticated_message(self.identity.instance_name))
         damage = [] if accept else backend.check_end(self.macs and self.macs.mark)
-        while self._remove_half_written():
-            pass
+        while changes := self._half_written():
+            self._write_changes(changes)
         if self._sealer is None:
             self.repairs += self._repair()
         self.repairs += damage + backend.repairs
@@ -119,8 +119,6 @@ class RowLogStore(LogStore):
         """Take a standby's answer to the request for a checkpoint; None: there is none yet. Raises LogError."""
         offer = self.backend.take_standby_offer()
         return None if offer is None else decode_offer(offer)
-
-    # --- the log's key ------------------------------------------------------------------------------------------------
 
     def _authenticate(self, macs: Macs) -> None:
         """Check the tables, then seal all later appends. Raises ForgedLogError, DamagedLogError."""
@@ -149,8 +147,6 @@ class RowLogStore(LogStore):
         self._sealer = None
         self._append(sealer.unsealed(self._last_sequence_id))
         self.backend.mark_end(None)
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def summary(self) -> LogSummary:
         problems: list[str] = []
@@ -223,8 +219,6 @@ class RowLogStore(LogStore):
             self.backend.require_write_lease()
             remedy = f"'immortal recover {self.identity.instance_name}' says what can be done"
             raise DamagedLogError(f"{error}: {remedy}", error.sequence_id) from error
-
-    # --- writing ------------------------------------------------------------------------------------------------------
 
     def commit(self, transaction: Transaction, ticket: int = 0) -> None:
         with self._write_lock:
@@ -304,13 +298,9 @@ class RowLogStore(LogStore):
             reach(FaultPoint.AFTER_SPILL_TRIM)
         return budget.exhausted
 
-    def _remove_half_written(self) -> bool:
-        """Remove some rows of incomplete checkpoints; return True if there were any, as more can remain."""
+    def _half_written(self) -> Changes:
         with self.backend.view() as view:
-            changes = half_written(view)
-        if changes:
-            self._write_changes(changes)
-        return bool(changes)
+            return half_written(view)
 
     def _repair(self) -> list[str]:
         """Repair damaged rows if possible; return messages. Raises DamagedLogError."""

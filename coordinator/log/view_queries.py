@@ -82,7 +82,8 @@ def read(
             batch = _covering(view, "impulses", destination, position)
         if batch is None:
             if not batches:
-                raise missing(destination, position)
+                what = f"the message {position} to {destination!r} waits to be sent and is not in the log"
+                raise DamagedLogError(what, -1)
             break
         size_bytes += len(batch.payload)
         if batches and size_bytes > size_bytes_max:
@@ -90,10 +91,6 @@ def read(
         batches.append(batch)
         position = batch.last_position + 1
     return batches
-
-
-def missing(destination: str, position: int) -> DamagedLogError:
-    return DamagedLogError(f"the message {position} to {destination!r} waits to be sent and is not in the log", -1)
 
 
 def _covering(view: View, table: str, destination: str, position: int) -> OutputBatch | None:

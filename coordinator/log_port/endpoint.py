@@ -78,8 +78,6 @@ class LogEndpoint:
         self._standbys: Sequence[Standby] = ()  # as last reported
         self._has_standby = self._is_asked = self._is_polling_offer = False
 
-    # --- the write lease ---------------------------------------------------------------------------------------------
-
     def acquire(self, effect: ef.AcquireWriteLease) -> None:
         if self.store is not None:
             self._inbox.append(self._grant(self.store))
@@ -184,8 +182,6 @@ class LogEndpoint:
     def run_inline(self) -> None:
         if self._writer is not None:
             self._inbox += self._writer.run_inline()
-
-    # --- checkpoints of standbys -------------------------------------------------------------------------------------
 
     def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
         store, names = self.store, [standby.name for standby in self.standbys if standby.is_ready]

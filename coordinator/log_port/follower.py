@@ -140,8 +140,6 @@ class LogFollower(Mailbox[ev.Event]):
         elif request is not None:
             self._emit(self._answer(request))
 
-    # --- the checkpoint that the writer requests ---------------------------------------------------------------------
-
     def _offer(self, request: Offered) -> None:
         following, asked = self._following, self._checkpoint
         checkpoint_id = (

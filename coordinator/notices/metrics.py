@@ -33,9 +33,6 @@ PHASE = "immortal_phase", "What the instance does"
 NOTICES = "immortal_notices", "What was told, also where it became no line"
 
 
-# --- metrics of the status --------------------------------------------------------------------------------------------
-
-
 class StatusMetric(Struct, frozen=True):
     """Metric taken from the status. ``path``: that of the value in `immortal status NAME --json`; ``*`` stands for each
     key of a mapping, which becomes ``label``. ``unit``: factor from the status's unit to the metric's. ``absent``: the
@@ -186,9 +183,6 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
         for labels, value in metric.values(said):
             family.add_metric([name, *labels], value)
         yield family
-
-
-# --- metrics of notices -----------------------------------------------------------------------------------------------
 
 
 class TimeMetric(Struct, frozen=True):

@@ -131,10 +131,8 @@ def _in_words(where: str) -> Iterator[None]:
 
 def _sync(file: Path, root: Path) -> None:
     """Sync a file, its name, and its folders up to ``root``, so that archived data survives a crash of the machine."""
-    folder = file
-    while True:
+    for folder in (file, *file.parents):
         with opened(folder, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)
         if folder == root:
             return
-        folder = folder.parent

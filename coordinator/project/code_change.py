@@ -152,10 +152,8 @@ class CodeChange:
 
     def records_behind(self) -> int:
         """Return the number of records after the last checkpoint of a stopped instance."""
-        if not log_exists(self._settings.log):
+        if (summary := own_logs.summary_of(self._settings)) is None:
             return 0
-        with own_logs.open_reader(self._settings) as reader:
-            summary = reader.summary()
         newest = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
         return summary.last_sequence_id - newest
 
@@ -178,12 +176,9 @@ class CodeChange:
 
     def _has_met(self, other: str) -> bool:
         """Return True if the log of ``other`` has streams with this instance."""
-        settings = self._registry.load(other)
-        if not log_exists(settings.log):
-            return False
-        with own_logs.open_reader(settings) as reader:
-            summary = reader.summary()
-        return any(self.service.name in known for known in (summary.peers, summary.sources, summary.acknowledged))
+        summary = own_logs.summary_of(self._registry.load(other))
+        met = () if summary is None else (summary.peers, summary.sources, summary.acknowledged)
+        return any(self.service.name in known for known in met)
 
     def _status(self) -> dict[str, Any] | None:
         with contextlib.suppress(control.ControlError):

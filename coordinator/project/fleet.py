@@ -21,6 +21,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import IO, Any, Protocol
 
 import msgspec
@@ -164,7 +165,7 @@ class ServiceProcess:
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [
-            _LineReader(process.stdout, self._emit_line, self._ask),
+            _LineReader(process.stdout, partial(self._sink.line, self.name), self._ask),
             _LineReader(process.stderr, self._emit_coordinator_line, None),
         ]
         loop = asyncio.get_running_loop()
@@ -226,11 +227,6 @@ class ServiceProcess:
         if state is not self.state:
             self.state, self.since_s = state, time.time()
             self._sink.changed()
-
-    # --- output -------------------------------------------------------------------------------------------------------
-
-    def _emit_line(self, text: str) -> None:
-        self._sink.line(self.name, text)
 
     def _ask(self, text: str) -> None:
         self._sink.asks(self.name, text, self._answer)
@@ -428,8 +424,5 @@ def _quoted(text: str) -> str:
 def _quoted_argument(text: str) -> str:
     """Quote ``text`` as an argument of a command, in which $ stands for variables."""
     quoted = _quoted(text).replace("$", "$$")
-    return (
-        quoted
-        if quoted[1:-1] != text or not text.replace("/", "").replace("-", "").replace(".", "").isalnum()
-        else text
-    )
+    is_plain = quoted[1:-1] == text and text.replace("/", "").replace("-", "").replace(".", "").isalnum()
+    return text if is_plain else quoted

@@ -19,7 +19,7 @@ from immortal.coordinator.log.backend import Finding, HeldLog, Mac, Options, Pla
 from immortal.coordinator.log.backends.lmdb.environment import (
     describe_unnamed,
     error_of,
-    new_environment,
+    open_lmdb,
     remove_log,
     restrict_log_modes,
     unavailable_error,
@@ -163,9 +163,8 @@ class LmdbPlace(Place):
                 yield Finding(Severity.NOTE, "file", f"{describe_unnamed(unnamed)}: the next start takes it in")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        from immortal.coordinator.log.backends.lmdb.copies import (
-            update_copy,
-        )  # imported here: no running coordinator needs it
+        # Imported here: no running coordinator needs it.
+        from immortal.coordinator.log.backends.lmdb.copies import update_copy
 
         return update_copy(source, identity, mac, self._folder)
 
@@ -202,7 +201,8 @@ def _make(folder: Path, rows: Sequence[Row]) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted creation
     try:
         make_folder(partial)
-        with new_environment(partial) as environment:
+        # Without a lock: no other process knows it yet.
+        with open_lmdb(partial, map_size=1 << 26, lock=False) as environment:
             tables = make_tables(environment)
             with environment.begin(write=True) as transaction:
                 for table, key, value in rows:

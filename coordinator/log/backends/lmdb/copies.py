@@ -37,8 +37,6 @@ _WITH_CHECKPOINTS = ("chunks", "outputs")
 _LEFT_OVER = {DATA_FILE_NAME, LOCK_FILE_NAME, READERS_FILE_NAME}  # left by an interrupted first backup
 _COPIED_INCREMENTALLY = ("records", "checkpoints", *_WITH_CHECKPOINTS)
 
-# --- rows cut off by an operator --------------------------------------------------------------------------------------
-
 
 def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
     """Write ``rows`` into a separate log below ``log``; return its folder, which gets its name once it is durable.
@@ -66,14 +64,11 @@ def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
 
 
 def _write(folder: Path, rows: Iterable[Row], map_size_bytes: int) -> None:
-    target = open_environment(folder, readonly=False, map_size_bytes=map_size_bytes)
-    try:
+    with open_environment(folder, readonly=False, map_size_bytes=map_size_bytes) as target:
         tables = make_tables(target)
         for table, of_table in groupby(rows, key=lambda row: row[0]):
             put_rows(target, tables, table, of_table)
         target.sync(True)
-    finally:
-        target.close()
 
 
 def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterable[Row]) -> None:
@@ -83,9 +78,6 @@ def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterabl
             for _, key, value in batch:
                 if table != "meta" or key != META_JOURNAL:  # a copy's tables include the journal's rows
                     transaction.put(key, value, db=tables[table])
-
-
-# --- backups ----------------------------------------------------------------------------------------------------------
 
 
 def update_copy(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
@@ -111,8 +103,7 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
     is_new = not log_exists(target)
     if is_new:
         (target / DATA_FILE_NAME).unlink(missing_ok=True)  # left by an interrupted first backup
-    environment = open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES)
-    try:
+    with open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES) as environment:
         tables = make_tables(environment) if is_new else open_tables(environment, target)
         if not is_new:
             with environment.begin(buffers=True) as transaction:
@@ -142,8 +133,6 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
             mark.put(last, value)
             mark.close()
         return copied
-    finally:
-        environment.close()
 
 
 def _copy_records(source: View, writing: TableWriter, target: Path) -> int:

@@ -84,7 +84,7 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
     until_s = time.monotonic() + READERS_WAIT_S
     while True:
         try:
-            environment = _open_lmdb(folder, **options)
+            environment = open_lmdb(folder, **options)
         except lmdb.ReadersFullError as error:
             holders = files.clear_dead_readers(folder)
             if holders.total() >= files.READERS_MAX and time.monotonic() >= until_s:
@@ -153,12 +153,8 @@ def _allocate_readers_table(folder: Path) -> None:
             raise
 
 
-def new_environment(folder: Path) -> lmdb.Environment:
-    """Open a new log's environment without a lock: no other process knows it yet. Raises lmdb.Error."""
-    return _open_lmdb(folder, map_size=1 << 26, lock=False)
-
-
-def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
+def open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
+    """Open an environment without checks, with further options of lmdb.open. Raises lmdb.Error."""
     # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; earlier versions have no choice.
     if _has_engines():
         options["lib_version"] = 0

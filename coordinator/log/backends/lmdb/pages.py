@@ -144,8 +144,6 @@ class _Walk:
         if metas[self._meta_page.transaction_id & 1] is not self._meta_page or abs(first - second) != 1:
             raise PageError(f"the meta pages are of transactions {first} and {second}, which cannot be")
 
-    # --- pages --------------------------------------------------------------------------------------------------------
-
     def _bytes(self, number: int, size_bytes: int) -> bytes:
         offset_bytes = number * self._page_size_bytes
         if offset_bytes + size_bytes > self._file_size_bytes:
@@ -184,8 +182,6 @@ class _Walk:
             raise PageError(f"node {index} of page {number} has a key that is too long")
         key = page[offset + _NODE.size : data_offset]
         return _Node(key, size_bytes | flags << 32, flags, size_bytes, data_offset)
-
-    # --- tables -------------------------------------------------------------------------------------------------------
 
     def check(self) -> UnnamedTransaction | None:
         self._check_newest(self._meta_page)

@@ -114,8 +114,6 @@ class LmdbBackend(Backend):
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
         extend_data_file(self._folder / DATA_FILE_NAME)
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def view(self, *, copies: bool = False) -> Iterator[LmdbView]:
         with self._map_lock:
@@ -147,8 +145,6 @@ class LmdbBackend(Backend):
             used_bytes = sum(view.size(table).size_bytes for table in ALL_TABLES)
         state = os.statvfs(self._folder)
         return Space(used_bytes, state.f_bavail * state.f_frsize)
-
-    # --- writing ------------------------------------------------------------------------------------------------------
 
     def append(self, append: Append) -> None:
         with self._write_lock:
@@ -252,8 +248,6 @@ class LmdbBackend(Backend):
         with self._map_lock:
             self.environment.set_mapsize(min(size_bytes * 2, self._map_size_bytes_max))
 
-    # --- the end of the log -------------------------------------------------------------------------------------------
-
     def check_end(self, mac: Mac | None) -> list[str]:
         self._high_water_mark = HighWaterMark(self._folder, self.identity, mac)
         try:
@@ -275,13 +269,10 @@ class LmdbBackend(Backend):
                 self._high_water_mark.put(self._last_sequence_id, value)
 
     def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
-        from immortal.coordinator.log.backends.lmdb.copies import (
-            export_cut_rows,
-        )  # imported here: no running coordinator needs it
+        # Imported here: no running coordinator needs it.
+        from immortal.coordinator.log.backends.lmdb.copies import export_cut_rows
 
         return export_cut_rows(self._folder, name, rows)
-
-    # --- closing ------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         if self.journaled[1]:

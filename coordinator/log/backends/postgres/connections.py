@@ -275,6 +275,10 @@ def head_count(connection: Connection, instance: str, *, lock: bool = False) -> 
     return (0, 0) if row is None else (row[0], row[1])
 
 
+def forget_rows(connection: Connection, instance: str, table: str) -> None:
+    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, table])
+
+
 class Lease:
     """Lease of a writer, held from :meth:`take_over` on. A thread renews it on a separate connection, since appends can
     wait for a standby.

@@ -15,8 +15,6 @@ from psycopg import Connection, errors, sql
 from immortal.coordinator.core.errors import LogError, LogFormatError
 
 MIGRATION_LOCK = 0x696D6D6F7274616C  # "immortal": one migration of a database at a time
-WRITERS = "immortal_writer"
-"""Role of which a coordinator's role is a member, unless it is the owner's role."""
 
 # Every append changes a row of heads, and a row of leases changes twice a second. Half of their pages is left free, so
 # that a new version of a row stays on its page and no index changes. A removed log keeps its head: its epoch must

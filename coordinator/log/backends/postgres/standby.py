@@ -58,7 +58,7 @@ def request_checkpoint(connection: Connection, instance: str, asked: StandbyChec
 
 def forget(connection: Connection, instance: str) -> None:
     """Remove all open requests."""
-    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE])
+    leases.forget_rows(connection, instance, REQUESTS_TABLE)
 
 
 def answer_of(connection: Connection, instance: str, key: bytes) -> bytes | None:

@@ -32,16 +32,18 @@ ROWS_MAX = 20_000  # limit of one statement
 
 CHANGE: LiteralString = "SELECT immortal.change(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
 PREPARED = b"immortal_append"
-PREPARE: LiteralString = (
-    "PREPARE immortal_append (text, bigint, bigint, bigint, bigint, text[], bytea[], bytea[], bigint, bigint,"
-    " bigint[], int[], bytea[], text[], bytea[], bytea[])"
-    " AS SELECT * FROM immortal.append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)"
-)
+_TYPES = (
+    *("text", "bigint", "bigint", "bigint", "bigint", "text[]", "bytea[]", "bytea[]", "bigint", "bigint"),
+    *("bigint[]", "int[]", "bytea[]", "text[]", "bytea[]", "bytea[]"),
+)  # of the arguments of immortal.append
+PREPARE = (
+    f"PREPARE immortal_append ({', '.join(_TYPES)}) AS SELECT * FROM immortal.append"
+    f"({', '.join(f'${number}' for number in range(1, len(_TYPES) + 1))})"
+).encode()
 _BYTEA, _BIGINT, _INT, _TEXT = 17, 20, 23, 25  # the server's numbers of types
 _BIGINT_BYTES, _INT_BYTES = struct.Struct(">q").pack, struct.Struct(">i").pack
-_ARRAY_HEAD = struct.Struct(
-    ">iiIii"
-).pack  # dimensions, whether it has nulls, the items' type, how many, the first's index
+# Dimensions, whether it has nulls, the items' type, how many, the first's index.
+_ARRAY_HEAD = struct.Struct(">iiIii").pack
 _EMPTY_ARRAY = struct.Struct(">iiI").pack
 _NULL = b"\xff\xff\xff\xff"
 
@@ -90,36 +92,15 @@ def _array(item_type: int, items: Sequence[Readable | None]) -> bytes:
     return b"".join(parts)
 
 
-def _bytes_array(items: Sequence[Readable | None]) -> bytes:
-    return _array(_BYTEA, items)
-
-
-def _text_array(items: Sequence[str]) -> bytes:
-    return _array(_TEXT, [item.encode() for item in items])
-
-
-def _bigint_array(items: Sequence[int]) -> bytes:
-    return _array(_BIGINT, [_BIGINT_BYTES(item) for item in items])
-
-
-def _int_array(items: Sequence[int]) -> bytes:
-    return _array(_INT, [_INT_BYTES(item) for item in items])
-
-
-_ENCODERS: tuple[Callable[[Any], bytes], ...] = (
-    str.encode,
-    *[_BIGINT_BYTES] * 4,
-    _text_array,
-    _bytes_array,
-    _bytes_array,
-    *[_BIGINT_BYTES] * 2,
-    _bigint_array,
-    _int_array,
-    _bytes_array,
-    _text_array,
-    _bytes_array,
-    _bytes_array,
-)
+_ENCODER_OF: dict[str, Callable[[Any], bytes]] = {
+    "text": str.encode,
+    "bigint": _BIGINT_BYTES,
+    "text[]": lambda items: _array(_TEXT, [item.encode() for item in items]),
+    "bigint[]": lambda items: _array(_BIGINT, [_BIGINT_BYTES(item) for item in items]),
+    "int[]": lambda items: _array(_INT, [_INT_BYTES(item) for item in items]),
+    "bytea[]": lambda items: _array(_BYTEA, items),
+}
+_ENCODERS = tuple(_ENCODER_OF[each] for each in _TYPES)
 
 
 # Sending appends: several are in flight on one connection, each in its own transaction.
@@ -129,8 +110,7 @@ _ENCODERS: tuple[Callable[[Any], bytes], ...] = (
 # standby has it.
 
 
-_ARGUMENTS_COUNT = 16
-_BINARY = [pq.Format.BINARY] * _ARGUMENTS_COUNT
+_BINARY = [pq.Format.BINARY] * len(_TYPES)
 
 
 class Answer(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, LiteralString
 
 from immortal.coordinator.core.errors import DamagedLogError, LogError
@@ -77,20 +77,15 @@ class PostgresView(View):
         else:
             yield from self._scan(table, first)
 
-    def _scan(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return self._pages(_VALUES, table, first, _limit_after)
-
-    def _pages(
-        self, query: LiteralString, table: str, first: bytes, limit_after: Callable[[list[tuple[Any, ...]]], int]
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Run ``query`` page by page. ``limit_after``: returns the next page's number of rows, from this one's."""
+    def _scan(self, table: str, first: bytes, query: LiteralString = _VALUES) -> Iterator[tuple[bytes, Any]]:
+        """Run ``query`` page by page."""
         limit = FIRST_ROWS_MAX
         while True:
             rows = self.rows(query, table=table, key=bytes(first), limit=limit)
             yield from rows
             if len(rows) < limit:
                 return
-            first, limit = rows[-1][0] + b"\0", limit_after(rows)
+            first, limit = rows[-1][0] + b"\0", _limit_after(rows) if query is _VALUES else ROWS_MAX
 
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
         if table == RECORDS:
@@ -129,7 +124,7 @@ class PostgresView(View):
         if table == RECORDS:
             yield from super().sizes(table, first)
             return
-        sizes: Iterator[tuple[bytes, int]] = self._pages(_VALUE_SIZES, table, first, lambda rows: ROWS_MAX)
+        sizes: Iterator[tuple[bytes, int]] = self._scan(table, first, _VALUE_SIZES)
         if table == CHUNKS:
             elsewhere = ((key, pointer_of(value).size_bytes) for key, value in self._scan(ELSEWHERE, first))
             sizes = heapq.merge(sizes, elsewhere)
@@ -164,8 +159,6 @@ class PostgresView(View):
 
     def rows(self, query: LiteralString, **values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, {"instance": self._instance, **values}, binary=True).fetchall()
-
-    # --- records ------------------------------------------------------------------------------------------------------
 
     def _record(self, sequence_id: int) -> Readable | None:
         for pack in self._packs(_PACKS_TO, sequence_id, 1):

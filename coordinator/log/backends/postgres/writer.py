@@ -196,8 +196,6 @@ class PostgresBackend(Backend):
         if epoch != self.fence and (settling is None or epoch != settling[0]):
             raise fenced(self.where, epoch, holder)
 
-    # --- appending ----------------------------------------------------------------------------------------------------
-
     def append(self, append: Append) -> None:
         with self._lock:
             self._require_known()
@@ -391,8 +389,6 @@ class PostgresBackend(Backend):
             raise self.failure
         return done
 
-    # --- checkpoints of standbys --------------------------------------------------------------------------------------
-
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
         asked = StandbyCheckpointRequest(self.fence, checkpoint_id, epoch)
         self._asked_key = standbys.key_of(asked, name)
@@ -413,8 +409,6 @@ class PostgresBackend(Backend):
         if offer is not None:
             self._asked_key = b""
         return offer
-
-    # --- size and end -------------------------------------------------------------------------------------------------
 
     def space(self) -> Space:
         now_s = time.monotonic()
