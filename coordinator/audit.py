@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from immortal.coordinator.messenger import Counters, Role, Security
 from immortal.protocol import decoding
@@ -197,13 +197,12 @@ class AuditLog:
             self._descriptor = None
 
 
-class _Tally:
+class _Tally(Struct):
     """Occurrences of one kind of entry since its last line. ``due_ns``: earliest time of the next line, monotonic."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.due_ns = 0
-        self.fields: dict[str, object] = {}
+    count: int = 0
+    due_ns: int = 0
+    fields: dict[str, object] = field(default_factory=dict)
 
 
 def _clipped(value: object) -> object:

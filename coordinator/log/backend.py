@@ -374,8 +374,12 @@ class Place(Protocol):
         """Find damage in a log's files before it is opened. ``held``: the caller holds the log, see :meth:`hold`."""
         return iter(())
 
-    def hold(self) -> HeldLog:
-        """Exclude writers. Raises LogLockedError."""
+    def hold(self) -> Callable[[], None]:
+        """Exclude other processes that write the log, until the returned function is called. Raises LogLockedError."""
+        raise only_in_folders(self.where, "cut")
+
+    def open_held(self, instance_name: str) -> Backend:
+        """Open for writing a log that this process holds, see :meth:`hold`. Raises like :meth:`open`."""
         raise only_in_folders(self.where, "cut")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
@@ -420,15 +424,6 @@ class EndpointWatch(Protocol):
     """Endpoint of the latest known writer; None: not known yet."""
 
     def close(self, wait_s: float) -> None: ...
-
-
-class HeldLog(Protocol):
-    """Log held by this process: no other process can write it until it is released."""
-
-    def open(self, instance_name: str) -> Backend:
-        """Open the log for writing. Raises like :meth:`Place.open`."""
-
-    def release(self) -> None: ...
 
 
 class Options(Struct, frozen=True):

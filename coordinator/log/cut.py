@@ -44,13 +44,13 @@ class LogCutter:
         self._keys = keys
         if not self._place.exists():
             raise LogError(f"there is no log in {self._place.where}")
-        self._held = self._place.hold()
+        self._release = self._place.hold()
 
     def __enter__(self) -> LogCutter:
         return self
 
     def __exit__(self, *args: object) -> None:
-        self._held.release()
+        self._release()
 
     def plan(
         self, sequence_id: int, *, force: bool = False, on_finding: Callable[[Finding], None] = lambda finding: None
@@ -84,7 +84,7 @@ class LogCutter:
         The rest of an authenticated log stays authenticated with the same key; the removed part is not authenticated.
         Raises LogError; then the log is unchanged.
         """
-        with contextlib.closing(self._held.open(self._instance_name)) as backend:
+        with contextlib.closing(self._place.open_held(self._instance_name)) as backend:
             backend.flush()
             with backend.view() as view:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)

@@ -11,6 +11,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from msgspec import Struct, field
+
 from immortal.coordinator.core.errors import FencedError, LogError, LogFormatError, fail
 from immortal.coordinator.fault_points import reach
 from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize, View
@@ -19,14 +21,11 @@ from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequen
 from immortal.protocol.varint import Readable
 
 
-class Table:
+class Table(Struct):
     """Rows by key, and the sorted keys."""
 
-    __slots__ = ("keys", "rows")
-
-    def __init__(self) -> None:
-        self.rows: dict[bytes, bytes] = {}
-        self.keys: list[bytes] = []
+    rows: dict[bytes, bytes] = field(default_factory=dict)
+    keys: list[bytes] = field(default_factory=list)
 
     def put(self, key: bytes, value: bytes) -> None:
         if not self.keys or key > self.keys[-1]:  # the usual case: records ascend
@@ -43,9 +42,7 @@ class Table:
         del self.keys[first:end]
 
     def copy(self) -> Table:
-        copied = Table()
-        copied.rows, copied.keys = self.rows.copy(), self.keys.copy()
-        return copied
+        return Table(self.rows.copy(), self.keys.copy())
 
 
 class MemoryTables(View):

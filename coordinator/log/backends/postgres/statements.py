@@ -39,7 +39,7 @@ _TYPES = (
 PREPARE = (
     f"PREPARE immortal_append ({', '.join(_TYPES)}) AS SELECT * FROM immortal.append"
     f"({', '.join(f'${number}' for number in range(1, len(_TYPES) + 1))})"
-).encode()
+)
 _BYTEA, _BIGINT, _INT, _TEXT = 17, 20, 23, 25  # the server's numbers of types
 _BIGINT_BYTES, _INT_BYTES = struct.Struct(">q").pack, struct.Struct(">i").pack
 # Dimensions, whether it has nulls, the items' type, how many, the first's index.
@@ -132,7 +132,7 @@ class Sender:
     """
 
     def __init__(self, connection: Connection, *, reads_settings: bool) -> None:
-        connection.execute(PREPARE)
+        connection.execute(PREPARE.encode())
         if reads_settings:
             connection.execute(b"PREPARE immortal_settings AS " + SETTINGS.encode())
         self._connection = connection
