@@ -31,7 +31,6 @@ SUM_MODULUS = 1 << (8 * _ROW_MAC_SIZE_BYTES)
 NONCE_SIZE_BYTES = 16
 _IDENTITY = struct.Struct("<QQ")
 _SIZE = struct.Struct("<I")
-_MARKER = decoding.Decoder(tuple[str, bytes, int])
 _BYTES = decoding.Decoder(bytes)
 
 SUMMED_TABLES = (
@@ -66,12 +65,15 @@ class LogKey:
         return hashlib.blake2b(self.secret, digest_size=8, person=b"immortal key id").hexdigest()
 
 
-class Marker(Struct, frozen=True):
+class Marker(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Row of a log that says how it is authenticated."""
 
     key_id: str
     nonce: bytes  # unique to this sealing of this log: earlier or foreign MACs never match
     first_sequence_id: int  # earlier records were already there when the log got the key, and were trusted as they were
+
+
+_MARKER = decoding.Decoder(Marker)
 
 
 class Macs:
@@ -138,8 +140,7 @@ class Macs:
 
 def read_marker(view: View) -> Marker | None:
     """Read the marker; return None if the log is not authenticated. Raises DamagedLogError."""
-    row = meta_value(view, log_format.META_AUTHENTICATED, _MARKER)
-    return None if row is None else Marker(*row)
+    return meta_value(view, log_format.META_AUTHENTICATED, _MARKER)
 
 
 def find_key(keys: Sequence[LogKey], marker: Marker, instance_name: str) -> LogKey:

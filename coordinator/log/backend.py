@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from msgspec import Struct
 
 from immortal.coordinator.core.errors import LogError, fail
-from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.core.interfaces import LogSpace, Standby
 from immortal.coordinator.fault_points import FaultPoint
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity
@@ -78,11 +78,6 @@ class TableSize(NamedTuple):
 
     size_bytes: int
     rows_count: int
-
-
-class Space(NamedTuple):
-    used_bytes: int  # by the log's rows, without space that is free for reuse
-    free_bytes: int  # on their disk
 
 
 class View(Protocol):
@@ -221,7 +216,7 @@ class Backend(ReadBackend, Protocol):
         """
         return 0
 
-    def space(self) -> Space: ...
+    def space(self) -> LogSpace: ...
 
     def check_end(self, mac: Mac | None) -> list[str]:
         """Check that all committed data is there, if the backend can tell. Return messages about the check itself.

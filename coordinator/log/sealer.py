@@ -176,7 +176,7 @@ def seal_all(
     macs = Macs(key, identity, marker)
     rows: list[Row] = [
         meta_row(log_format.META_FORMAT, log_format.AUTHENTICATED_VERSION),
-        meta_row(log_format.META_AUTHENTICATED, (marker.key_id, marker.nonce, marker.first_sequence_id)),
+        meta_row(log_format.META_AUTHENTICATED, marker),
     ]
     for checkpoint_key, _ in view.scan("checkpoints"):
         (checkpoint_id,) = SEQUENCE_KEY.unpack(checkpoint_key)

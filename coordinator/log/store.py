@@ -205,7 +205,7 @@ class RowLogStore(LogStore):
         return chunk
 
     def space(self) -> LogSpace:
-        return LogSpace(*self.backend.space())
+        return self.backend.space()
 
     @contextlib.contextmanager
     def _naming_remedy(self) -> Iterator[None]:

@@ -14,8 +14,9 @@ from typing import ClassVar
 from msgspec import Struct, field
 
 from immortal.coordinator.core.errors import FencedError, LogError, LogFormatError, fail
+from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.fault_points import reach
-from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize, View
+from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Span, TableSize, View
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.varint import Readable
@@ -141,9 +142,9 @@ class MemoryBackend(Backend):
             for table, key, value in append.puts:
                 durable.put(table, key, value)
 
-    def space(self) -> Space:
+    def space(self) -> LogSpace:
         with self.view() as view:
-            return Space(sum(view.size(table).size_bytes for table in view.tables), self.free_bytes)
+            return LogSpace(sum(view.size(table).size_bytes for table in view.tables), self.free_bytes)
 
     def close(self) -> None:
         self.failure = self.failure or LogError("this log is closed")

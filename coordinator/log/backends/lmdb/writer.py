@@ -14,8 +14,9 @@ from typing import TypeVar
 import lmdb
 
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFullError, fail
+from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.fault_points import armed, reach
-from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row, Space
+from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row
 from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     MappedPages,
@@ -140,11 +141,11 @@ class LmdbBackend(Backend):
         with self._map_lock:
             self._mapped_pages.release()
 
-    def space(self) -> Space:
+    def space(self) -> LogSpace:
         with self.view() as view:
             used_bytes = sum(view.size(table).size_bytes for table in ALL_TABLES)
         state = os.statvfs(self._folder)
-        return Space(used_bytes, state.f_bavail * state.f_frsize)
+        return LogSpace(used_bytes, state.f_bavail * state.f_frsize)
 
     def append(self, append: Append) -> None:
         with self._write_lock:
