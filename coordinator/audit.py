@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from immortal.coordinator.messenger import Counters, Role, Security
 from immortal.protocol import decoding
@@ -115,12 +115,8 @@ class AuditLog:
                 self._append("cut", {"bytes": cut_bytes})
         if self._size_bytes >= self._size_bytes_max:
             self._rotate()
-        lost, self._lost = self._lost, 0
-        try:
-            self._append(what, {**fields, "lost": lost} if lost else fields)
-        except OSError:
-            self._lost = lost
-            raise
+        self._append(what, {**fields, "lost": self._lost} if self._lost else fields)
+        self._lost = 0
 
     def _open(self) -> int:
         """Open the file after its last whole line. Return how many bytes of an unfinished line were cut off."""
@@ -133,13 +129,10 @@ class AuditLog:
         if whole < len(text):
             os.ftruncate(self._descriptor, whole)
         self._size_bytes = whole
-        before = text[:whole] or self._last_of_old()
+        old = _old_path(self._folder, 1)
+        before = text[:whole] or (old.read_bytes() if old.exists() else b"")
         self._previous = hash_of(before[:-1].rpartition(b"\n")[2]) if before else FIRST
         return len(text) - whole
-
-    def _last_of_old(self) -> bytes:
-        old = _old_path(self._folder, 1)
-        return old.read_bytes() if old.exists() else b""
 
     def _append(self, what: str, fields: dict[str, object]) -> None:
         assert self._descriptor is not None
@@ -204,22 +197,18 @@ class AuditLog:
             self._descriptor = None
 
 
-class _Tally:
+class _Tally(Struct):
     """Occurrences of one kind of entry since its last line. ``due_ns``: earliest time of the next line, monotonic."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.due_ns = 0
-        self.fields: dict[str, object] = {}
+    count: int = 0
+    due_ns: int = 0
+    fields: dict[str, object] = field(default_factory=dict)
 
 
 def _clipped(value: object) -> object:
     if isinstance(value, str) and len(value) > TEXT_CHARACTERS_MAX:
         return f"{value[:TEXT_CHARACTERS_MAX]}... ({len(value)} characters)"
     return value
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 class Line(Struct, frozen=True):
@@ -246,17 +235,15 @@ def lines(folder: Path) -> Iterator[Line]:
                 entry = decoding.load_json(line)
             except ValueError:
                 entry = None
+            problem = ""
             if not isinstance(entry, dict):
-                yield Line(file, number, hash_of(line), {}, "is no line of an audit log")
+                entry, problem = {}, "is no line of an audit log"
             elif previous is not None and entry.get("previous") != previous:
-                yield Line(file, number, hash_of(line), entry, "does not fit the line before it")
+                problem = "does not fit the line before it"
             elif previous is None and file == path(folder) and entry.get("previous") != FIRST:
-                yield Line(
-                    file, number, hash_of(line), entry, "is not the first that was written: those before are gone"
-                )
-            else:
-                yield Line(file, number, hash_of(line), entry)
+                problem = "is not the first that was written: those before are gone"
             previous = hash_of(line)
+            yield Line(file, number, previous, entry, problem)
         if rest and file != path(folder):
             yield Line(file, whole.count(b"\n") + 2, hash_of(rest), {}, "was not written to its end")
 

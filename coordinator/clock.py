@@ -179,8 +179,6 @@ class InstanceClock:
             "jumps": self.jumps_count,
         }
 
-    # --- the file --------------------------------------------------------------------------------------------------
-
     def _load(self) -> _Saved | None:
         try:
             return decoding.decode_json(self._path.read_bytes(), type=_Saved)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,16 @@ def make_folder(folder: Path) -> None:
     except FileExistsError:
         if not folder.is_dir():  # else another process has just created it
             raise
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int, mode: int = FILE_MODE) -> Iterator[int]:
+    """Open a file or folder during the block, as :func:`os.open` does; yield its descriptor. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def opener(path: str, flags: int) -> int:
@@ -75,11 +87,8 @@ def write_whole(path: Path, text: str, *, is_new: bool = False) -> None:
 
 def sync_folder(path: Path) -> None:
     """Sync the folder ``path``: the names of its files. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def openness(folder: Path) -> str | None:
@@ -205,6 +214,13 @@ def read(path: Path, kind: type[P]) -> P | None:
         return decoding.decode_json(path.read_bytes(), type=kind)
     except (decoding.DecodeError, OSError):
         return None
+
+
+def withdraw(path: Path) -> None:
+    """Remove a process file, unless it is another process's by now. Raises OSError."""
+    found = read(path, ProcessFile)
+    if found is not None and found.pid == os.getpid():
+        path.unlink(missing_ok=True)
 
 
 def read_living(path: Path, kind: type[P]) -> P | None:

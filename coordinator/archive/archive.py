@@ -55,8 +55,6 @@ class Archive:
         self.objects = objects
         self.cipher = cipher
 
-    # --- moments ------------------------------------------------------------------------------------------------------
-
     def numbers(self) -> list[int]:
         """Return the numbers of all stored moments, ascending. Raises StoreError."""
         return [number for number, _ in self._listed()]
@@ -67,7 +65,10 @@ class Archive:
         Raises ArchiveError, StoreError.
         """
         numbers = self.numbers()
-        return self._read(numbers[-1]) if numbers else None
+        if not numbers:
+            return None
+        name = moment_name(numbers[-1])
+        return self._decoded(name, self.objects.get(name))
 
     def moments(self) -> list[Moment]:
         """Return all moments, checked to form one chain. Raises ArchiveError, StoreError."""
@@ -112,18 +113,12 @@ class Archive:
         listed = ((one.name.removeprefix(MOMENTS), one.modified_s) for one in self.objects.listed(MOMENTS))
         return [(int(name), modified_s) for name, modified_s in listed if name.isdecimal()]
 
-    def _read(self, number: int) -> tuple[Moment, str]:
-        name = moment_name(number)
-        return self._decoded(name, self.objects.get(name))
-
     def _decoded(self, name: str, data: bytes) -> tuple[Moment, str]:
         where = f"{self.objects.where}/{name}"
         moment = decode_moment(data, where)
         if moment_name(moment.number) != name:
             raise DamagedObjectError(f"the object {where} is the manifest of moment {moment.number}")
         return moment, digest(data)
-
-    # --- objects ------------------------------------------------------------------------------------------------------
 
     def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
         """Store rows as one object; return its description. ``what``: text for its name. Raises StoreError."""
@@ -320,7 +315,10 @@ class ArchivedView(View):
             rows = self._tables.get(table, [])
             yield from rows[bisect_left(rows, (first,)) :]
         if table in _IN_SEGMENTS:
-            yield from self._scan_segments(table, first)
+            for at, segment in enumerate(self._segments):
+                if SEQUENCE_KEY.pack(segment.last_sequence_id) >= first:
+                    rows = self._records(at).get(table, [])
+                    yield from (row for row in rows if row[0] >= first and self._is_kept(row[0]))
         if table in _IN_CHECKPOINTS:
             yield from self._checkpoints.scan(table, first)
 
@@ -340,13 +338,6 @@ class ArchivedView(View):
             return TableSize(size_bytes, self._last - self._first + 1)
         rows = [len(key) + len(value) for key, value in self.scan(table)]
         return TableSize(sum(rows), len(rows))
-
-    def _scan_segments(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
-        for at, segment in enumerate(self._segments):
-            if SEQUENCE_KEY.pack(segment.last_sequence_id) >= first:
-                for key, value in self._records(at).get(table, []):
-                    if key >= first and self._is_kept(key):
-                        yield key, value
 
     def _is_kept(self, key: bytes) -> bool:
         return bool(self._first <= SEQUENCE_KEY.unpack(key)[0] <= self._last)

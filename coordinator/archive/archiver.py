@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -23,10 +24,11 @@ from immortal.coordinator.archive.format import (
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import authenticate_records, forged_record, read_marker
-from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.backend import Span, View, batches
 from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_EPOCH, META_JOURNAL, SEQUENCE_KEY, StoredHeader
-from immortal.coordinator.log.identity import check_value, first_and_last_sequence_id, logged_time_ns, meta_value
+from immortal.coordinator.log.identity import check_value, first_and_last_sequence_id, meta_value
 from immortal.coordinator.log.reader import LogReader, TrimmedError
+from immortal.coordinator.log.view_queries import record_time_ns
 
 SEGMENT_SIZE_BYTES = 16 << 20
 _WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states
@@ -74,7 +76,6 @@ class Archiver:
         anew: bool = False,
         segment_size_bytes: int = SEGMENT_SIZE_BYTES,
         say: Callable[[str], None] = lambda text: None,
-        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Find where to continue. Raises ArchiveError if the archive is of another log or another history of it;
         StoreError, LogError."""
@@ -82,7 +83,6 @@ class Archiver:
         self._reader = reader
         self._segment_size_bytes = segment_size_bytes
         self._say = say
-        self._now_ns = now_ns
         with reader.view() as view:
             self._end = log_end(view)
             self._place = _place(archive, reader, view, self._end, anew, say)
@@ -101,7 +101,7 @@ class Archiver:
     def unarchived(self) -> UnarchivedRecords:
         """Count the records that a loss of the log would lose now. Raises LogError."""
         before = None if self._place.begins else self._place.before
-        return unarchived(self._reader, -1 if before is None else before.last_sequence_id, self._now_ns())
+        return unarchived(self._reader, -1 if before is None else before.last_sequence_id, time.time_ns())
 
     def ship_full_segments(self) -> bool:
         """Store records while they fill a segment; return True if any were stored. Raises StoreError, LogError."""
@@ -125,7 +125,7 @@ class Archiver:
             self.ship_full_segments()
             self._ship_checkpoints(left_out)
             with self._reader.view() as view:
-                taken_ns = self._now_ns()
+                taken_ns = time.time_ns()
                 headers = {key: one for key, one in checkpoint_headers(view).items() if key not in left_out}
                 if any(not self._has(key, value) for key, (value, _) in headers.items()):
                     continue
@@ -134,7 +134,10 @@ class Archiver:
                 if limit is not None and records.size_bytes >= limit:
                     continue
                 end = log_end(view)
-                self._check_same(end)
+                if (end.epoch, end.nonce) != (self._end.epoch, self._end.nonce):
+                    raise ConflictError("the instance was started anew")  # or has another key
+                if end.last_sequence_id < self._place.next_sequence_id - 1:
+                    raise ConflictError("the end of the log was cut off")
                 changed, state = state_rows(view, self._state if self._deltas_left else {})
                 last_digest = record_digest(view, end.last_sequence_id)
                 time_ns = record_time_ns(view, end.last_sequence_id, self._reader.identity.committer_id)
@@ -194,13 +197,6 @@ class Archiver:
         self._checkpoints = {one.checkpoint_id: one for one in checkpoints}
         return moment
 
-    def _check_same(self, end: LogEnd) -> None:
-        """Raise ConflictError if a coordinator has started since, the log has another key, or its end was cut off."""
-        if (end.epoch, end.nonce) != (self._end.epoch, self._end.nonce):
-            raise ConflictError("the instance was started anew")
-        if end.last_sequence_id < self._place.next_sequence_id - 1:
-            raise ConflictError("the end of the log was cut off")
-
     def _put_records(self, records: Records) -> None:
         what = f"{records.first_sequence_id:019}-{records.last_sequence_id:019}"
         part = self._archive.put("segments/", what, self._end.epoch, records.rows)
@@ -233,23 +229,11 @@ class Archiver:
             )
 
     def _put_checkpoint(self, rows: Iterable[PackedRow], stored: StoredHeader) -> list[Part]:
-        parts: list[Part] = []
-        waiting: list[PackedRow] = []
-        size_bytes = 0
-
-        def put() -> None:
-            what = f"{stored.header.checkpoint_id:012}-{len(parts):06}"
-            parts.append(self._archive.put("checkpoints/", what, self._end.epoch, waiting))
-
-        for row in rows:
-            waiting.append(row)
-            size_bytes += len(row[2] or b"")
-            if size_bytes >= self._segment_size_bytes:
-                put()
-                waiting, size_bytes = [], 0
-        if waiting:
-            put()
-        return parts
+        checkpoint_id = stored.header.checkpoint_id
+        return [
+            self._archive.put("checkpoints/", f"{checkpoint_id:012}-{index:06}", self._end.epoch, batch)
+            for index, batch in enumerate(batches(rows, self._segment_size_bytes))
+        ]
 
 
 def _place(
@@ -375,12 +359,6 @@ def record_digest(view: View, sequence_id: int) -> str:
     return "" if value is None else digest(bytes(value))
 
 
-def record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
-    """Return the time of a record in ns; 0 if the log does not keep it."""
-    value = None if sequence_id < 0 else view.get("records", SEQUENCE_KEY.pack(sequence_id))
-    return 0 if value is None else logged_time_ns(bytes(value), sequence_id, committer_id)
-
-
 def state_rows(view: View, known: StateDigests) -> tuple[list[PackedRow], StateDigests]:
     """Return the rows of all other tables that differ from ``known``, deletions included, and the new digests."""
     changed: list[PackedRow] = []
@@ -396,8 +374,7 @@ def state_rows(view: View, known: StateDigests) -> tuple[list[PackedRow], StateD
 
 def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
     for table in STATE_TABLES:
-        for key_view, value in view.scan(table):
-            key = bytes(key_view)
+        for key, value in Span(table).rows(view):
             if table != "meta" or key != META_JOURNAL:  # an archive's tables include the journal's rows
                 yield table, key, bytes(value)
     before = first_and_last_sequence_id(view)[0] - 1  # with a key, the first record's MAC needs it
@@ -409,12 +386,9 @@ def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
 def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
     """Return the undamaged checkpoint headers by ID: (stored value, decoded header)."""
     headers = {}
-    for key_view, value_view in view.scan("checkpoints"):
-        key, value = bytes(key_view), bytes(value_view)
-        try:
-            headers[SEQUENCE_KEY.unpack(key)[0]] = value, log_format.decode_header(key, value)
-        except DamagedLogError:
-            continue
+    for key, value in Span("checkpoints").rows(view):
+        with contextlib.suppress(DamagedLogError):
+            headers[SEQUENCE_KEY.unpack(key)[0]] = bytes(value), log_format.decode_header(key, bytes(value))
     return headers
 
 

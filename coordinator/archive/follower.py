@@ -15,9 +15,9 @@ from immortal.coordinator.archive.format import (
     ConflictError,
     Moment,
     Retention,
+    encrypted_parts,
     moment_name,
     needed_objects,
-    object_names_kept,
 )
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.reader import LogReader
@@ -183,7 +183,7 @@ def prune(archive: Archive, retention: Retention) -> tuple[int, int]:
     moments, stored_s = [moment for moment, _ in dated], [when_s for _, when_s in dated]
     first = retention.first_kept(moments, stored_s)
     oldest = needed_objects(moments, first).oldest_index
-    kept, gone = object_names_kept(moments[oldest:]), object_names_kept(moments[:oldest])
+    kept, gone = encrypted_parts(moments[oldest:]), encrypted_parts(moments[:oldest])
     for moment in moments[:oldest]:
         archive.objects.remove([moment_name(moment.number)])
     left_over_s = stored_s[-1] - ORPHAN_AGE_S

@@ -325,8 +325,3 @@ def _ages_ns(moments: Sequence[Moment], stored_s: Sequence[float]) -> list[int]:
         min(moments[-1].time_ns - moment.time_ns, int((stored_s[-1] - when_s) * 1e9))
         for moment, when_s in zip(moments, stored_s, strict=True)
     ]
-
-
-def object_names_kept(moments: Sequence[Moment]) -> set[str]:
-    """Return the names of the objects that the manifests of ``moments`` list."""
-    return {part.name for moment in moments for part in (*moment.new_parts, *moment.checkpoint_parts)}

@@ -165,12 +165,8 @@ def _reading() -> Iterator[None]:
     except DamagedObjectError as error:
         raise DamagedLogError(str(error), -1) from None
     except ObjectError as error:
-        raise LogError(_key_hint(str(error))) from None
-
-
-def _key_hint(said: str) -> str:
-    """Replace --key-file in an error by the environment variable: commands that read a log have no such option."""
-    return said.replace("with --key-file", f"in {KEY_FILE_VARIABLE}").replace("(--key-file)", f"in {KEY_FILE_VARIABLE}")
+        said, place = str(error), f"in {KEY_FILE_VARIABLE}"  # commands that read a log have no option --key-file
+        raise LogError(said.replace("with --key-file", place).replace("(--key-file)", place)) from None
 
 
 def _is_name(name: str) -> bool:

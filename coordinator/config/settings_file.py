@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,9 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
     given = read_table(source, InstanceSettings, values)
     if given.get("log_key") == NO_LOG_KEY:
         del given["log_key"]
-    _check_keys(given, source)
-    _check_app_ports(given, source)
     given.setdefault("app_auth", default_app_auth(given.get("app_send_port")))
-    _check_app_auth(given, source)
-    _check_metrics_files(given, source)
-    _check_checkpoints(given, source)
+    if conflict := next(_conflicts(given, source), None):
+        raise ConfigError(conflict)
     if isinstance(allowed := given.get("allow"), dict):
         limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
         given |= {"allow": tuple(allowed), "permissions": limited}
@@ -135,66 +132,54 @@ def default_app_auth(app_send_port: int | None) -> AppAuth:
     return AppAuth.CHALLENGE if app_send_port is None else AppAuth.NONE
 
 
-def _check_keys(given: Mapping[str, Any], source: Source) -> None:
+def _conflicts(given: Mapping[str, Any], source: Source) -> Iterator[str]:
+    """Yield why settings do not go together."""
     if both := given.get("peer_keys", {}).keys() & given.get("client_keys", {}).keys():
         field = source.field(min(both), "client_keys")
-        raise ConfigError(f"{field}: it stands under [peer_keys] too; a name is an instance's or a client's")
-
-
-def _check_checkpoints(given: Mapping[str, Any], source: Source) -> None:
-    if given.get("checkpoints") is not Checkpoints.ON_STANDBY:
-        return
-    place = source.field("checkpoints")
-    if is_in_folder(given.get("log", "")):
-        raise ConfigError(f'{place}: "on-standby" is for a log in a database, as in log = "postgresql://..."')
-    if "log_key" in given:
-        raise ConfigError(f'{place}: "on-standby" goes without a log_key: only who writes a log can authenticate it')
-    if given.get("replay_check") is ReplayCheck.OFF:
-        raise ConfigError(
-            f'{place}: "on-standby" goes without replay_check = "off": a state is taken of a follower because its calls'
-            " are seen to be the same"
-        )
-
-
-def _check_metrics_files(given: Mapping[str, Any], source: Source) -> None:
-    together = ("metrics_certificate_file", "metrics_key_file")
-    alone = [file for file in together if file in given]
-    if len(alone) == 1:
-        raise ConfigError(
-            f"{source.place(alone[0])}: {' and '.join(map(repr, together))} go together, one of them is missing"
-        )
-
-
-def _check_app_ports(given: Mapping[str, Any], source: Source) -> None:
-    if "app_send_mode" in given and "app_send_port" not in given:
-        raise ConfigError(f"{source.field('app_send_mode')}: it needs an 'app_send_port', the port that it is about")
+        yield f"{field}: it stands under [peer_keys] too; a name is an instance's or a client's"
+    two_ports = "app_send_port" in given
+    if "app_send_mode" in given and not two_ports:
+        yield f"{source.field('app_send_mode')}: it needs an 'app_send_port', the port that it is about"
     for needs in ("app_send_port", "app_host"):
         if needs in given and "app_port" not in given:
-            raise ConfigError(f"{source.field(needs)}: it needs an 'app_port'; without, the app has a Unix socket")
-    if "app_send_port" in given and given["app_send_port"] == given["app_port"]:
-        raise ConfigError(
+            yield f"{source.field(needs)}: it needs an 'app_port'; without, the app has a Unix socket"
+    if two_ports and given["app_send_port"] == given["app_port"]:
+        yield (
             f"{source.field('app_send_port')}: got {given['app_port']}, expected another port than 'app_port'"
             " (without 'app_send_port' one connection serves both directions)"
         )
-
-
-def _check_app_auth(given: Mapping[str, Any], source: Source) -> None:
-    auth, two_ports = given["app_auth"], "app_send_port" in given
+    auth = given["app_auth"]
     if two_ports and auth is not AppAuth.NONE:
-        raise ConfigError(
+        yield (
             f'{source.field("app_auth")}: got {_shown(str(auth))}, expected "none" beside an'
             " 'app_send_port': at the second port nothing is shown that a proof could stand in"
         )
     if two_ports and "app_socket" in given:
-        raise ConfigError(
+        yield (
             f"{source.field('app_socket')}: one connection to it serves both directions, so it goes without an"
             " 'app_send_port'"
         )
     host = given.get("app_host", LOCALHOST)
     if auth is AppAuth.NONE and not is_loopback(host) and not given.get("app_insecure"):
-        raise ConfigError(
+        yield (
             f'{source.field("app_host")}: with app_auth "none" whoever reaches {host} could be the app of this'
             ' instance: take a loopback address, or app_auth = "challenge"; if it is meant, say app_insecure = true'
+        )
+    together = ("metrics_certificate_file", "metrics_key_file")
+    alone = [file for file in together if file in given]
+    if len(alone) == 1:
+        yield f"{source.place(alone[0])}: {' and '.join(map(repr, together))} go together, one of them is missing"
+    if given.get("checkpoints") is not Checkpoints.ON_STANDBY:
+        return
+    place = source.field("checkpoints")
+    if is_in_folder(given.get("log", "")):
+        yield f'{place}: "on-standby" is for a log in a database, as in log = "postgresql://..."'
+    if "log_key" in given:
+        yield f'{place}: "on-standby" goes without a log_key: only who writes a log can authenticate it'
+    if given.get("replay_check") is ReplayCheck.OFF:
+        yield (
+            f'{place}: "on-standby" goes without replay_check = "off": a state is taken of a follower because its calls'
+            " are seen to be the same"
         )
 
 

@@ -60,9 +60,8 @@ def _packages(required: Sequence[str]) -> Iterator[Finding]:
     for name, bounds, marker in map(_parts, required):
         if "extra" in marker:
             continue
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        version = _version(name)
+        if version is None:
             yield problem(
                 AREA, f"the package {name!r} is missing", "Immortal can't run without it", _install(name, bounds)
             )
@@ -89,12 +88,14 @@ def is_installed(extra: str, required: Sequence[str] | None = None) -> bool:
         except metadata.PackageNotFoundError:
             return False
     names = [name for name, _, marker in map(_parts, required) if f'extra == "{extra}"' in marker.replace("'", '"')]
-    for name in names:
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return False
-    return bool(names)
+    return bool(names) and None not in map(_version, names)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _parts(requirement: str) -> tuple[str, str, str]:
@@ -176,16 +177,14 @@ def _compiled() -> Iterator[Finding]:
     if not compiled.is_wanted():
         yield note(AREA, description, why, f"take {compiled.PURE_VARIABLE} out of the environment")
         return
-    lacks = [*([] if shutil.which("cc") or shutil.which("gcc") else ["a C compiler"]), *_headers()]
+    lacks = [] if shutil.which("cc") or shutil.which("gcc") else ["a C compiler"]
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        lacks.append("the header files of this Python")
     if not lacks:
         yield note(AREA, description, why, _compile())
     else:
         why += f". It lacks {' and '.join(lacks)}, which Debian calls gcc and python3-dev"
         yield note(AREA, description, why, f"apt-get install gcc python3-dev && {_compile()}")
-
-
-def _headers() -> list[str]:
-    return [] if Path(sysconfig.get_path("include"), "Python.h").exists() else ["the header files of this Python"]
 
 
 def _compile() -> str:

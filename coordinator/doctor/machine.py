@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.protocol.command_line import counted, size_text
+from immortal.protocol.files import opened
 
 CLOCK, LIMITS, MEMORY = Area.CLOCK, Area.LIMITS, Area.MEMORY
 AHEAD_S_MAX = 5.0  # most files have the times of this clock; those of other machines can be a little ahead
@@ -50,10 +51,7 @@ def clock_findings(files: Iterable[Path]) -> Iterator[Finding]:
     """Check that the clock is synchronised, is fast to read, and has not gone back. ``files``: those of the home."""
     yield _synchronised()
     yield from _gone_back(files)
-    try:
-        source = _SOURCE.read_text().strip()
-    except OSError:
-        return
+    source = _text(_SOURCE).strip()
     if source in _SLOW_SOURCES:
         yield note(
             CLOCK,
@@ -172,23 +170,21 @@ def _available_size_bytes() -> int | None:
     except (KeyError, ValueError, IndexError):
         return None
     for path in _CGROUP_LIMITS:
-        text = _first_word(str(path))
-        used = _first_word(
-            str(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"))
-        )
+        text = _first_word(path)
+        used = _first_word(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"))
         if text.isdecimal() and used.isdecimal() and int(text) < _UNLIMITED_SIZE_BYTES:
             available = min(available, max(0, int(text) - int(used)))
     return available
 
 
-def _text(path: str) -> str:
+def _text(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:
         return ""
 
 
-def _first_word(path: str) -> str:
+def _first_word(path: str | Path) -> str:
     words = _text(path).split()
     return words[0] if words else ""
 
@@ -264,11 +260,7 @@ def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mo
     """Return the filesystem that ``folder`` is on; None if the kernel does not tell."""
     real = Path(os.path.realpath(folder))
     found = None
-    try:
-        lines = mountinfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:  # a later one at the same place lies over the earlier one
+    for line in _text(mountinfo).splitlines():  # a later one at the same place lies over the earlier one
         before, _, behind = line.partition(" - ")
         fields, kind_fields = before.split(), behind.split()
         if len(fields) < 6 or len(kind_fields) < 3:
@@ -321,23 +313,16 @@ def measure(folder: Path) -> SyncTimes:
     path = folder / f".doctor-{os.getpid()}"
     block = os.urandom(BLOCK_SIZE_BYTES)
     blocks_count = 64
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
     try:
-        try:
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             os.pwrite(descriptor, bytes(BLOCK_SIZE_BYTES * blocks_count), 0)
             os.fsync(descriptor)
             unsynced_s = _times(descriptor, block, blocks_count)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        descriptor = os.open(path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_WRONLY | os.O_DSYNC) as descriptor:
             synced_s = _times(descriptor, block, blocks_count)
-        finally:
-            os.close(descriptor)
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
     return SyncTimes(synced_s, unsynced_s[len(unsynced_s) // 2])
 
 
@@ -381,18 +366,17 @@ def judge_sync_times(place: Path, times: SyncTimes, mount: Mount | None) -> Find
 
 
 def _rotates(device: str) -> bool:
-    """Return True if a disk reports that it rotates. For a partition, the folder of its disk has the report."""
+    """Return True if a disk reports that it rotates. For a partition, the folder of its disk has the report.
+
+    A virtual disk reports it, too, whatever is below it.
+    """
     for folder in (Path("/sys/dev/block", device), Path("/sys/dev/block", device).resolve().parent):
+        is_virtual = folder.resolve().name.startswith(("vd", "xvd", "nbd", "loop", "zram"))
         try:
-            return (folder / "queue" / "rotational").read_text().strip() == "1" and not _is_virtual(folder)
+            return (folder / "queue" / "rotational").read_text().strip() == "1" and not is_virtual
         except OSError:
             continue
     return False
-
-
-def _is_virtual(folder: Path) -> bool:
-    """Return True for a virtual disk, which reports that it rotates, whatever is below it."""
-    return folder.resolve().name.startswith(("vd", "xvd", "nbd", "loop", "zram"))
 
 
 def _disk_text(time_s: float) -> str:

@@ -10,17 +10,18 @@ replaced by one without authentication.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from immortal.coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from immortal.coordinator.core.errors import DamagedCheckpointError, LogError
-from immortal.coordinator.core.interfaces import LogStore
+from immortal.coordinator.core.interfaces import LogStore, LogSummary
 from immortal.coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated_message
-from immortal.coordinator.log.backend import Place
+from immortal.coordinator.log.backend import Options, Place, StandbyRegistration
 from immortal.coordinator.log.identity import LogIdentity
-from immortal.coordinator.log.open import create_log, log_exists
+from immortal.coordinator.log.open import create_log, log_exists, place_of
 from immortal.coordinator.log.open import open_log as open_log_folder
 from immortal.coordinator.log.open import open_reader as open_folder_reader
 from immortal.coordinator.log.store import RowLogStore
@@ -29,6 +30,7 @@ from immortal.protocol.state_envelope import PICKLE, serializer_of
 if TYPE_CHECKING:
     from immortal.coordinator.log.reader import LogReader, RecordSource
     from immortal.coordinator.log.verify import LogVerification
+    from immortal.coordinator.notices import Notices
 
 
 class PickleRefusedError(LogError):
@@ -59,14 +61,14 @@ def refuse_pickle_in(
             )
 
 
-COLUMNS_FOLDER_NAME = (
-    "columns"  # in an instance's folder: what queries made of its log (immortal.pipeline.sql.parquet_cache)
-)
+# In an instance's folder: what queries made of its log (immortal.pipeline.sql.parquet_cache).
+COLUMNS_FOLDER_NAME = "columns"
 FOLDER_NAME = "keys"  # with the pairs of immortal.coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"
 _AUTHENTICATED = "authenticated"
 _OTHERS = 0o077
+HOLDER_REFRESH_S = 1.0  # between look-ups of the holder's name, which read a list of all locks
 
 
 class OwnLogs:
@@ -130,9 +132,6 @@ class OwnLogs:
         self.is_kept = True
 
 
-# --- keys -------------------------------------------------------------------------------------------------------------
-
-
 def key_path(settings: InstanceSettings) -> Path:
     """Return the path of the file with the log's keys; the file may not exist."""
     if settings.log_key is None or settings.log_key == LOG_KEY_FILE:
@@ -182,9 +181,6 @@ def remove(folder: Path) -> None:
         (folder / FOLDER_NAME).rmdir()
 
 
-# --- the instance's log -----------------------------------------------------------------------------------------------
-
-
 def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogStore:
     """Open the instance's log for writing; create it if there is none. With ``log_key`` set, it is authenticated.
 
@@ -197,27 +193,12 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
     exists = log_exists(log)
     if wanted and not keys and not (exists and (own.any_authenticated or _is_authenticated(settings))):
         keys = add_key(settings)
+    options = {**_shared_options(settings), "allow_data_loss": settings.allow_data_loss}
     if not exists:
-        store = create_log(
-            log,
-            settings.name,
-            keys=keys if wanted else (),
-            allow_data_loss=settings.allow_data_loss,
-            lease_s=settings.lease_s,
-            endpoint=settings.peer,
-            checkpoints_to=settings.checkpoints_to or "",
-        )
+        store = create_log(log, settings.name, keys=keys if wanted else (), **options)
     else:
-        store = open_log_folder(
-            log,
-            settings.name,
-            keys=keys if wanted or (keys and _is_authenticated(settings)) else (),
-            adopt=not own.any_authenticated,
-            allow_data_loss=settings.allow_data_loss,
-            lease_s=settings.lease_s,
-            endpoint=settings.peer,
-            checkpoints_to=settings.checkpoints_to or "",
-        )
+        used = keys if wanted or (keys and _is_authenticated(settings)) else ()
+        store = open_log_folder(log, settings.name, keys=used, adopt=not own.any_authenticated, **options)
     try:
         if wanted and store.macs is None:
             raise LogKeyError(not_authenticated_message(settings.name))
@@ -266,11 +247,16 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
 
 def log_version(settings: InstanceSettings) -> int | None:
     """Return the version of the instance's state by its log; None before its first start. Raises LogError."""
+    summary = summary_of(settings)
+    return summary.versions[-1].version if summary is not None and summary.versions else None
+
+
+def summary_of(settings: InstanceSettings) -> LogSummary | None:
+    """Read the summary of the instance's log; None before its first start. Raises LogError."""
     if not log_exists(settings.log):
         return None
     with open_reader(settings) as reader:
-        versions = reader.summary().versions
-    return versions[-1].version if versions else None
+        return reader.summary()
 
 
 def verify(settings: InstanceSettings) -> LogVerification:
@@ -284,22 +270,92 @@ def verify(settings: InstanceSettings) -> LogVerification:
 def accept(settings: InstanceSettings) -> LogKey:
     """Authenticate the log's present contents with the key in use, since a person trusts them. Raises LogError."""
     keys = read_keys(settings) or add_key(settings)
-    store = open_log_folder(settings.log, settings.name, keys=keys, accept=True)
-    try:
+    with contextlib.closing(open_log_folder(settings.log, settings.name, keys=keys, accept=True)) as store:
         OwnLogs(settings.folder).add(store.identity, authenticated=True)
-    finally:
-        store.close()
     return keys[0]
 
 
 def forget_key(settings: InstanceSettings) -> None:
     """Remove the authentication of the log; the keys stay. Raises LogError."""
-    store = open_log_folder(settings.log, settings.name, accept=True)
-    try:
+    with contextlib.closing(open_log_folder(settings.log, settings.name, accept=True)) as store:
         OwnLogs(settings.folder).forget_authentication()
         store.forget_key()
-    finally:
-        store.close()
+
+
+class InstanceLog:
+    """Access to the log of ``settings``.
+
+    ``trust_pickle``: it can come from another home, with states written by pickle.
+    """
+
+    def __init__(self, settings: InstanceSettings, log: Notices, *, trust_pickle: bool) -> None:
+        self._settings = settings
+        self._log = log
+        self._trust_pickle = trust_pickle
+        self._place = place_of(settings.log)
+        self._reader: LogReader | None = None  # the last one
+        self._holder = "another process"  # last known name
+        self._named_s: float | None = None  # time of the last lookup
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other machines can reach the log."""
+        return self._place.is_shared
+
+    def open_store(self) -> RowLogStore:
+        """Open the log for writing, or create a new one.
+
+        Raises LogLockedError if another process has it, LogError, PickleRefusedError.
+        """
+        log = self._log
+        if self._reader is not None:
+            self._place.sequence_id_required_min = max(
+                self._place.sequence_id_required_min, self._reader.sequence_id_read_max
+            )
+        store = open_log(self._settings, self._place)
+        try:
+            adopt_log(self._settings, store, trust_pickle=self._trust_pickle)
+            if store.macs is not None:
+                marker = store.macs.marker
+                log.info("the log is authenticated", key=marker.key_id, from_record=marker.first_sequence_id or None)
+            if (opened := self._place.make_private()) is not None:
+                log.warning(opened)
+            for line in store.repairs:
+                log.warning(line)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def open_reader(self) -> LogReader | None:
+        """Open the log for reading beside its writer; None if there is no log yet. Raises LogError."""
+        if not self._place.exists():
+            return None
+        self._reader = open_reader(self._settings, trust_pickle=self._trust_pickle)
+        return self._reader
+
+    def follow(self, nudge: Callable[[], None]) -> StandbyRegistration | None:
+        """Register as a standby, as :meth:`Place.follow` specifies."""
+        return self._place.follow(Options(**_shared_options(self._settings)), nudge)
+
+    def holder(self) -> str | None:
+        """Return a description of the process that writes the log; None: no process does."""
+        if not self._place.is_live():
+            self._named_s = None
+            return None
+        if self._named_s is None or time.monotonic() - self._named_s >= HOLDER_REFRESH_S:
+            self._named_s = time.monotonic()
+            self._holder = self._place.holder() or self._holder
+        return self._holder
+
+
+def _shared_options(settings: InstanceSettings) -> dict[str, Any]:
+    """Return the options of a log that matter to other machines."""
+    return {
+        "lease_s": settings.lease_s,
+        "endpoint": settings.peer,
+        "checkpoints_to": settings.checkpoints_to or "",
+    }
 
 
 def _is_authenticated(settings: InstanceSettings) -> bool:

@@ -102,13 +102,7 @@ class Registry:
         """Return the names of all registered instances, sorted. Raises RegistryError for a folder that can't be read,
         or that others can write to."""
         self._refuse_open()
-        try:
-            files = [file for file in os.listdir(self.home) if file.endswith(".toml")]  # each coordinator looks often
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:  # too many open files, say
-            raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
-        return sorted(file.removesuffix(".toml") for file in files if not file.startswith("."))
+        return sorted(file.removesuffix(".toml") for file in self._files() if file.endswith(".toml"))
 
     def client_names(self, instances: Iterable[str]) -> list[str]:
         """Return the names of clients, sorted: they have keys here and are not in ``instances``. Raises RegistryError
@@ -119,13 +113,15 @@ class Registry:
 
     def folder_names(self) -> set[str]:
         """Return the names that can have a folder here. Raises RegistryError for an unreadable folder."""
+        return {name for name in self._files() if not name.endswith(".toml")}
+
+    def _files(self) -> list[str]:
         try:
-            files = os.listdir(self.home)
+            return [file for file in os.listdir(self.home) if not file.startswith(".")]
         except (FileNotFoundError, NotADirectoryError):
-            return set()
-        except OSError as error:
+            return []
+        except OSError as error:  # too many open files, say
             raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
-        return {name for name in files if not name.startswith(".") and not name.endswith(".toml")}
 
     def load(self, name: str) -> InstanceSettings:
         """Return the settings of ``name``. Raises UnknownInstanceError, ConfigError; RegistryError as :meth:`names`."""
@@ -280,8 +276,6 @@ class Registry:
         problem = openness(self.home / name)
         if problem is not None:
             raise RegistryError(problem)
-
-    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _unknown(self, name: str) -> UnknownInstanceError:
         names = self.names()
@@ -456,7 +450,10 @@ def _ports_asked(text: str) -> range:
 
 
 def _any_ports() -> Iterator[int]:
-    lowest_outgoing = _lowest_outgoing_port()
+    try:
+        lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest_outgoing = 0
     if lowest_outgoing > _PORT_LOWEST + _PORT_TRIES_MAX:
         yield from _shuffled(range(_PORT_LOWEST, lowest_outgoing))
     yield from [0] * _PORT_TRIES_MAX
@@ -466,13 +463,6 @@ def _shuffled(ports: range) -> list[int]:
     """Return some of ``ports`` in random order, by the system's generator: two processes with equal seeds of their own
     generators would try the same ports."""
     return _RANDOM.sample(ports, min(len(ports), _PORT_TRIES_MAX))
-
-
-def _lowest_outgoing_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _bind(host: str, port: int) -> int | None:

@@ -9,5 +9,5 @@ open.py knows which backends exist. A running coordinator does not import these 
 verify.verify_log       checks a whole log; reports what is damaged, and the consequences
 cut.LogCutter           cuts off the end of a log, and keeps the removed part
 verify.back_up          makes a backup, or updates an earlier one
-memory.MemoryLogStore   a store in memory that crashes, fails and corrupts data on a test's order
+memory.MemoryLogStore   a store in memory that crashes on a test's order
 """

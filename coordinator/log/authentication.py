@@ -19,15 +19,8 @@ from msgspec import Struct
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import view_queries
-from immortal.coordinator.log.backend import View
-from immortal.coordinator.log.format import (
-    CHUNK_KEY,
-    MAC_SIZE_BYTES,
-    META_AUTHENTICATED,
-    META_JOURNAL,
-    META_SEAL,
-    SEQUENCE_KEY,
-)
+from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.format import CHUNK_KEY, MAC_SIZE_BYTES, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_value
 from immortal.protocol import decoding
 from immortal.protocol.varint import Readable
@@ -38,7 +31,6 @@ SUM_MODULUS = 1 << (8 * _ROW_MAC_SIZE_BYTES)
 NONCE_SIZE_BYTES = 16
 _IDENTITY = struct.Struct("<QQ")
 _SIZE = struct.Struct("<I")
-_MARKER = decoding.Decoder(tuple[str, bytes, int])
 _BYTES = decoding.Decoder(bytes)
 
 SUMMED_TABLES = (
@@ -47,7 +39,7 @@ SUMMED_TABLES = (
 )
 _SUMMED = frozenset(SUMMED_TABLES)
 # META_JOURNAL is unsealed, as a backup has no journal. An attacker who changes it gets only an older state of the log.
-UNSEALED_META = frozenset((META_JOURNAL, META_SEAL))
+UNSEALED_META = frozenset((log_format.META_JOURNAL, log_format.META_SEAL))
 
 
 class ForgedLogError(DamagedLogError):
@@ -73,12 +65,15 @@ class LogKey:
         return hashlib.blake2b(self.secret, digest_size=8, person=b"immortal key id").hexdigest()
 
 
-class Marker(Struct, frozen=True):
+class Marker(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Row of a log that says how it is authenticated."""
 
     key_id: str
     nonce: bytes  # unique to this sealing of this log: earlier or foreign MACs never match
     first_sequence_id: int  # earlier records were already there when the log got the key, and were trusted as they were
+
+
+_MARKER = decoding.Decoder(Marker)
 
 
 class Macs:
@@ -143,13 +138,9 @@ class Macs:
         return mac.digest()
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def read_marker(view: View) -> Marker | None:
     """Read the marker; return None if the log is not authenticated. Raises DamagedLogError."""
-    row = meta_value(view, META_AUTHENTICATED, _MARKER)
-    return None if row is None else Marker(*row)
+    return meta_value(view, log_format.META_AUTHENTICATED, _MARKER)
 
 
 def find_key(keys: Sequence[LogKey], marker: Marker, instance_name: str) -> LogKey:
@@ -170,8 +161,11 @@ def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
 
     It reads these tables completely, including messages that wait for peers. Raises ForgedLogError, DamagedLogError.
     """
-    sums = {table: _sum(view, macs, table) for table in SUMMED_TABLES}
-    stored = meta_value(view, META_SEAL, _BYTES) or b""
+    sums = {
+        table: sum(macs.row(table, key, value) for key, value in summed_rows(view, table)) % SUM_MODULUS
+        for table in SUMMED_TABLES
+    }
+    stored = meta_value(view, log_format.META_SEAL, _BYTES) or b""
     tags = [macs.tag(table, sums[table]) for table in SUMMED_TABLES]
     if stored == macs.seal(head_of(view, macs), b"".join(tags)):
         return sums
@@ -263,15 +257,8 @@ def head_of(view: View, macs: Macs) -> bytes:
     return record_mac(view, macs, first_and_last_sequence_id(view)[1])
 
 
-def _sum(view: View, macs: Macs, name: str) -> int:
-    return sum(macs.row(name, key, value) for key, value in summed_rows(view, name)) % SUM_MODULUS
-
-
 def summed_rows(view: View, table: str) -> Iterator[tuple[bytes, Readable]]:
-    for key_view, value in view.scan(table):
-        key = bytes(key_view)
-        if is_summed(table, key):
-            yield key, value
+    return ((key, value) for key, value in Span(table).rows(view) if is_summed(table, key))
 
 
 def is_summed(table: str, key: bytes) -> bool:

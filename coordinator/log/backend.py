@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from immortal.coordinator.core.errors import LogError, fail
-from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.core.interfaces import LogSpace, Standby
 from immortal.coordinator.fault_points import FaultPoint
-from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.protocol.varint import Readable
 
-LEASE_S = 3.0
 Row: TypeAlias = tuple[str, bytes, Readable]  # table, key, value
 Mac: TypeAlias = Callable[[bytes], bytes]
 
@@ -38,12 +37,25 @@ class Span(NamedTuple):
     def of_one(cls, table: str, key: bytes) -> Span:
         return cls(table, key, key + b"\0")
 
+    @classmethod
+    def of_checkpoint(cls, table: str, checkpoint_id: int) -> Span:
+        """Return the rows of one checkpoint: of its chunks, or of its outputs."""
+        return cls(table, CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0))
+
     @property
     def is_one(self) -> bool:
         return self.end == self.first + b"\0"
 
     def has(self, key: bytes) -> bool:
         return self.first <= key and (self.end is None or key < self.end)
+
+    def rows(self, view: View) -> Iterator[tuple[bytes, Readable]]:
+        """Yield the rows of the span in ``view``, ordered by key."""
+        for key_view, value in view.scan(self.table, self.first):
+            key = bytes(key_view)
+            if self.end is not None and key >= self.end:
+                return
+            yield key, value
 
 
 class Append(Struct):
@@ -66,11 +78,6 @@ class TableSize(NamedTuple):
 
     size_bytes: int
     rows_count: int
-
-
-class Space(NamedTuple):
-    used_bytes: int  # by the log's rows, without space that is free for reuse
-    free_bytes: int  # on their disk
 
 
 class View(Protocol):
@@ -209,7 +216,7 @@ class Backend(ReadBackend, Protocol):
         """
         return 0
 
-    def space(self) -> Space: ...
+    def space(self) -> LogSpace: ...
 
     def check_end(self, mac: Mac | None) -> list[str]:
         """Check that all committed data is there, if the backend can tell. Return messages about the check itself.
@@ -362,8 +369,12 @@ class Place(Protocol):
         """Find damage in a log's files before it is opened. ``held``: the caller holds the log, see :meth:`hold`."""
         return iter(())
 
-    def hold(self) -> HeldLog:
-        """Exclude writers. Raises LogLockedError."""
+    def hold(self) -> Callable[[], None]:
+        """Exclude other processes that write the log, until the returned function is called. Raises LogLockedError."""
+        raise only_in_folders(self.where, "cut")
+
+    def open_held(self, instance_name: str) -> Backend:
+        """Open for writing a log that this process holds, see :meth:`hold`. Raises like :meth:`open`."""
         raise only_in_folders(self.where, "cut")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
@@ -410,33 +421,44 @@ class EndpointWatch(Protocol):
     def close(self, wait_s: float) -> None: ...
 
 
-class HeldLog(Protocol):
-    """Log held by this process: no other process can write it until it is released."""
-
-    def open(self, instance_name: str) -> Backend:
-        """Open the log for writing. Raises like :meth:`Place.open`."""
-
-    def release(self) -> None: ...
-
-
 class Options(Struct, frozen=True):
     """Options of a backend.
 
-    ``size_bytes``: initial size of the log; ``size_bytes_max``: its limit. None: the backend's default. ``lease_s``:
+    ``map_size_bytes``: initial size of the log; ``map_size_bytes_max``: its limit. None: the backend's. ``lease_s``:
     how long a silent writer keeps a log that other machines reach. ``endpoint``: where peers reach this process.
     ``checkpoints_to``: the URL of a store for large checkpoints; "": they are in the log.
     """
 
-    size_bytes: int | None = None
-    size_bytes_max: int | None = None
+    map_size_bytes: int | None = None
+    map_size_bytes_max: int | None = None
     allow_data_loss: bool = False  # open the log even if a crash could lose acknowledged input
-    lease_s: float = LEASE_S
+    lease_s: float = 3.0
     endpoint: str = ""
     checkpoints_to: str = ""
 
 
 def only_in_folders(where: str, what: str) -> LogError:
     return LogError(f"the log {where} can't be {what}: only a log in a folder (lmdb:) can")
+
+
+# Rows in groups: appends, objects and transactions have a limited size.
+
+
+AnyRow = TypeVar("AnyRow", bound=tuple[Any, ...])
+
+
+def batches(rows: Iterable[AnyRow], size_bytes_max: int, rows_max: int | None = None) -> Iterator[list[AnyRow]]:
+    """Split rows into lists of limited size, by the rows' last fields, and of limited length."""
+    batch: list[AnyRow] = []
+    size_bytes = 0
+    for row in rows:
+        if batch and (size_bytes + len(row[-1]) > size_bytes_max or len(batch) == rows_max):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(row)
+        size_bytes += len(row[-1])
+    if batch:
+        yield batch
 
 
 # Findings of a verification.

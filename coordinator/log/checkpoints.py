@@ -108,8 +108,7 @@ def _blob_of_standby(view: View, header: CheckpointHeader) -> PendingBlob:
 
 def checkpoint_spans(checkpoint_id: int) -> list[Span]:
     """Return the spans of a checkpoint's rows, except its header."""
-    first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
-    return [Span(table, first, end) for table in ("chunks", "outputs")]
+    return [Span.of_checkpoint(table, checkpoint_id) for table in ("chunks", "outputs")]
 
 
 def _attempt(view: View, checkpoint_id: int) -> list[Span]:
@@ -135,8 +134,8 @@ def half_written(view: View) -> Changes:
                 break
             checkpoint_id = CHUNK_KEY.unpack(first[0])[0]
             if view.get("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)) is None:
-                begin, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
-                changes.deletes += budget.spend_span(view, table, end, begin)
+                span = Span.of_checkpoint(table, checkpoint_id)
+                changes.deletes += budget.spend_span(view, table, span.end or b"", span.first)
             checkpoint_id += 1
     return changes
 

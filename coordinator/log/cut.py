@@ -6,6 +6,7 @@ removes it, so a crash leaves the log either whole or cut.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,19 +18,7 @@ from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import LogKey, Macs, find_key, read_marker, record_mac
 from immortal.coordinator.log.backend import Append, Backend, Finding, Row, Severity, Span, View
 from immortal.coordinator.log.checkpoints import checkpoint_spans
-from immortal.coordinator.log.format import (
-    INT,
-    INTS,
-    META_AUTHENTICATED,
-    META_CUT,
-    META_CUTS,
-    META_FORMAT,
-    META_SEAL,
-    META_SUSPECT,
-    META_TRIMMED,
-    SEQUENCE_KEY,
-    record_key,
-)
+from immortal.coordinator.log.format import META_AUTHENTICATED, SEQUENCE_KEY
 from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, meta_value, verify_value
 from immortal.coordinator.log.open import Log, open_reader, place_of
 from immortal.coordinator.log.reader import LoggedValue, LogReader
@@ -40,7 +29,7 @@ from immortal.coordinator.log.view_queries import stored_headers
 from immortal.protocol.trailer import BatchKind
 
 _COPIED_WHOLE = ("sources", "acknowledged", "peers", "clients", "replies", "versions", "meta")
-_NOT_OF_THE_PART = (META_CUT, META_AUTHENTICATED, META_SEAL)
+_NOT_OF_THE_PART = (log_format.META_CUT, META_AUTHENTICATED, log_format.META_SEAL)
 
 
 class LogCutter:
@@ -55,21 +44,39 @@ class LogCutter:
         self._keys = keys
         if not self._place.exists():
             raise LogError(f"there is no log in {self._place.where}")
-        self._held = self._place.hold()
+        self._release = self._place.hold()
 
     def __enter__(self) -> LogCutter:
         return self
 
     def __exit__(self, *args: object) -> None:
-        self._held.release()
+        self._release()
 
     def plan(
         self, sequence_id: int, *, force: bool = False, on_finding: Callable[[Finding], None] = lambda finding: None
     ) -> CutPlan:
-        """Plan a cut at ``sequence_id`` without changing anything: :func:`plan_cut` for this log."""
-        return plan_cut(
-            self._place, self._instance_name, sequence_id, force=force, on_finding=on_finding, keys=self._keys
-        )
+        """Plan a cut at ``sequence_id`` without changing anything. No reader of the log is open in this process.
+
+        ``force``: plan it even if recovery does not need the record. Raises CutRefusedError with the reason, LogError.
+        """
+        verification = verify_log(self._place, self._instance_name, lock_held=True, keys=self._keys)
+        unreadable = None
+        for finding in verification.findings():
+            on_finding(finding)
+            if finding.severity is Severity.FATAL and verification.identity is None:
+                unreadable = finding
+        if unreadable is not None:
+            raise CutRefusedError(f"{unreadable.message}: cutting records off does not help")
+        with open_reader(self._place, self._instance_name) as reader:
+            try:
+                summary = reader.summary()
+            except DamagedLogError as error:
+                raise CutRefusedError(
+                    f"{error}: the log cannot be opened at all, cutting records off does not help; restore it from a"
+                    " copy"
+                ) from None
+            start = _assess(verification, summary, self._instance_name, sequence_id, force)
+            return _plan(reader, verification, summary, sequence_id, start)
 
     def cut(self, plan: CutPlan) -> Path:
         """Carry out ``plan``; return the folder with the removed part, a log that can be opened for reading.
@@ -77,8 +84,7 @@ class LogCutter:
         The rest of an authenticated log stays authenticated with the same key; the removed part is not authenticated.
         Raises LogError; then the log is unchanged.
         """
-        backend = self._held.open(self._instance_name)
-        try:
+        with contextlib.closing(self._place.open_held(self._instance_name)) as backend:
             backend.flush()
             with backend.view() as view:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)
@@ -90,8 +96,6 @@ class LogCutter:
             except LogFullError as error:
                 raise LogError(f"the log in {self._place.where} could not be cut, it is as it was: {error}") from error
             return kept
-        finally:
-            backend.close()
 
     def _removal(self, view: View, backend: Backend, sequence_id: int, checkpoint_ids: list[int]) -> Append:
         changes = rows_removed_by_cut(view, sequence_id, checkpoint_ids)
@@ -111,18 +115,19 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
     """Yield the rows of the removed part as a log, ordered by table and key."""
     spans = [*cut_spans(sequence_id, checkpoint_ids), *map(Span, _COPIED_WHOLE)]
     for span in sorted(spans):
-        for key_view, value in view.scan(span.table, span.first):
-            key = bytes(key_view)
-            if not span.has(key):
-                break
+        for key, value in span.rows(view):
             if span.table == "meta" and key in _NOT_OF_THE_PART:
                 continue
-            if span.table == "meta" and key == META_FORMAT and view.get("meta", META_AUTHENTICATED) is not None:
-                yield meta_row(META_FORMAT, log_format.FORMAT_VERSION)
-            elif span.table != "meta" or key != META_TRIMMED:
+            if (
+                span.table == "meta"
+                and key == log_format.META_FORMAT
+                and view.get("meta", META_AUTHENTICATED) is not None
+            ):
+                yield meta_row(log_format.META_FORMAT, log_format.FORMAT_VERSION)
+            elif span.table != "meta" or key != log_format.META_TRIMMED:
                 yield span.table, key, value
     # The new log begins at the cut, and needs no mark of a cut at its beginning.
-    yield meta_row(META_TRIMMED, sequence_id - 1)
+    yield meta_row(log_format.META_TRIMMED, sequence_id - 1)
 
 
 # Planning a cut: what it removes, what stays, and when it is refused.
@@ -158,38 +163,6 @@ class CutPlan(Struct, frozen=True):
     lost: list[LostMessages] = field(default_factory=list)
 
 
-def plan_cut(
-    log: Log,
-    instance_name: str,
-    sequence_id: int,
-    *,
-    force: bool = False,
-    on_finding: Callable[[Finding], None] = lambda finding: None,
-    keys: Sequence[LogKey] | None = None,
-) -> CutPlan:
-    """Plan a cut at ``sequence_id``. The caller holds the log's lock, and no reader is open in this process.
-
-    ``force``: plan it even if recovery does not need the record. Raises CutRefusedError with the reason, LogError.
-    """
-    verification = verify_log(log, instance_name, lock_held=True, keys=keys)
-    unreadable = None
-    for finding in verification.findings():
-        on_finding(finding)
-        if finding.severity is Severity.FATAL and verification.identity is None:
-            unreadable = finding
-    if unreadable is not None:
-        raise CutRefusedError(f"{unreadable.message}: cutting records off does not help")
-    with open_reader(log, instance_name) as reader:
-        try:
-            summary = reader.summary()
-        except DamagedLogError as error:
-            raise CutRefusedError(
-                f"{error}: the log cannot be opened at all, cutting records off does not help; restore it from a copy"
-            ) from None
-        checkpoint_id, checkpoint_sequence_id = _assess(verification, summary, instance_name, sequence_id, force)
-        return _plan(reader, verification, summary, sequence_id, checkpoint_id, checkpoint_sequence_id)
-
-
 def _assess(
     verification: LogVerification, summary: LogSummary, name: str, sequence_id: int, force: bool
 ) -> tuple[int, int]:
@@ -222,12 +195,7 @@ def _assess(
 
 
 def _plan(
-    reader: LogReader,
-    verification: LogVerification,
-    summary: LogSummary,
-    sequence_id: int,
-    checkpoint_id: int,
-    checkpoint_sequence_id: int,
+    reader: LogReader, verification: LogVerification, summary: LogSummary, sequence_id: int, start: tuple[int, int]
 ) -> CutPlan:
     committer_id = reader.identity.committer_id
     kept: dict[str, int] = {}
@@ -246,8 +214,7 @@ def _plan(
     return CutPlan(
         sequence_id,
         max(summary.last_sequence_id, sequence_id - 1),
-        checkpoint_id,
-        checkpoint_sequence_id,
+        *start,
         [header.checkpoint_id for header in summary.checkpoints if header.sequence_id >= sequence_id],
         readable,
         damaged,
@@ -299,25 +266,27 @@ def _lost(
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
     """Return the spans of records from ``sequence_id`` on, their verdicts and dead letters, and these checkpoints."""
     spans = [Span("records", SEQUENCE_KEY.pack(sequence_id))]
-    spans += [Span(table, record_key(sequence_id)) for table in ("verdicts", "letters")]
+    spans += [Span(table, log_format.record_key(sequence_id)) for table in ("verdicts", "letters")]
     for checkpoint_id in checkpoint_ids:
-        spans += [Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)), *checkpoint_spans(checkpoint_id)]
+        spans += [
+            Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)),
+            *checkpoint_spans(checkpoint_id),
+        ]
     return spans
 
 
 def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Changes:
     """Return changes that remove :func:`cut_spans`, and the versions that began there. Raises DamagedLogError."""
     changes = Changes(deletes=cut_spans(sequence_id, checkpoint_ids))
-    changes.remove("meta", META_SUSPECT)
-    for key_view, value in view.scan("versions"):
-        key = bytes(key_view)
+    changes.remove("meta", log_format.META_SUSPECT)
+    for key, value in Span("versions").rows(view):
         if log_format.decode_version_start(key, bytes(value)).sequence_id >= sequence_id:
             changes.remove("versions", key)
-    earlier = meta_value(view, META_CUT, INT)
-    cuts = meta_value(view, META_CUTS, INTS) or []
-    changes.puts.append(meta_row(META_CUT, sequence_id if earlier is None else min(earlier, sequence_id)))
+    earlier = meta_value(view, log_format.META_CUT, log_format.INT)
+    cuts = meta_value(view, log_format.META_CUTS, log_format.INTS) or []
+    changes.puts.append(meta_row(log_format.META_CUT, sequence_id if earlier is None else min(earlier, sequence_id)))
     # An earlier cut inside the removed part is no longer in this log.
-    changes.puts.append(meta_row(META_CUTS, [one for one in cuts if one < sequence_id] + [sequence_id]))
+    changes.puts.append(meta_row(log_format.META_CUTS, [one for one in cuts if one < sequence_id] + [sequence_id]))
     return changes
 
 

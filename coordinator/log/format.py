@@ -121,12 +121,12 @@ def name_of_key(key: bytes) -> str:
 
 
 def batch_key(destination: str, first_position: int) -> bytes:
-    """Return the key of a row of ``impulses`` or ``spilled``."""
+    """Return the key of a row of ``impulses`` or ``spilled``; or of ``replies``, by client ID and number."""
     return name_key(destination) + _POSITION.pack(first_position)
 
 
 def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
-    """Decode a key into (destination, first position). Raises DamagedLogError."""
+    """Decode what :func:`batch_key` returns. Raises DamagedLogError."""
     if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
         raise DamagedLogError(f"the log's table {table.decode()!r} has a damaged key {key.hex()}", -1)
     return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
@@ -135,17 +135,6 @@ def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
 def record_key(sequence_id: int) -> bytes:
     """Return the first possible key of this record in ``verdicts`` and ``letters``."""
     return MESSAGE_KEY.pack(sequence_id, 0, 0, 0)
-
-
-def reply_key(client_id: str, number: int) -> bytes:
-    return name_key(client_id) + _POSITION.pack(number)
-
-
-def reply_of_key(key: bytes) -> tuple[str, int]:
-    """Decode a key into (client ID, number). Raises DamagedLogError."""
-    if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
-        raise DamagedLogError(f"the log's table 'replies' has a damaged key {key.hex()}", -1)
-    return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
 
 
 def encode_client(key: bytes, position: ClientPosition) -> bytes:

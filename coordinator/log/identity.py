@@ -168,9 +168,8 @@ def _verify_record(value: Readable, expected_sequence_id: int, committer_id: int
 
 
 def _trailer_error(error: RemoteProtocolError, sequence_id: int) -> DamagedLogError:
-    if isinstance(error, DamagedRecordError):
-        return DamagedLogError(f"the trailer of record {sequence_id} is damaged: {error}", sequence_id)
-    return DamagedLogError(f"the trailer of record {sequence_id} cannot be read: {error}", sequence_id)
+    how = "is damaged" if isinstance(error, DamagedRecordError) else "cannot be read"
+    return DamagedLogError(f"the trailer of record {sequence_id} {how}: {error}", sequence_id)
 
 
 def checked_prefix(values: list[bytes], first_sequence_id: int, committer_id: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Store in memory that crashes, fails and corrupts data on a test's order: for tests and the simulation."""
+"""Store in memory that crashes on a test's order: for tests and the simulation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from immortal.coordinator.core.interfaces import AuditEntry
 from immortal.coordinator.log import verdicts
 from immortal.coordinator.log.backends.memory import MemoryBackend, MemoryTables
 from immortal.coordinator.log.cut import cut_checkpoint_ids, rows_removed_by_cut
-from immortal.coordinator.log.format import CHUNK_KEY, CRC_SIZE_BYTES, FORMAT_VERSION, SEQUENCE_KEY
+from immortal.coordinator.log.format import FORMAT_VERSION
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.store import RowLogStore
 
@@ -54,18 +54,6 @@ class MemoryLogStore(RowLogStore):
         store = self.copy()
         self.backend.failure = LogError("this log is closed: its process crashed")
         return store
-
-    def fail_next_commit(self, error: LogError) -> None:
-        """Make the next write raise ``error`` (LogFullError, LogSyncError) and all later ones fail."""
-        self.backend.fails_next = error
-
-    def damage_record(self, sequence_id: int, offset_bytes: int) -> None:
-        """Flip one bit of a value."""
-        self.backend.durable.flip("records", SEQUENCE_KEY.pack(sequence_id), offset_bytes)
-
-    def damage_chunk(self, checkpoint_id: int, index: int) -> None:
-        """Flip one bit of a chunk."""
-        self.backend.durable.flip("chunks", CHUNK_KEY.pack(checkpoint_id, index), CRC_SIZE_BYTES)
 
     def cut(self, sequence_id: int) -> None:
         """Remove the records from ``sequence_id`` on and the checkpoints that contain them, like `immortal recover`."""

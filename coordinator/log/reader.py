@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
-from immortal.coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
+from immortal.coordinator.core.interfaces import AuditEntry, Letter, LogSummary
 from immortal.coordinator.log import verdicts, view_queries
 from immortal.coordinator.log.authentication import (
     LogKey,
@@ -110,7 +110,7 @@ class LogReader:
         """Read the log's state as it is now, like :meth:`RowLogStore.summary`."""
         problems: list[str] = []
         with self.view() as view:
-            summary = view_queries.load_summary(view, self.identity.committer_id, self._load_outputs, problems)
+            summary = view_queries.load_summary(view, self.identity.committer_id, self.view, problems)
         self.problems = problems
         self.release()  # only heads of rows were read, but whole rows are mapped
         return summary
@@ -271,10 +271,6 @@ class LogReader:
 
     def close(self) -> None:
         self._backend.close()
-
-    def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
-        with self.view() as view:
-            return view_queries.load_outputs(view, stored)
 
     def _scan_to_last(self, first: int, last: int | None) -> tuple[list[tuple[int, bytes]], list[bool], int]:
         """Return rows, whether each is authentic, and the last record's ID then, to tell the log's end from a gap."""

@@ -66,8 +66,8 @@ def repair_sources(view: View, committer_id: int) -> tuple[Changes, list[str]]:
     if plan:  # the whole table is written again: rows with damaged keys can't be found by their order
         damaged = {row.damaged_key for row in plan}
         changes.deletes.append(Span("sources"))
-        rows = ((bytes(key), bytes(value)) for key, value in view.scan("sources"))
-        changes.puts += [("sources", key, value) for key, value in rows if key not in damaged]
+        kept = ((key, value) for key, value in Span("sources").rows(view) if key not in damaged)
+        changes.puts += [("sources", key, bytes(value)) for key, value in kept]
     for row in plan:
         payload = (row.known.committer_id, row.known.epoch, row.known.position)
         changes.puts.append(("sources", row.key, log_format.seal(_TABLE, row.key, payload)))
@@ -75,12 +75,11 @@ def repair_sources(view: View, committer_id: int) -> tuple[Changes, list[str]]:
 
 
 def _damaged_rows(view: View) -> Iterator[tuple[bytes, bytes, str]]:
-    for key_view, value_view in view.scan("sources"):
-        key, value = bytes(key_view), bytes(value_view)
+    for key, value in Span("sources").rows(view):
         try:
-            log_format.unseal(_TABLE, key, value, log_format.SOURCE)
+            log_format.unseal(_TABLE, key, bytes(value), log_format.SOURCE)
         except DamagedLogError as error:
-            yield key, value, str(error)
+            yield key, bytes(value), str(error)
 
 
 def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePosition] | None:

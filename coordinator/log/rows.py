@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from immortal.coordinator.core.errors import require
-from immortal.coordinator.core.interfaces import SpilledBatch, Transaction, VersionStart
+from immortal.coordinator.core.interfaces import SpilledBatch, Transaction
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import verdicts, view_queries
 from immortal.coordinator.log.backend import Row, Span, View
@@ -93,7 +93,10 @@ def add_dependent(changes: Changes, transaction: Transaction, view: View) -> Non
         rows = {name: (start.offset, start.pending, start.forked) for name, start in sorted(starts.items())}
         changes.puts.append(meta_row(log_format.META_STREAM_STARTS, rows))
     if transaction.version is not None:
-        _put_version(changes, transaction.version, view)
+        # After the earlier ones: a version can begin more than once.
+        last = next((SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan_back("versions")), 0)
+        key = SEQUENCE_KEY.pack(last + 1)
+        changes.puts.append(("versions", key, log_format.encode_version_start(key, transaction.version)))
     changes.puts += verdicts.audit_rows(view, transaction.audit)
 
 
@@ -121,15 +124,8 @@ def _put_clients(changes: Changes, transaction: Transaction) -> None:
         else:
             changes.puts.append(("clients", key, log_format.encode_client(key, position)))
     for (client_id, number), data in transaction.replies.items():
-        key = log_format.reply_key(client_id, number)
+        key = log_format.batch_key(client_id, number)
         if data is None:
             changes.remove("replies", key)
         else:
             changes.puts.append(("replies", key, log_format.seal_chunk(key, data)))
-
-
-def _put_version(changes: Changes, start: VersionStart, view: View) -> None:
-    """Put a version's start after the earlier ones: a version can begin more than once."""
-    last = next((SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan_back("versions")), 0)
-    key = SEQUENCE_KEY.pack(last + 1)
-    changes.puts.append(("versions", key, log_format.encode_version_start(key, start)))

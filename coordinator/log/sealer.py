@@ -22,16 +22,8 @@ from immortal.coordinator.log.authentication import (
     summed_rows,
 )
 from immortal.coordinator.log.backend import Append, ReadBackend, Row, Span, View
-from immortal.coordinator.log.format import (
-    CHUNK_KEY,
-    MAC_SIZE_BYTES,
-    META_AUTHENTICATED,
-    META_FORMAT,
-    META_SEAL,
-    SEQUENCE_KEY,
-)
+from immortal.coordinator.log.format import CHUNK_KEY, MAC_SIZE_BYTES, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_row
-from immortal.protocol.varint import Readable
 
 # Tables whose MACs stay in memory. Most appends change no other table, so nothing is read for them.
 _KEPT_TABLES = frozenset(("sources", "acknowledged", "verdicts", "letters", "meta"))
@@ -139,7 +131,7 @@ class Sealer:
             for checkpoint_id in [each for each in change.chunks if span.has(CHUNK_KEY.pack(each, 0))]:
                 del change.chunks[checkpoint_id]
             return []
-        for key, value in _rows_in(view, span):
+        for key, value in () if view is None else span.rows(view):
             if is_summed(span.table, key):
                 change.replace(span.table, key, self._macs.row(span.table, key, value), None)
         if span.table != "checkpoints":
@@ -148,19 +140,9 @@ class Sealer:
         return [seals, *self._delete(change, seals, view)]
 
 
-def _rows_in(view: View | None, span: Span) -> Iterator[tuple[bytes, Readable]]:
-    if view is None:
-        return
-    for key_view, value in view.scan(span.table, span.first):
-        key = bytes(key_view)
-        if not span.has(key):
-            return
-        yield key, value
-
-
 def _seal_row(macs: Macs, head: bytes, tags: dict[str, bytes]) -> Row:
     """Return the row that seals the state of all tables."""
-    return meta_row(META_SEAL, macs.seal(head, b"".join([tags[table] for table in SUMMED_TABLES])))
+    return meta_row(log_format.META_SEAL, macs.seal(head, b"".join([tags[table] for table in SUMMED_TABLES])))
 
 
 # --- giving a log a key, and removing it ------------------------------------------------------------------------------
@@ -193,8 +175,8 @@ def seal_all(
     marker = Marker(key.id, nonce, last + 1 if first_sequence_id is None else first_sequence_id)
     macs = Macs(key, identity, marker)
     rows: list[Row] = [
-        meta_row(META_FORMAT, log_format.AUTHENTICATED_VERSION),
-        meta_row(META_AUTHENTICATED, (marker.key_id, marker.nonce, marker.first_sequence_id)),
+        meta_row(log_format.META_FORMAT, log_format.AUTHENTICATED_VERSION),
+        meta_row(log_format.META_AUTHENTICATED, marker),
     ]
     for checkpoint_key, _ in view.scan("checkpoints"):
         (checkpoint_id,) = SEQUENCE_KEY.unpack(checkpoint_key)
@@ -226,12 +208,9 @@ def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Sp
 
 def unsealed(last_sequence_id: int) -> Append:
     """Return the append that removes the log's authentication."""
-    deletes = [Span("record_seals"), Span("checkpoint_seals"), *unmarked()]
-    return Append(last_sequence_id, puts=[meta_row(META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
-
-
-def unmarked() -> list[Span]:
-    return [Span.of_one("meta", key) for key in (META_AUTHENTICATED, META_SEAL)]
+    marks = (log_format.META_AUTHENTICATED, log_format.META_SEAL)
+    deletes = [Span("record_seals"), Span("checkpoint_seals"), *(Span.of_one("meta", key) for key in marks)]
+    return Append(last_sequence_id, puts=[meta_row(log_format.META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
 
 
 def _chunk_macs(view: View, macs: Macs, checkpoint_id: int) -> Iterator[bytes]:

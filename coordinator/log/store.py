@@ -42,7 +42,6 @@ from immortal.coordinator.log.authentication import (
 )
 from immortal.coordinator.log.backend import Append, Backend, RemovalBudget
 from immortal.coordinator.log.checkpoints import CheckpointWriter, decode_offer, half_written
-from immortal.coordinator.log.format import StoredHeader
 from immortal.coordinator.log.identity import checked_prefix, first_and_last_sequence_id
 from immortal.coordinator.log.repair import repair_sources
 from immortal.coordinator.log.rows import Changes, add_dependent, changes_of, depends_on_log
@@ -100,8 +99,8 @@ class RowLogStore(LogStore):
         elif keys and not (adopt or accept):
             raise LogKeyError(not_authenticated_message(self.identity.instance_name))
         damage = [] if accept else backend.check_end(self.macs and self.macs.mark)
-        while self._remove_half_written():
-            pass
+        while changes := self._half_written():
+            self._write_changes(changes)
         if self._sealer is None:
             self.repairs += self._repair()
         self.repairs += damage + backend.repairs
@@ -120,8 +119,6 @@ class RowLogStore(LogStore):
         """Take a standby's answer to the request for a checkpoint; None: there is none yet. Raises LogError."""
         offer = self.backend.take_standby_offer()
         return None if offer is None else decode_offer(offer)
-
-    # --- the log's key ------------------------------------------------------------------------------------------------
 
     def _authenticate(self, macs: Macs) -> None:
         """Check the tables, then seal all later appends. Raises ForgedLogError, DamagedLogError."""
@@ -151,21 +148,15 @@ class RowLogStore(LogStore):
         self._append(sealer.unsealed(self._last_sequence_id))
         self.backend.mark_end(None)
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
     def summary(self) -> LogSummary:
         problems: list[str] = []
         with self._naming_remedy(), self.backend.view() as view:
             summary = view_queries.load_summary(
-                view, self.identity.committer_id, self._load_outputs, problems, self.impulses_loaded_size_bytes_max
+                view, self.identity.committer_id, self.backend.view, problems, self.impulses_loaded_size_bytes_max
             )
         self.problems = problems
         self.backend.release()  # only heads of rows were read, but whole rows are mapped
         return summary
-
-    def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
-        with self.backend.view() as view:
-            return view_queries.load_outputs(view, stored)
 
     def clients(self) -> StoredClients:
         problems: list[str] = []
@@ -214,7 +205,7 @@ class RowLogStore(LogStore):
         return chunk
 
     def space(self) -> LogSpace:
-        return LogSpace(*self.backend.space())
+        return self.backend.space()
 
     @contextlib.contextmanager
     def _naming_remedy(self) -> Iterator[None]:
@@ -228,8 +219,6 @@ class RowLogStore(LogStore):
             self.backend.require_write_lease()
             remedy = f"'immortal recover {self.identity.instance_name}' says what can be done"
             raise DamagedLogError(f"{error}: {remedy}", error.sequence_id) from error
-
-    # --- writing ------------------------------------------------------------------------------------------------------
 
     def commit(self, transaction: Transaction, ticket: int = 0) -> None:
         with self._write_lock:
@@ -309,13 +298,9 @@ class RowLogStore(LogStore):
             reach(FaultPoint.AFTER_SPILL_TRIM)
         return budget.exhausted
 
-    def _remove_half_written(self) -> bool:
-        """Remove some rows of incomplete checkpoints; return True if there were any, as more can remain."""
+    def _half_written(self) -> Changes:
         with self.backend.view() as view:
-            changes = half_written(view)
-        if changes:
-            self._write_changes(changes)
-        return bool(changes)
+            return half_written(view)
 
     def _repair(self) -> list[str]:
         """Repair damaged rows if possible; return messages. Raises DamagedLogError."""

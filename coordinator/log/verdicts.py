@@ -30,9 +30,6 @@ def dead_letter_name(key: MessageKey) -> str:
     return ":".join(map(str, key if any(key[2:]) else key[:2]))
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 def verdict_rows(verdicts: Iterable[Verdict], now_ns: int) -> list[Row]:
     """Return the rows for ``verdicts``. ``now_ns``: when they were given, ns since the Unix epoch."""
     rows: list[Row] = []
@@ -57,9 +54,6 @@ def audit_rows(view: View, entries: Iterable[AuditEntry]) -> list[Row]:
         key = SEQUENCE_KEY.pack(number)
         rows.append(("audit", key, log_format.seal(b"audit", key, (entry.time_ns, entry.who, entry.what))))
     return rows
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:

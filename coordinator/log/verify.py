@@ -102,10 +102,6 @@ def _text(source: str) -> str:
 # The check of a whole log: what is damaged, where, and what that means for recovery.
 
 
-_READ_SIZE_BYTES = 1 << 20
-_READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
-
-
 class LogVerification(Struct):
     """Verification of a log: iterate :meth:`findings` to its end, then read the figures."""
 
@@ -220,12 +216,10 @@ class LogVerification(Struct):
                 break  # otherwise all were trimmed, and newer ones exist
         for checkpoint_id, problem in damaged:
             place = f"checkpoint {checkpoint_id}"
+            severity, then = Severity.DAMAGE, self._recovery_start()
             if self.recovery_checkpoint_id is None:
-                yield Finding(
-                    Severity.FATAL, place, f"{place} is damaged: {problem}; there is no whole one to recover from"
-                )
-            else:
-                yield Finding(Severity.DAMAGE, place, f"{place} is damaged: {problem}; {self._recovery_start()}")
+                severity, then = Severity.FATAL, "there is no whole one to recover from"
+            yield Finding(severity, place, f"{place} is damaged: {problem}; {then}")
         if not headers:
             yield Finding(Severity.NOTE, "checkpoints", "there is no checkpoint yet")
 
@@ -324,7 +318,7 @@ class LogVerification(Struct):
         for place, check, meaning in (
             ("versions", view_queries.version_starts, "the log cannot be opened"),
             ("acknowledged", view_queries.acknowledged_positions, "the log cannot be opened"),
-            ("peers", _check_peers, "the log cannot be opened"),
+            ("peers", lambda view: view_queries.named_rows(view, "peers", log_format.INT), "the log cannot be opened"),
             ("impulses", view_queries.check_impulses, "impulses that were accepted may be lost"),
             ("spilled", view_queries.check, "calls that wait for a peer may be lost"),
             ("verdicts", verdicts.load_verdicts, "the log cannot be opened"),
@@ -379,10 +373,6 @@ def _client_positions(view: View) -> dict[str, ClientPosition]:
         return view_queries.client_positions(view)
     except DamagedLogError:
         return {}
-
-
-def _check_peers(view: View) -> None:
-    view_queries.named_rows(view, "peers", log_format.INT)
 
 
 def _check_meta(view: View) -> None:

@@ -6,6 +6,8 @@ The first functions are about the table ``spilled``: outputs that did not fit in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
 
 from msgspec.structs import replace
 
@@ -42,8 +44,7 @@ def extents(view: View, acknowledged: Mapping[str, int]) -> dict[str, list[Spill
     Only the heads of rows are read. Raises DamagedLogError.
     """
     found: dict[str, list[SpilledExtent]] = {}
-    for key_view, value in view.scan("spilled"):
-        key = bytes(key_view)
+    for key, value in Span("spilled").rows(view):
         destination, first_position = log_format.batch_of_key(SPILLED_TABLE, key)
         last_position = first_position + log_format.decode_batch_count(SPILLED_TABLE, key, value) - 1
         if last_position > acknowledged.get(destination, 0):
@@ -81,7 +82,8 @@ def read(
             batch = _covering(view, "impulses", destination, position)
         if batch is None:
             if not batches:
-                raise missing(destination, position)
+                what = f"the message {position} to {destination!r} waits to be sent and is not in the log"
+                raise DamagedLogError(what, -1)
             break
         size_bytes += len(batch.payload)
         if batches and size_bytes > size_bytes_max:
@@ -89,10 +91,6 @@ def read(
         batches.append(batch)
         position = batch.last_position + 1
     return batches
-
-
-def missing(destination: str, position: int) -> DamagedLogError:
-    return DamagedLogError(f"the message {position} to {destination!r} waits to be sent and is not in the log", -1)
 
 
 def _covering(view: View, table: str, destination: str, position: int) -> OutputBatch | None:
@@ -126,8 +124,7 @@ def trim(view: View, table: str, destination: str, position: int, budget: Remova
     """Return the spans of one removal step: rows of ``table`` to ``destination`` that end at or before ``position``."""
     name, first = table.encode(), log_format.batch_key(destination, 0)
     last_key = None
-    for key_view, value in view.scan(table, first):
-        key = bytes(key_view)
+    for key, value in Span(table, first).rows(view):
         row_destination, first_position = log_format.batch_of_key(name, key)
         if budget.exhausted or row_destination != destination or first_position > position:
             break
@@ -141,8 +138,7 @@ def trim(view: View, table: str, destination: str, position: int, budget: Remova
 def check(view: View) -> None:
     """Check every row with its payload, and that no two have the same positions. Raises DamagedLogError."""
     before = ("", 0)
-    for key_view, value in view.scan("spilled"):
-        key = bytes(key_view)
+    for key, value in Span("spilled").rows(view):
         destination, first_position = log_format.batch_of_key(SPILLED_TABLE, key)
         count = log_format.decode_batch_count(SPILLED_TABLE, key, value)
         log_format.decode_batch_payload(SPILLED_TABLE, key, value)
@@ -152,7 +148,7 @@ def check(view: View) -> None:
 
 
 IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; fits into memory
-LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
+OpenView = Callable[[], AbstractContextManager[View]]
 
 
 class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
@@ -162,24 +158,23 @@ class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
     checked when the log's summary was made. Reading can raise DamagedCheckpointError.
     """
 
-    def __init__(self, stored: StoredHeader, load: LoadOutputs) -> None:
+    def __init__(self, stored: StoredHeader, open_view: OpenView) -> None:
         self._stored = stored
-        self._load = load
-        self._loaded: dict[str, list[OutputBatch]] | None = None
+        self._open_view = open_view
 
+    @cached_property
     def _outputs(self) -> dict[str, list[OutputBatch]]:
-        if self._loaded is None:
-            self._loaded = self._load(self._stored)
-        return self._loaded
+        with self._open_view() as view:
+            return load_outputs(view, self._stored)
 
     def __getitem__(self, destination: str) -> Sequence[OutputBatch]:
-        return self._outputs()[destination]
+        return self._outputs[destination]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._outputs())
+        return iter(self._outputs)
 
     def __len__(self) -> int:
-        return len(self._outputs())
+        return len(self._outputs)
 
     def __repr__(self) -> str:
         return f"<unacknowledged outputs of {self._stored.outputs_size_bytes} bytes>"
@@ -188,16 +183,14 @@ class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
 def named_rows(view: View, table: str, decoder: decoding.Decoder[log_format.Decoded]) -> dict[str, log_format.Decoded]:
     """Read all rows of a table of small values, by name. Raises DamagedLogError."""
     rows = {}
-    for key_view, value in view.scan(table):
-        key = bytes(key_view)
+    for key, value in Span(table).rows(view):
         rows[log_format.name_of_key(key)] = log_format.unseal(table.encode(), key, bytes(value), decoder)
     return rows
 
 
 def stored_headers(view: View) -> Iterator[tuple[int, StoredHeader | DamagedLogError]]:
     """Iterate over checkpoints, oldest first: (ID, header or its damage)."""
-    for key_view, value in view.scan("checkpoints"):
-        key = bytes(key_view)
+    for key, value in Span("checkpoints").rows(view):
         checkpoint_id = SEQUENCE_KEY.unpack(key)[0]
         try:
             yield checkpoint_id, log_format.decode_header(key, bytes(value))
@@ -265,13 +258,13 @@ def _require_outputs(stored: StoredHeader, size_bytes: int, check: int) -> None:
 def load_summary(
     view: View,
     committer_id: int,
-    load: LoadOutputs,
+    open_view: OpenView,
     problems: list[str],
     impulses_size_bytes_max: int = IMPULSES_LOADED_SIZE_BYTES_MAX,
 ) -> LogSummary:
     """Load the log's summary. A damaged checkpoint is left out and described in ``problems``.
 
-    Raises DamagedLogError.
+    ``open_view``: opens a later view, for the outputs of a checkpoint. Raises DamagedLogError.
     """
     first, last = first_and_last_sequence_id(view)
     checkpoints: list[CheckpointHeader] = []
@@ -284,7 +277,10 @@ def load_summary(
         except DamagedCheckpointError as error:
             problems.append(f"checkpoint {checkpoint_id} is left out: {error}")
             continue
-        checkpoints.append(with_outputs(stored, load))
+        header = stored.header
+        if stored.outputs_size_bytes:
+            header = replace(header, unacknowledged=StoredOutputs(stored, open_view))
+        checkpoints.append(header)
     acknowledged = acknowledged_positions(view)
     sources = named_rows(view, "sources", log_format.SOURCE)
     extensions = meta_value(view, log_format.META_EXTENSIONS, log_format.INTS)
@@ -302,7 +298,7 @@ def load_summary(
             view, acknowledged, None if cut is not None else impulses_size_bytes_max
         ),  # after a cut all are loaded, as they can get other positions
         extensions=None if extensions is None else frozenset(extensions),
-        last_time_ns=_record_time_ns(view, last, committer_id),
+        last_time_ns=record_time_ns(view, last, committer_id),
         versions=version_starts(view),
         cut_sequence_id=cut,
         stream_starts=stream_starts(view),
@@ -324,21 +320,15 @@ def stream_starts(view: View) -> dict[str, StreamStart]:
     return {name: StreamStart(*row) for name, row in (rows or {}).items()}
 
 
-def _record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
+def record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
+    """Return the time of a record in ns; 0 if the log does not keep it."""
     value = view.get("records", SEQUENCE_KEY.pack(sequence_id)) if sequence_id >= 0 else None
     return 0 if value is None else logged_time_ns(value, sequence_id, committer_id)
 
 
 def version_starts(view: View) -> list[VersionStart]:
     """Return the versions in the order in which they began. Raises DamagedLogError."""
-    return [log_format.decode_version_start(bytes(key), bytes(value)) for key, value in view.scan("versions")]
-
-
-def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
-    """Return the header in the core's form."""
-    if not stored.outputs_size_bytes:
-        return stored.header
-    return replace(stored.header, unacknowledged=StoredOutputs(stored, load))
+    return [log_format.decode_version_start(key, bytes(value)) for key, value in Span("versions").rows(view)]
 
 
 def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: int | None) -> list[ImpulseBatch]:
@@ -350,8 +340,7 @@ def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: i
     """
     batches = []
     loaded: dict[str, int] = {}
-    for key_view, value in view.scan("impulses"):
-        key = bytes(key_view)
+    for key, value in Span("impulses").rows(view):
         destination, first_position = log_format.batch_of_key(IMPULSES_TABLE, key)
         count = log_format.decode_batch_count(IMPULSES_TABLE, key, value)
         payload, left_bytes = b"", 0
@@ -368,16 +357,15 @@ def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: i
 
 def client_positions(view: View) -> dict[str, ClientPosition]:
     """Read clients' positions by client ID. Raises DamagedLogError."""
-    rows = ((bytes(key), bytes(value)) for key, value in view.scan("clients"))
-    return {log_format.name_of_key(key): log_format.decode_client(key, value) for key, value in rows}
+    rows = Span("clients").rows(view)
+    return {log_format.name_of_key(key): log_format.decode_client(key, bytes(value)) for key, value in rows}
 
 
 def load_clients(view: View, problems: list[str]) -> StoredClients:
     """Load clients' positions and replies. Describe damaged replies in ``problems``. Raises DamagedLogError."""
     replies = {}
-    for key_view, value in view.scan("replies"):
-        key = bytes(key_view)
-        client_id, number = log_format.reply_of_key(key)
+    for key, value in Span("replies").rows(view):
+        client_id, number = log_format.batch_of_key(b"replies", key)
         data = log_format.unseal_chunk(key, value)
         if data is None:
             problems.append(f"the reply to request {number} of client {client_id!r} is damaged: it is left out")
@@ -435,7 +423,6 @@ def read_chunk(view: View, checkpoint_id: int, index: int) -> bytes:
 
 def check_impulses(view: View) -> None:
     """Check every row of impulses with its payload. Raises DamagedLogError."""
-    for key_view, value in view.scan("impulses"):
-        key = bytes(key_view)
+    for key, value in Span("impulses").rows(view):
         log_format.decode_batch_count(IMPULSES_TABLE, key, value)
         log_format.decode_batch_payload(IMPULSES_TABLE, key, value)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
-from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.driver.ports import Offered, StoreRead, failed, problem_of
+from immortal.coordinator.instances.own_logs import InstanceLog
 from immortal.coordinator.log.backend import StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_port.writer import Mailbox
 from immortal.protocol.errors import ImmortalError
@@ -30,49 +29,16 @@ CAUGHT_UP_S = 1.0  # an app that has all records at least this often keeps up, h
 STANDBY_CLOSE_TIMEOUT_S = 1.0  # for unregistering with the writer
 
 
-class FollowedLog(Protocol):
-    """Log open for reading beside its writer, such as a LogReader."""
-
-    def summary(self) -> LogSummary: ...
-
-    def last_sequence_id(self) -> int: ...
-
-    def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]: ...
-
-    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
-class LogAccess(Protocol):
-    """Access to the log, for the follower's thread only."""
-
-    def open_store(self) -> RowLogStore:
-        """Open the log for writing, or create a new one.
-
-        Raises LogLockedError if another process writes it, ImmortalError.
-        """
-
-    def open_reader(self) -> FollowedLog | None:
-        """Open the log for reading; None if there is no log yet. Raises LogError."""
-
-    def holder(self) -> str | None:
-        """Return a description of the process that writes the log; None: no process does."""
-
-    def follow(self, nudge: Callable[[], None]) -> StandbyRegistration | None:
-        """Register as a standby. ``nudge`` is called when the writer may have changed; None: the caller has to poll."""
-
-
 class LogFollower(Mailbox[ev.Event]):
     """Follower on a thread. ``fileno()`` is readable if :meth:`take` or :meth:`take_store` has something."""
 
-    def __init__(self, access: LogAccess) -> None:
+    def __init__(self, access: InstanceLog) -> None:
         super().__init__()
         self._access = access
         self._requests: queue.SimpleQueue[StoreRead | Offered | None] = queue.SimpleQueue()
         self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # answered when the log grows
         self._store: RowLogStore | None = None
-        self._reader: FollowedLog | None = None
+        self._reader: LogReader | None = None
         self._holder: str | None = None  # as last reported to the core
         self._closing = False
         self._last_event_s = 0.0  # monotonic time of the last event
@@ -174,15 +140,6 @@ class LogFollower(Mailbox[ev.Event]):
         elif request is not None:
             self._emit(self._answer(request))
 
-    # --- the checkpoint that the writer requests ---------------------------------------------------------------------
-
-    def _poll_checkpoint_request(self, following: StandbyRegistration) -> None:
-        asked = following.asked
-        if asked != self._checkpoint:
-            self._checkpoint = asked
-            if asked is not None:
-                self._emit(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
-
     def _offer(self, request: Offered) -> None:
         following, asked = self._following, self._checkpoint
         checkpoint_id = (
@@ -235,10 +192,14 @@ class LogFollower(Mailbox[ev.Event]):
             else:
                 self._emit(event)
         if self._following is not None:
-            self._poll_checkpoint_request(self._following)
+            asked = self._following.asked
+            if asked != self._checkpoint:
+                self._checkpoint = asked
+                if asked is not None:
+                    self._emit(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
             self._following.report_ready(is_ready=time.monotonic() - self._caught_up_s < CAUGHT_UP_S)
 
-    def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
+    def _grown(self, reader: LogReader, request: ef.ReadRecords) -> ev.Event | None:
         """Read the records after those that the follower has, then the log's state."""
         first = request.first_sequence_id
         last = reader.last_sequence_id()
@@ -257,6 +218,6 @@ class LogFollower(Mailbox[ev.Event]):
         return ev.RecordsRead(values, reader.summary(), request.session)
 
 
-def _loaded(reader: FollowedLog) -> ev.Event | None:
+def _loaded(reader: LogReader) -> ev.Event | None:
     summary = reader.summary()
     return ev.LogLoaded(summary) if summary.checkpoints else None

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -258,8 +258,9 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
                 break
             if done is None:
                 break
-            self._note_committed(done.commit.ticket, done.took_s)
-            events.append(Committed(done.commit.ticket))
+            commit, took_s = done
+            self._note_committed(commit.ticket, took_s)
+            events.append(Committed(commit.ticket))
         return events
 
     def _in_flight_failed(self, error: Exception) -> Event:
@@ -305,12 +306,12 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
             with self._store_lock:
                 if isinstance(job, Commit):
                     if armed:
-                        _reach_commit(job.transaction, _BEFORE)
+                        _reach_commit(job.transaction, is_done=False)
                     started_s = time.perf_counter()
                     self._store.commit(job.transaction, job.ticket)
                     self._note_committed(job.ticket, time.perf_counter() - started_s)
                     if armed:
-                        _reach_commit(job.transaction, _AFTER)
+                        _reach_commit(job.transaction, is_done=True)
                     return Committed(job.ticket)
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
                 reach(FaultPoint.AFTER_CHUNK)
@@ -436,49 +437,27 @@ def _failed(error: Exception, job: _Job) -> LogFailed:
     return LogFailed(error, isinstance(error, LogUnavailableError), job)
 
 
-# Fault points of a commit: of any commit, then of one with an epoch, checkpoint, version, reset stream or spill.
-_BEFORE = (
-    FaultPoint.BEFORE_COMMIT,
-    FaultPoint.BEFORE_EPOCH,
-    FaultPoint.BEFORE_HEADER,
-    FaultPoint.BEFORE_VERSION,
-    FaultPoint.BEFORE_RESET,
-    FaultPoint.BEFORE_SPILL,
-)
-_AFTER = (
-    FaultPoint.AFTER_COMMIT,
-    FaultPoint.AFTER_EPOCH,
-    FaultPoint.AFTER_HEADER,
-    FaultPoint.AFTER_VERSION,
-    FaultPoint.AFTER_RESET,
-    FaultPoint.AFTER_SPILL,
+# Fault points before and after a commit: of any commit, or of one with such a part.
+_POINTS: tuple[tuple[FaultPoint, FaultPoint, Callable[[Transaction], object]], ...] = (
+    (FaultPoint.BEFORE_COMMIT, FaultPoint.AFTER_COMMIT, lambda transaction: True),
+    (FaultPoint.BEFORE_EPOCH, FaultPoint.AFTER_EPOCH, lambda transaction: transaction.epoch is not None),
+    (FaultPoint.BEFORE_HEADER, FaultPoint.AFTER_HEADER, lambda transaction: transaction.checkpoint is not None),
+    (FaultPoint.BEFORE_VERSION, FaultPoint.AFTER_VERSION, lambda transaction: transaction.version is not None),
+    (FaultPoint.BEFORE_RESET, FaultPoint.AFTER_RESET, lambda transaction: transaction.stream_starts),
+    (FaultPoint.BEFORE_SPILL, FaultPoint.AFTER_SPILL, lambda transaction: transaction.spilled),
 )
 
 
-def _reach_commit(transaction: Transaction, points: tuple[FaultPoint, ...]) -> None:
-    commit, epoch, header, version, reset, spill = points
-    reach(commit)
-    if transaction.epoch is not None:
-        reach(epoch)
-    if transaction.checkpoint is not None:
-        reach(header)
-    if transaction.version is not None:
-        reach(version)
-    if transaction.stream_starts:
-        reach(reset)
-    if transaction.spilled:
-        reach(spill)
+def _reach_commit(transaction: Transaction, *, is_done: bool) -> None:
+    for before, after, has in _POINTS:
+        if has(transaction):
+            reach(after if is_done else before)
 
 
 # Commits in flight, for a log that can have several at a time.
 #
 # The loop begins them, and finishes each when its answer arrives. The thread finishes all before it writes anything
 # else. Both hold the store's lock meanwhile.
-
-
-class Finished(NamedTuple):
-    commit: Commit
-    took_s: float
 
 
 class InFlightCommits:
@@ -509,12 +488,15 @@ class InFlightCommits:
             self._commits.pop()
         return is_begun
 
-    def finish_oldest(self, *, wait: bool) -> Finished | None:
-        """Finish the oldest commit; None if it is not durable yet. Raises like the store's ``finish_oldest``."""
+    def finish_oldest(self, *, wait: bool) -> tuple[Commit, float] | None:
+        """Finish the oldest commit; return it with its duration in s, None if it is not durable yet.
+
+        Raises like the store's ``finish_oldest``.
+        """
         if not self._store.finish_oldest(wait=wait):
             return None
         commit, begun_s = self._commits.popleft()
-        return Finished(commit, time.perf_counter() - begun_s)
+        return commit, time.perf_counter() - begun_s
 
     def clear(self) -> None:
         """Forget all commits in flight: their outcome is unknown."""

@@ -33,9 +33,6 @@ PHASE = "immortal_phase", "What the instance does"
 NOTICES = "immortal_notices", "What was told, also where it became no line"
 
 
-# --- metrics of the status --------------------------------------------------------------------------------------------
-
-
 class StatusMetric(Struct, frozen=True):
     """Metric taken from the status. ``path``: that of the value in `immortal status NAME --json`; ``*`` stands for each
     key of a mapping, which becomes ``label``. ``unit``: factor from the status's unit to the metric's. ``absent``: the
@@ -188,9 +185,6 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
         yield family
 
 
-# --- metrics of notices -----------------------------------------------------------------------------------------------
-
-
 class TimeMetric(Struct, frozen=True):
     """Histogram of a duration, in seconds: from the notice ``began`` to ``ended``; with ``began`` None, ``ended`` holds
     the duration."""
@@ -236,7 +230,11 @@ class NoticeMetrics:
         self._notices = Counter(*NOTICES, [INSTANCE, "notice", "level"], registry=registry)
         self._began_s: dict[type[Notice], float] = {}  # the last of these
         self._begins = frozenset(one.began for one in TIMES)
-        self._times = {one.ended: (one.began, _histogram(one, registry).labels(name)) for one in TIMES}
+        self._times = {}
+        for one in TIMES:
+            buckets = [one.most_s / 2**power for power in reversed(range(one.buckets))]
+            histogram = Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=buckets)
+            self._times[one.ended] = one.began, histogram.labels(name)
 
     def emit(self, notice: Notice) -> None:
         kind = type(notice)
@@ -251,11 +249,6 @@ class NoticeMetrics:
             histogram.observe(notice.seconds)
         elif began is not None and (began_s := self._began_s.pop(began, None)) is not None:
             histogram.observe(self._clock_s() - began_s)
-
-
-def _histogram(one: TimeMetric, registry: CollectorRegistry) -> Histogram:
-    buckets = [one.most_s / 2**power for power in reversed(range(one.buckets))]
-    return Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=buckets)
 
 
 INTERVAL_S = 1.0

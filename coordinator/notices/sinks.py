@@ -14,7 +14,7 @@ from typing import Protocol, TextIO
 from msgspec.structs import replace
 
 from immortal.coordinator.core.notices import CheckpointTaken, Level, Notice, Recovered
-from immortal.protocol.safe_output import BURST, RateLimit, printable, printable_json
+from immortal.protocol.safe_output import RateLimit, printable, printable_json
 
 
 class Sink(Protocol):
@@ -171,9 +171,6 @@ class JsonLineSink(LineSink):
         )  # the common fields are at the front, and have priority
 
 
-BURST_MAX = BURST  # notices of one kind in one burst
-
-
 class RateLimitedSink:
     """Sink that passes a few notices of each kind on to ``sink``, since strangers, peers, clients and apps can cause
     notices at any rate. The last one left out is passed on later, with the number of those left out."""
@@ -222,11 +219,8 @@ def configure(
     instance: str, *, level: Level = "info", log_format: str = "human", stream: TextIO | None = None
 ) -> Notices:
     """Return :class:`Notices` that write lines to ``stream`` (default stderr); the logging module writes there, too."""
-    sink: LineSink
-    if log_format == "json":
-        sink = JsonLineSink(instance, stream or sys.stderr, level)
-    else:
-        sink = TextLineSink(instance, stream or sys.stderr, level)
+    kind = JsonLineSink if log_format == "json" else TextLineSink
+    sink = kind(instance, stream or sys.stderr, level)
     logger = logging.getLogger("immortal.coordinator")
     logger.handlers[:] = [_LoggingHandler(sink)]
     logger.propagate = False

@@ -14,7 +14,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, from_url
 
 from immortal.coordinator.objects import DamagedObjectError, ObjectError, StoreError
-from immortal.protocol.files import make_folder
+from immortal.protocol.files import make_folder, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,13 +131,8 @@ def _in_words(where: str) -> Iterator[None]:
 
 def _sync(file: Path, root: Path) -> None:
     """Sync a file, its name, and its folders up to ``root``, so that archived data survives a crash of the machine."""
-    folder = file
-    while True:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
+    for folder in (file, *file.parents):
+        with opened(folder, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         if folder == root:
             return
-        folder = folder.parent

@@ -24,13 +24,6 @@ import msgspec
 from immortal.coordinator.config import socket_addresses, write_atomically
 from immortal.protocol import decoding, files
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import (
-    COORDINATOR_FILE_NAME,
-    PUBLIC_FILE_MODE,
-    SUPERVISOR_FILE_NAME,
-    ProcessFile,
-    make_folder,
-)
 from immortal.protocol.shared_registry import last_holder
 
 QUERY_TIMEOUT_S = 5.0
@@ -68,7 +61,7 @@ class RunningError(ControlError):
     """Raised if an instance runs, but the operation needs one that does not run."""
 
 
-class ControlFile(ProcessFile, frozen=True, kw_only=True):
+class ControlFile(files.ProcessFile, frozen=True, kw_only=True):
     """Contents of the file in which a running coordinator announces itself."""
 
     control: str  # the path of the socket that answers
@@ -82,11 +75,11 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def path(folder: Path) -> Path:
-    return folder / COORDINATOR_FILE_NAME
+    return folder / files.COORDINATOR_FILE_NAME
 
 
 def supervisor_path(folder: Path) -> Path:
-    return folder / SUPERVISOR_FILE_NAME
+    return folder / files.SUPERVISOR_FILE_NAME
 
 
 def socket_path(folder: Path) -> Path:
@@ -109,30 +102,24 @@ def announce(folder: Path, control: Path) -> None:
 @contextlib.contextmanager
 def supervised(folder: Path) -> Iterator[None]:
     """Announce this process as the supervisor of the instance of ``folder`` during the block. Raises ControlError."""
-    _write(supervisor_path(folder), msgspec.json.encode(ProcessFile(**files.own_fields())))
+    _write(supervisor_path(folder), msgspec.json.encode(files.ProcessFile(**files.own_fields())))
     try:
         yield
     finally:
-        _withdraw(supervisor_path(folder))
+        files.withdraw(supervisor_path(folder))
 
 
 def _write(file: Path, data: bytes) -> None:
     try:
-        make_folder(file.parent)
-        write_atomically(file, data, mode=PUBLIC_FILE_MODE)  # clients read whether it runs
+        files.make_folder(file.parent)
+        write_atomically(file, data, mode=files.PUBLIC_FILE_MODE)  # clients read whether it runs
     except OSError as error:
         raise ControlError(f"{file} can't be written: {error.strerror}; make room there, or mend that") from None
 
 
 def withdraw(folder: Path) -> None:
     """Remove the coordinator's file, unless it is another process's by now."""
-    _withdraw(path(folder))
-
-
-def _withdraw(file: Path) -> None:
-    found = files.read(file, ProcessFile)
-    if found is not None and found.pid == os.getpid():
-        file.unlink(missing_ok=True)
+    files.withdraw(path(folder))
 
 
 def notify_ready() -> None:
@@ -153,9 +140,9 @@ def running(folder: Path) -> ControlFile | None:
     return files.read_living(path(folder), ControlFile)
 
 
-def supervisor(folder: Path) -> ProcessFile | None:
+def supervisor(folder: Path) -> files.ProcessFile | None:
     """Return the announcement of the `immortal run` of ``folder``; None if its process has ended."""
-    return files.read_living(supervisor_path(folder), ProcessFile)
+    return files.read_living(supervisor_path(folder), files.ProcessFile)
 
 
 def refuse_running(folder: Path) -> None:

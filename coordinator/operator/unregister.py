@@ -35,7 +35,9 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
         folder = registry.home / name
         control.refuse_running(folder)
         if settings is not None and registry.copy is not None:
-            _refuse_elsewhere(settings)
+            holder = None if is_in_folder(settings.log) else place_of(settings.log).holder()
+            if holder is not None:
+                raise RegistryError(f"{name!r} runs at {holder}: stop it there first")
         shutil.rmtree(folder / own_logs.COLUMNS_FOLDER_NAME, ignore_errors=True)
         shutil.rmtree(folder / FOLDER_NAME, ignore_errors=True)
         if delete_log and settings is not None:
@@ -54,13 +56,6 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
         with contextlib.suppress(OSError):
             folder.rmdir()  # stays where it still holds the log
     return settings.log if settings is not None else str(folder / "log")
-
-
-def _refuse_elsewhere(settings: InstanceSettings) -> None:
-    """Raise RegistryError if another machine runs the instance. Raises LogError, too."""
-    holder = None if is_in_folder(settings.log) else place_of(settings.log).holder()
-    if holder is not None:
-        raise RegistryError(f"{settings.name!r} runs at {holder}: stop it there first")
 
 
 def delete_log_of(settings: InstanceSettings) -> None:

@@ -57,17 +57,19 @@ class VerbError(ImmortalError):
     """Raised if the argument of a verb can't be used."""
 
 
-class _Letters(msgspec.Struct, forbid_unknown_fields=True):
-    keys: list[tuple[int, int, int, int]] = []
-    all: bool = False
+class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     who: str = "an operator"
 
 
-class _Skip(msgspec.Struct, forbid_unknown_fields=True):
+class _Letters(_Request):
+    keys: list[tuple[int, int, int, int]] = []
+    all: bool = False
+
+
+class _Skip(_Request):
     sequence_id: int
     message_index: int
     reason: str
-    who: str = "an operator"
 
 
 class _Peer(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,44 +84,37 @@ class _Handlers(msgspec.Struct, forbid_unknown_fields=True):
     task: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
-class _Cancel(msgspec.Struct, forbid_unknown_fields=True):
+class _Cancel(_Request):
     task: TaskNumber
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS_MAX)] = ""
-    who: str = "an operator"
 
 
-class _Retry(msgspec.Struct, forbid_unknown_fields=True):
+class _Retry(_Request):
     task: TaskNumber
-    who: str = "an operator"
 
 
-class _Signal(msgspec.Struct, forbid_unknown_fields=True):
+class _Signal(_Request):
     task: TaskNumber
     event: str
     value: Any = None
-    who: str = "an operator"
 
 
-class _Restart(msgspec.Struct, forbid_unknown_fields=True):
+class _Restart(_Request):
     task: int
     method: int
     arguments: bytes
     journal: bytes = EMPTY_ARRAY
-    who: str = "an operator"
 
 
-class _Expel(msgspec.Struct, forbid_unknown_fields=True):
+class _Expel(_Request):
     group: str
     member: str
-    who: str = "an operator"
 
 
-class _HandOver(msgspec.Struct, forbid_unknown_fields=True):
+class _HandOver(_Request):
     to: str = ""
-    who: str = "an operator"
 
 
-_HAND_OVER = decoding.JsonDecoder(_HandOver)
 _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "letters-drop": decoding.JsonDecoder(_Letters),
     "letters-retry": decoding.JsonDecoder(_Letters),
@@ -134,17 +129,15 @@ _DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
     "signal": decoding.JsonDecoder(_Signal),
     "restart": decoding.JsonDecoder(_Restart),
     "expel": decoding.JsonDecoder(_Expel),
+    "hand-over": decoding.JsonDecoder(_HandOver),
 }
-VERBS = tuple(_DECODERS)
+VERBS = tuple(verb for verb in _DECODERS if verb != "hand-over")
 """Verbs whose requests become events of the core."""
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
     """Return the core's event for a verb. ``kept``: the keys of all dead letters. Raises VerbError, LogError."""
-    try:
-        given = _DECODERS[verb].decode(argument)
-    except decoding.DecodeError as error:
-        raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None
+    given = _decoded(verb, argument)
     match given:
         case _Skip():
             message = _message(store, given.sequence_id, given.message_index)
@@ -177,12 +170,11 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
     return ev.LettersRetried({key: store.letter(key) for key in keys}, given.who, token)
 
 
-def requested_successor(argument: bytes | str) -> str:
-    """Return the successor that "hand-over" names; "" for any. Raises VerbError."""
+def _decoded(verb: str, argument: bytes | str) -> Any:
     try:
-        return _HAND_OVER.decode(argument).to
+        return _DECODERS[verb].decode(argument)
     except decoding.DecodeError as error:
-        raise VerbError(f"what came behind 'hand-over' can't be read: {error}") from None
+        raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None
 
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:
@@ -281,8 +273,7 @@ class OperatorEndpoint:
 
     def _hand_over(self, request: ControlRequest) -> None:
         try:
-            wanted = requested_successor(request.argument)
-            successor = choose_successor(self._log.standbys, wanted)
+            successor = choose_successor(self._log.standbys, _decoded(request.verb, request.argument).to)
         except (VerbError, HandOverError) as error:
             request.answer({"refused": str(error)})
             return

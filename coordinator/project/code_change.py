@@ -32,8 +32,8 @@ from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.log.open import log_exists
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.unregister import delete_log_of
+from immortal.coordinator.project.fleet import command
 from immortal.coordinator.project.project import Project, ServiceSpec
-from immortal.coordinator.service.children import PYTHON
 from immortal.protocol.errors import ImmortalError
 
 CHECKPOINT_TIMEOUT_S = 30.0
@@ -152,10 +152,8 @@ class CodeChange:
 
     def records_behind(self) -> int:
         """Return the number of records after the last checkpoint of a stopped instance."""
-        if not log_exists(self._settings.log):
+        if (summary := own_logs.summary_of(self._settings)) is None:
             return 0
-        with own_logs.open_reader(self._settings) as reader:
-            summary = reader.summary()
         newest = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
         return summary.last_sequence_id - newest
 
@@ -178,12 +176,9 @@ class CodeChange:
 
     def _has_met(self, other: str) -> bool:
         """Return True if the log of ``other`` has streams with this instance."""
-        settings = self._registry.load(other)
-        if not log_exists(settings.log):
-            return False
-        with own_logs.open_reader(settings) as reader:
-            summary = reader.summary()
-        return any(self.service.name in known for known in (summary.peers, summary.sources, summary.acknowledged))
+        summary = own_logs.summary_of(self._registry.load(other))
+        met = () if summary is None else (summary.peers, summary.sources, summary.acknowledged)
+        return any(self.service.name in known for known in met)
 
     def _status(self) -> dict[str, Any] | None:
         with contextlib.suppress(control.ControlError):
@@ -201,12 +196,7 @@ class CodeChange:
     async def _immortal(self, *arguments: str) -> tuple[int, list[str]]:
         """Run a command; return its exit status and lines. If cancelled, the command is terminated."""
         process = await asyncio.create_subprocess_exec(
-            *PYTHON,
-            "-m",
-            "immortal",
-            "--home",
-            str(self._project.home),
-            *arguments,
+            *command(self._project, *arguments),
             cwd=self._project.folder,
             env=self._project.environment(self.service.environment),
             stdin=asyncio.subprocess.DEVNULL,

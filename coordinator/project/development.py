@@ -31,7 +31,6 @@ from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
 OWN = "immortal"  # name in front of this module's lines
-_SETTLED = (State.READY, State.STOPPED, State.FAILED)
 
 
 class Development:
@@ -99,8 +98,6 @@ class Development:
     def _states(self) -> str:
         states = [f"{member.name} {member.state.value}" for member in self._members.values()]
         return f" {' · '.join(states)} · Ctrl-C stops"
-
-    # --- what runs ----------------------------------------------------------------------------------------------------
 
     def _start_new(self, services: Iterable[ServiceSpec]) -> None:
         """Register and start the services that do not run yet."""
@@ -170,8 +167,6 @@ class Development:
         for member in self._members.values():
             if member.exit_status:
                 self._print(f"{member.name} ended with status {member.exit_status}", "error")
-
-    # --- what changes -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         files = {file for member in self._members.values() for file in member.service.files}

@@ -21,6 +21,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import IO, Any, Protocol
 
 import msgspec
@@ -52,6 +53,11 @@ _LINE = re.compile(
     r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +"
     r"(?P<name>[^\s>]+)(?P<sign>> |  )(?P<text>.*)"  # "> ": immortal.logger of its app
 )
+
+
+def command(project: Project, *arguments: str) -> list[str]:
+    """Return the command line of an `immortal` command for the project's registry."""
+    return [*PYTHON, "-m", "immortal", "--home", str(project.home), *arguments]
 
 
 class State(enum.Enum):
@@ -135,16 +141,7 @@ class ServiceProcess:
     def start(self, *, with_class: bool = True) -> None:
         """Start `immortal run` for the service. ``with_class``: with the project's class, not that of the last run.
         Raises OSError."""
-        argv = [
-            *PYTHON,
-            "-m",
-            "immortal",
-            "--home",
-            str(self._project.home),
-            "run",
-            self.name,
-            *((self.service.app,) if with_class else ()),
-        ]
+        argv = command(self._project, "run", self.name, *((self.service.app,) if with_class else ()))
         argv += ["--restart", "--interactive" if self._interactive else "--no-interactive"]
         environment = {**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"}
         if self._simulates_effects and self.service.effects:
@@ -168,7 +165,7 @@ class ServiceProcess:
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [
-            _LineReader(process.stdout, self._emit_line, self._ask),
+            _LineReader(process.stdout, partial(self._sink.line, self.name), self._ask),
             _LineReader(process.stderr, self._emit_coordinator_line, None),
         ]
         loop = asyncio.get_running_loop()
@@ -230,11 +227,6 @@ class ServiceProcess:
         if state is not self.state:
             self.state, self.since_s = state, time.time()
             self._sink.changed()
-
-    # --- output -------------------------------------------------------------------------------------------------------
-
-    def _emit_line(self, text: str) -> None:
-        self._sink.line(self.name, text)
 
     def _ask(self, text: str) -> None:
         self._sink.asks(self.name, text, self._answer)
@@ -382,28 +374,15 @@ def units(project: Project, services: Sequence[ServiceSpec], *, for_user: bool =
     """Return the texts of the unit files by name. ``for_user``: for a user's own systemd. Raises ConfigError."""
     name = project.name()
     target = f"immortal-{name}.target"
-    texts = {target: _target(name, for_user=for_user)}
+    wanted_by = "default.target" if for_user else "multi-user.target"
+    texts = {target: f"[Unit]\nDescription=All services of {_plain(name)}\n\n[Install]\nWantedBy={wanted_by}\n"}
     for service in services:
         texts[f"immortal-{name}-{service.name}.service"] = _service(project, service, target, for_user=for_user)
     return texts
 
 
-def _target(name: str, *, for_user: bool) -> str:
-    wanted_by = "default.target" if for_user else "multi-user.target"
-    return f"[Unit]\nDescription=All services of {_plain(name)}\n\n[Install]\nWantedBy={wanted_by}\n"
-
-
 def _service(project: Project, service: ServiceSpec, target: str, *, for_user: bool) -> str:
-    argv = [
-        *PYTHON,
-        "-m",
-        "immortal",
-        "--home",
-        str(project.home),
-        "run",
-        service.name,  # with the class that is registered: an upgrade changes it
-        "--restart",
-    ]
+    argv = command(project, "run", service.name, "--restart")  # the class is the registered one: an upgrade changes it
     environment = {"PYTHONUNBUFFERED": "1", **service.environment}
     lines = [
         "[Unit]",
@@ -445,8 +424,5 @@ def _quoted(text: str) -> str:
 def _quoted_argument(text: str) -> str:
     """Quote ``text`` as an argument of a command, in which $ stands for variables."""
     quoted = _quoted(text).replace("$", "$$")
-    return (
-        quoted
-        if quoted[1:-1] != text or not text.replace("/", "").replace("-", "").replace(".", "").isalnum()
-        else text
-    )
+    is_plain = quoted[1:-1] == text and text.replace("/", "").replace("-", "").replace(".", "").isalnum()
+    return text if is_plain else quoted

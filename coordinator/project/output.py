@@ -58,8 +58,6 @@ class Console:
         self._drawn = False  # the line of states
         self._typed = b""
 
-    # --- lines --------------------------------------------------------------------------------------------------------
-
     def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
         if self._questions:
             self._held.append((name, text, level, clock))
@@ -105,8 +103,6 @@ class Console:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             self._stream.write(f"{erased}{text}{states}")
             self._stream.flush()
-
-    # --- questions ----------------------------------------------------------------------------------------------------
 
     def asks(self, name: str, text: str, answer: Answer) -> None:
         self._questions.append((name, text, answer))
@@ -157,8 +153,6 @@ class Console:
         while self._held and not self._questions:
             self._write(self._format_line(*self._held.popleft()))
         self.changed()
-
-    # --- input --------------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Read answers from stdin until :meth:`close`."""
@@ -230,9 +224,6 @@ class LogFiles:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-# --- reading them -----------------------------------------------------------------------------------------------------
 
 
 class Tail:

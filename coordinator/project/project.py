@@ -124,7 +124,8 @@ class Project:
         planned: list[ServiceSpec] = []
         for class_name, service in found.services.items():
             if service.is_own:
-                given = GivenService(_instance_name(class_name), f"{module}:{class_name}", str(self.file))
+                name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()  # order_book for OrderBook
+                given = GivenService(name, f"{module}:{class_name}", str(self.file))
                 planned += _planned(given, module, class_name, found)
         if not planned:
             raise ProjectError(f"{self.file} has no service: a class below immortal.Immortal")
@@ -241,11 +242,6 @@ def _module_of(file: str) -> str:
     if not all(part.isidentifier() for part in module.split(".")):
         raise ProjectError(f"{file!r} can't be imported: a module's name has letters, digits and '_'")
     return module
-
-
-def _instance_name(class_name: str) -> str:
-    """Return the instance name for a class: "order_book" for "OrderBook"."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
 
 
 FILE_NAME = "immortal.toml"

@@ -65,7 +65,5 @@ def hold(home: Path, what: str) -> Iterator[None]:
         publish(home, what, {})
         yield
     finally:
-        found = holder(home)
-        if found is not None and found.pid == os.getpid():
-            (home / FILE_NAME).unlink(missing_ok=True)
+        files.withdraw(home / FILE_NAME)
         os.close(descriptor)

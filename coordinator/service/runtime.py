@@ -41,11 +41,11 @@ from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.instances import upgrade_mark
-from immortal.coordinator.instances.own_logs import PickleRefusedError
+from immortal.coordinator.instances.own_logs import InstanceLog, PickleRefusedError
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.authentication import LogKeyError
 from immortal.coordinator.log.store import RowLogStore
-from immortal.coordinator.log_port.endpoint import InstanceLog, LogEndpoint
+from immortal.coordinator.log_port.endpoint import LogEndpoint
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices, Sink
 from immortal.coordinator.notices.sinks import RateLimitedSink, ReadinessSink, SyncTimed
@@ -62,7 +62,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
 
 if TYPE_CHECKING:
-    from immortal.coordinator.log_port.follower import LogAccess, LogFollower
+    from immortal.coordinator.log_port.follower import LogFollower
     from immortal.coordinator.service.timing_notes import TimingRecorder
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
@@ -100,7 +100,7 @@ class Coordinator:
         upgrade_to: int | None = None,
         *,
         promote: bool = False,
-        follow: LogAccess | None = None,
+        follow: InstanceLog | None = None,
         follower_settings: InstanceSettings | None = None,
         make_app: MakeApp | None = None,
     ) -> None:
@@ -469,7 +469,7 @@ def _pending_version(settings: InstanceSettings) -> int | None:
     return mark.to if mark is not None and mark.pending else None
 
 
-def _follower(places: LogAccess) -> LogFollower:
+def _follower(places: InstanceLog) -> LogFollower:
     from immortal.coordinator.log_port.follower import LogFollower  # here: only followers need a reader of logs
 
     return LogFollower(places)

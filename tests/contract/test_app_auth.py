@@ -30,12 +30,12 @@ from immortal.coordinator.config.socket_addresses import UNIX_PATH_SIZE_BYTES_MA
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
 from immortal.coordinator.notices import Notices
-from immortal.coordinator.notices.sinks import BURST_MAX, RateLimitedSink
+from immortal.coordinator.notices.sinks import RateLimitedSink
 from immortal.coordinator.operator.unregister import unregister
 from immortal.errors import ConnectError
 from immortal.protocol.app_handshake import encode_challenge
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.safe_output import INTERVAL_NS
+from immortal.protocol.safe_output import BURST, INTERVAL_NS
 from tests.helpers.app_port import (
     NONCE,
     OTHER_SECRET,
@@ -265,8 +265,8 @@ def test_a_flood_while_the_app_works(house: House) -> None:
     app.until(lambda: app.accepted == 200)
     assert app.state["forwarded"] == list(range(1, 201))
     assert process.status()["epoch"] == 1
-    process.line("a second app was turned away", BURST_MAX)
-    assert process.count("a second app was turned away") <= 4 * BURST_MAX, "a line for each fills the disk"
+    process.line("a second app was turned away", BURST)
+    assert process.count("a second app was turned away") <= 4 * BURST, "a line for each fills the disk"
     assert open_files(process) <= before + 8
 
 
@@ -274,7 +274,7 @@ def test_a_flood_of_the_silent_before_the_app(house: House) -> None:
     process = guarded(house)
     before = open_files(process)
     silent = [stranger(process.settings) for _ in range(200)]
-    process.line(f"{UNAUTHENTICATED_MAX} wait there", BURST_MAX)
+    process.line(f"{UNAUTHENTICATED_MAX} wait there", BURST)
     assert open_files(process) <= before + UNAUTHENTICATED_MAX + 8
     app = own_app(house)
     app.impulse(1)
@@ -282,7 +282,7 @@ def test_a_flood_of_the_silent_before_the_app(house: House) -> None:
     for one in silent:
         assert all_that_came(one) == b""
         one.close()
-    assert process.count("wait there") <= 4 * BURST_MAX
+    assert process.count("wait there") <= 4 * BURST
 
 
 # --- the gate and its clock ------------------------------------------------------------------------------------------
@@ -396,18 +396,18 @@ def test_few_lines_for_many_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     limited = RateLimitedSink(told)
     log = Notices("counter", limited)
-    for _ in range(BURST_MAX):
+    for _ in range(BURST):
         log.warning("it happened", kind="it")
     assert limited.next_deadline_ns() is None
     for _ in range(100):
         log.warning("it happened again", kind="it")
     limited.process()
-    assert told.lines == [("warning", "it happened", {})] * BURST_MAX
+    assert told.lines == [("warning", "it happened", {})] * BURST
     due_ns = limited.next_deadline_ns()
     assert due_ns == 10**9 + INTERVAL_NS
     now_ns = due_ns
     limited.process()
-    assert told.lines[BURST_MAX:] == [("warning", "it happened again", {"left_out": 99})]
+    assert told.lines[BURST:] == [("warning", "it happened again", {"left_out": 99})]
     assert limited.next_deadline_ns() is None
     now_ns += INTERVAL_NS
     log.warning("and once more", kind="it")

@@ -138,7 +138,7 @@ def test_a_sound_log(log: Path) -> None:
 
 
 def test_a_damaged_reply_is_not_kept_any_more(log: Path) -> None:
-    change(log, "replies", log_format.reply_key("ann", 2), None)
+    change(log, "replies", log_format.batch_key("ann", 2), None)
     ((severity, place, message),) = severe(log)
     assert (severity, place) == (Severity.DAMAGE, "replies")
     assert "request 2 of client 'ann'" in message
@@ -149,8 +149,8 @@ def test_a_damaged_reply_is_not_kept_any_more(log: Path) -> None:
 
 
 def test_a_reply_under_another_number_is_found(log: Path) -> None:
-    key = log_format.reply_key("ann", 2)
-    change(log, "replies", key, log_format.seal_chunk(log_format.reply_key("ann", 1), b"\1the reply"))
+    key = log_format.batch_key("ann", 2)
+    change(log, "replies", key, log_format.seal_chunk(log_format.batch_key("ann", 1), b"\1the reply"))
     assert [place for _, place, _ in severe(log)] == ["replies"]
 
 

@@ -13,10 +13,10 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import FencedError, LogUnavailableError
 from immortal.coordinator.core.interfaces import CheckpointHeader, OutputBatch, Transaction
+from immortal.coordinator.instances.own_logs import InstanceLog
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.backend import Append
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.coordinator.log_port.endpoint import InstanceLog
 from immortal.coordinator.log_port.follower import LogFollower
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices

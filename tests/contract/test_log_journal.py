@@ -18,8 +18,13 @@ from immortal.coordinator.core.interfaces import SourcePosition, Transaction
 from immortal.coordinator.log.backend import Row, Severity
 from immortal.coordinator.log.backends.lmdb.environment import open_environment
 from immortal.coordinator.log.backends.lmdb.files import FILE_NAME as MARK_FILE_NAME
-from immortal.coordinator.log.backends.lmdb.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal
-from immortal.coordinator.log.backends.lmdb.reader import JournalReader
+from immortal.coordinator.log.backends.lmdb.journal import (
+    BLOCK_SIZE_BYTES,
+    FILE_NAME,
+    FILE_SIZE_BYTES,
+    Journal,
+    JournalReader,
+)
 from immortal.coordinator.log.backends.lmdb.tables import JournalRows, TableWriter
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.format import FORMAT_VERSION

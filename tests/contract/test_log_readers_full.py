@@ -131,7 +131,7 @@ def test_what_else_may_pass(folder: Path, error: Exception, monkeypatch: pytest.
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(environment, "_open_lmdb", fails)
+    monkeypatch.setattr(environment, "open_lmdb", fails)
     for param in OPENED:
         with pytest.raises(LogUnavailableError, match="for now"):
             param.values[0](folder)  # type: ignore[operator]

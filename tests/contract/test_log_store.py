@@ -52,6 +52,7 @@ from immortal.log import RowLogStore, TrimmedError, create_log, open_log, open_r
 from immortal.protocol.checksum import crc64
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchSource, Trailer, encode_trailer
+from tests.helpers.memory_logs import damage_chunk, damage_record
 from tests.helpers.toy_backend import ToyPlace
 
 COMMITTER_ID = 77
@@ -501,7 +502,7 @@ def test_a_closed_store_refuses(bench: Bench) -> None:
 def test_memory_a_failed_commit_leaves_nothing_and_refuses_more() -> None:
     store = MemoryLogStore(COMMITTER_ID)
     store.commit(records(0, 1))
-    store.fail_next_commit(LogSyncError("no"))
+    store.backend.fails_next = LogSyncError("no")
     for _ in range(2):
         with pytest.raises(LogSyncError, match="no"):
             store.commit(records(1, 2))
@@ -520,8 +521,8 @@ def test_memory_damage_is_found() -> None:
     store.commit(records(0, 3))
     write_checkpoint(store, 1, -1, [b"blob"])
     write_checkpoint(store, 2, -1, [b"blob"])
-    store.damage_record(1, 30)
-    store.damage_chunk(2, 0)
+    damage_record(store, 1, 30)
+    damage_chunk(store, 2, 0)
     assert len(store.read(0, 1 << 20)) == 1
     with pytest.raises(DamagedLogError, match="record 1 is damaged") as caught:
         store.read(1, 1 << 20)

@@ -764,17 +764,6 @@ def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
         open_log(url, "alice")
 
 
-def test_a_schema_without_standbys_gets_them(postgres: Postgres, database: str) -> None:
-    """What was released before this one."""
-    postgres.execute(schema.MIGRATIONS[0] + "UPDATE immortal.schema_version SET version = 1", database=database)
-    place = place_of(postgres.url("alice", database))
-    with pytest.raises(LogFormatError, match="has version 1"):
-        place.exists()
-    assert f"had version 1, and has version {schema.VERSION} now" in place.migrate()
-    made(place)
-    assert postgres.execute("SELECT * FROM immortal.standbys", database=database) == []
-
-
 def test_a_migration_is_done_whole_or_not_at_all(
     postgres: Postgres, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

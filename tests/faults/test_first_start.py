@@ -13,7 +13,7 @@ import pytest
 
 from immortal.coordinator.core.errors import DamagedLogError, LogFormatError
 from immortal.coordinator.log.backend import Severity
-from immortal.coordinator.log.backends.lmdb.environment import new_environment
+from immortal.coordinator.log.backends.lmdb.environment import open_lmdb
 from immortal.coordinator.log.format import ALL_TABLES
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import create_log, log_exists, open_log
@@ -128,7 +128,7 @@ def test_a_coordinator_on_a_full_disk_says_so_and_starts_once_there_is_room(
 
 def unfinished_log(folder: Path, transactions: int) -> bytes:
     """Return the file that a version up to 4 left if it was killed before its second transaction."""
-    with new_environment(folder) as environment:
+    with open_lmdb(folder, map_size=1 << 26, lock=False) as environment:
         if transactions:
             with environment.begin(write=True) as transaction:
                 for name in ALL_TABLES:

@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from immortal.coordinator.core.errors import FencedError, LogError, LogFormatError, LogSyncError, require
+from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.fault_points import reach
-from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span
+from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Span
 from immortal.coordinator.log.backends.memory import MemoryTables
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
@@ -77,9 +78,9 @@ class ToyBackend(Backend):
                 reach(point)
             self._write(Entry(append.fence, list(append.deletes), puts))
 
-    def space(self) -> Space:
+    def space(self) -> LogSpace:
         state = os.fstatvfs(self._file)
-        return Space(self._end, state.f_bavail * state.f_frsize)
+        return LogSpace(self._end, state.f_bavail * state.f_frsize)
 
     def close(self) -> None:
         self.failure = self.failure or LogError(f"{self.where} is closed")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from immortal.coordinator.core.notices import PeerRefused
 from immortal.coordinator.notices import Notices
-from immortal.coordinator.notices.sinks import BURST_MAX, RateLimitedSink
+from immortal.coordinator.notices.sinks import RateLimitedSink
 from immortal.messenger import Messenger, Received
 from immortal.protocol.safe_output import BURST, INTERVAL_NS, KINDS_MAX, RateLimit
 from tests.helpers.notices import Told
@@ -68,15 +68,15 @@ def test_a_flood_of_one_kind_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(1000):
         log.warning(f"stranger {number}", kind="stranger")
     log.emit(PeerRefused("bob", "its log was replaced"))
-    assert told.lines[BURST_MAX:] == [("error", "stream refused: its log was replaced", {"peer": "bob"})]
+    assert told.lines[BURST:] == [("error", "stream refused: its log was replaced", {"peer": "bob"})]
     due_ns = limited.next_deadline_ns()
     assert due_ns is not None
     now_ns = due_ns - 1
     limited.process()
-    assert len(told.lines) == BURST_MAX + 1
+    assert len(told.lines) == BURST + 1
     now_ns = due_ns
     limited.process()
-    assert told.lines[-1] == ("warning", "stranger 999", {"left_out": 1000 - BURST_MAX - 1})
+    assert told.lines[-1] == ("warning", "stranger 999", {"left_out": 1000 - BURST - 1})
     assert limited.next_deadline_ns() is None
 
 
@@ -87,7 +87,7 @@ def test_lines_with_made_up_names_are_counted_too(monkeypatch: pytest.MonkeyPatc
     limited = RateLimitedSink(told)
     for number in range(10_000):
         limited.emit(PeerRefused(f"stranger {number}", "it is none"))
-    assert len(told.lines) == KINDS_MAX + BURST_MAX
+    assert len(told.lines) == KINDS_MAX + BURST
     while (due_ns := limited.next_deadline_ns()) is not None:
         now_ns = due_ns
         limited.process()
@@ -124,7 +124,7 @@ def test_a_peer_cannot_fill_the_log_with_frames_that_are_none(house: House) -> N
         for _ in until_s(time.monotonic() + DEADLINE_S):
             if len(replies) == 300:
                 break
-    assert process.count("a frame was dropped") <= 2 * BURST_MAX
+    assert process.count("a frame was dropped") <= 2 * BURST
     assert "a frame was dropped" in process.line("left_out="), "the last one is written once it is due"
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])
@@ -134,12 +134,12 @@ def test_an_app_cannot_fill_the_log_by_breaking_the_protocol(house: House) -> No
     house.register("alice")
     process, app = house.both("alice")
     app.close()
-    for _ in range(4 * BURST_MAX):
+    for _ in range(4 * BURST):
         one = house.app("alice").ready()
         one.send(b"\x04\x7f\x7f\x7f")
         one.until_closed()
-    assert process.count("the app broke the protocol") == BURST_MAX
-    assert process.count("the app is gone") <= BURST_MAX + 1
+    assert process.count("the app broke the protocol") == BURST
+    assert process.count("the app is gone") <= BURST + 1
     house.app("alice").ready()
 
 
@@ -163,5 +163,5 @@ def test_a_peer_that_answers_nonsense_is_asked_ever_more_rarely(house: House) ->
                 break
         assert 4 <= len(asked) <= 12, "as fast as it answers"
         assert asked[-1] - asked[-2] > asked[2] - asked[1]
-        assert process.count("a frame was dropped") <= BURST_MAX + 1
+        assert process.count("a frame was dropped") <= BURST + 1
         assert process.status()["phase"] == "normal"

@@ -19,6 +19,7 @@ from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, T
 from immortal.coordinator.log.backend import Span
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.memory import MemoryLogStore
+from tests.helpers.memory_logs import damage_chunk, damage_record
 from tests.simulation.clock import US
 from tests.simulation.shared_log import SharedLog
 from tests.simulation.trace import Violation
@@ -212,7 +213,7 @@ class Disk:
             within = int(share * 7919) % size_bytes
             trailer_offset = size_bytes + int(share * 7919) % (len(value) - size_bytes)
             put_back = self._put_back("records", SEQUENCE_KEY.pack(sequence_id))
-            self.store.damage_record(sequence_id, within if kind == "flip record" else trailer_offset)
+            damage_record(self.store, sequence_id, within if kind == "flip record" else trailer_offset)
         elif kind == "flip chunk":
             headers = self._keys("checkpoints")
             newest = SEQUENCE_KEY.unpack(headers[-1])[0] if headers else -1
@@ -221,7 +222,7 @@ class Disk:
                 return False
             key = _at(keys, share)
             put_back = self._put_back("chunks", key)
-            self.store.damage_chunk(*CHUNK_KEY.unpack(key))
+            damage_chunk(self.store, *CHUNK_KEY.unpack(key))
         elif kind == "flip header":
             headers = self._keys("checkpoints")
             if len(headers) < 2:

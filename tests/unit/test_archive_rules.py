@@ -24,10 +24,10 @@ from immortal.coordinator.archive.format import (
     decode_moment,
     digest,
     encode_moment,
+    encrypted_parts,
     index_of,
     needed_objects,
     object_name,
-    object_names_kept,
     pack,
     unpack,
 )
@@ -85,7 +85,7 @@ def test_what_is_kept_needs_nothing_that_goes(
     first = retention.first_kept(moments, stored_s_of(moments))
     assert 0 <= first < len(moments)
     oldest = needed_objects(moments, first).oldest_index
-    left, names = moments[oldest:], object_names_kept(moments[oldest:])
+    left, names = moments[oldest:], encrypted_parts(moments[oldest:]).keys()
     for index in range(first, len(moments)):
         needs = needed_objects(left, index - oldest)
         assert {one.name for one in needs.parts} <= names

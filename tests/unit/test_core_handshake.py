@@ -27,6 +27,7 @@ from tests.helpers.core import (
     rpc,
     time_of,
 )
+from tests.helpers.memory_logs import damage_chunk
 
 ASKS_FOR_CHECKPOINT = (-1, "TAKE_CHECKPOINT")
 PRIMARY = (-1, "TAKE_BECOMING_PRIMARY_CHECKPOINT")
@@ -234,7 +235,7 @@ def test_the_newest_checkpoint_is_used() -> None:
 
 def test_a_damaged_newest_checkpoint_falls_back_and_is_reported() -> None:
     second = with_two_checkpoints().crash()
-    second.store.damage_chunk(2, 0)
+    damage_chunk(second.store, 2, 0)
     second.bad_checkpoints = {2}
     second.connect(HELLO)
     assert [report for report in second.reports if report[0] == "error"] == [

@@ -13,6 +13,7 @@ from immortal.coordinator.driver.ports import answer, problem_of
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
+from tests.helpers.memory_logs import damage_chunk
 
 CHUNKS = [b"first", b"second"]
 BLOB = b"".join(CHUNKS)
@@ -35,7 +36,7 @@ def test_a_checkpoint_is_sound_whose_every_byte_is_what_was_written(store: Memor
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_chunk_that_cannot_be_read_is_a_problem(store: MemoryLogStore, index: int) -> None:
-    store.damage_chunk(1, index)
+    damage_chunk(store, 1, index)
     problem = f"chunk {index} of checkpoint 1 is damaged: its CRC does not match"
     assert answer(store, ef.CheckCheckpoint(HEADER)) == ev.CheckpointChecked(1, problem)
     found = answer(store, ef.ReadCheckpointChunk(1, index))

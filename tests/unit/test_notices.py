@@ -19,7 +19,6 @@ from immortal.coordinator.notices import LOG_LEVELS, Notices
 from immortal.coordinator.notices import __main__ as tables
 from immortal.coordinator.notices.metrics import STATUS, TIMES, NoticeMetrics
 from immortal.coordinator.notices.sinks import (
-    BURST_MAX,
     CommitTimed,
     JsonLineSink,
     Line,
@@ -28,6 +27,7 @@ from immortal.coordinator.notices.sinks import (
     SyncTimed,
     TextLineSink,
 )
+from immortal.protocol.safe_output import BURST
 from scripts.docs_site.tables import with_tables
 from tests.helpers.notices import Told
 
@@ -123,14 +123,14 @@ def test_what_is_said_of_a_notice_fits(notice: type[Notice]) -> None:
 def test_what_others_can_cause_is_limited_by_type_and_peer() -> None:
     told = Told()
     limited = RateLimitedSink(told)
-    for number in range(2 * BURST_MAX):
+    for number in range(2 * BURST):
         limited.emit(notices.PeerRefused("b", f"reason {number}"))
         limited.emit(Recovered(number, number))
     limited.emit(notices.PeerRefused("c", "no"))
     limited.emit(notices.StreamStopped("b", "no"))
-    assert [type(one).__name__ for one in told.notices].count("Recovered") == 2 * BURST_MAX
+    assert [type(one).__name__ for one in told.notices].count("Recovered") == 2 * BURST
     assert [one.text for one in told.notices if not isinstance(one, Recovered)] == [
-        *(f"stream refused: reason {number}" for number in range(BURST_MAX)),
+        *(f"stream refused: reason {number}" for number in range(BURST)),
         "stream refused: no",
         "stream stopped: no; its messages are kept",
     ]

@@ -11,22 +11,22 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from msgspec import Struct, field
+
 from immortal.coordinator.core.errors import FencedError, LogError, LogFormatError, fail
+from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.fault_points import reach
-from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize, View
+from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Span, TableSize, View
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.varint import Readable
 
 
-class Table:
+class Table(Struct):
     """Rows by key, and the sorted keys."""
 
-    __slots__ = ("keys", "rows")
-
-    def __init__(self) -> None:
-        self.rows: dict[bytes, bytes] = {}
-        self.keys: list[bytes] = []
+    rows: dict[bytes, bytes] = field(default_factory=dict)
+    keys: list[bytes] = field(default_factory=list)
 
     def put(self, key: bytes, value: bytes) -> None:
         if not self.keys or key > self.keys[-1]:  # the usual case: records ascend
@@ -43,9 +43,7 @@ class Table:
         del self.keys[first:end]
 
     def copy(self) -> Table:
-        copied = Table()
-        copied.rows, copied.keys = self.rows.copy(), self.keys.copy()
-        return copied
+        return Table(self.rows.copy(), self.keys.copy())
 
 
 class MemoryTables(View):
@@ -92,12 +90,6 @@ class MemoryTables(View):
             return last
         return first_and_last_sequence_id(self)[1]
 
-    def flip(self, table: str, key: bytes, offset_bytes: int) -> None:
-        """Flip one bit of a value."""
-        value = bytearray(self.tables[table].rows[key])
-        value[offset_bytes] ^= 1
-        self.tables[table].rows[key] = bytes(value)
-
     def copy(self) -> MemoryTables:
         copied = MemoryTables()
         copied.tables = {name: table.copy() for name, table in self.tables.items()}
@@ -108,7 +100,10 @@ _EMPTY = Table()
 
 
 class MemoryBackend(Backend):
-    """Backend that keeps a log in memory. ``free_bytes``: free bytes of its simulated disk."""
+    """Backend that keeps a log in memory.
+
+    ``free_bytes``: free bytes of its simulated disk. ``fails_next``: error of the next append, and of all later ones.
+    """
 
     def __init__(self, durable: MemoryTables, where: str, instance_name: str | None, *, writes: bool = True) -> None:
         self.where = where
@@ -147,9 +142,9 @@ class MemoryBackend(Backend):
             for table, key, value in append.puts:
                 durable.put(table, key, value)
 
-    def space(self) -> Space:
+    def space(self) -> LogSpace:
         with self.view() as view:
-            return Space(sum(view.size(table).size_bytes for table in view.tables), self.free_bytes)
+            return LogSpace(sum(view.size(table).size_bytes for table in view.tables), self.free_bytes)
 
     def close(self) -> None:
         self.failure = self.failure or LogError("this log is closed")

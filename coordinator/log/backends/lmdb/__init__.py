@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ import lmdb
 
 from immortal.coordinator.core.errors import LogError, LogFormatError
 from immortal.coordinator.fault_points import FaultPoint, reach
-from immortal.coordinator.log.backend import Finding, HeldLog, Mac, Options, Place, Row, Severity, View
+from immortal.coordinator.log.backend import Finding, Mac, Options, Place, Row, Severity, View
 from immortal.coordinator.log.backends.lmdb.environment import (
     describe_unnamed,
     error_of,
-    new_environment,
+    open_lmdb,
     remove_log,
     restrict_log_modes,
     unavailable_error,
@@ -46,20 +46,6 @@ _PARTIAL_FOLDER_NAME = ".new"
 
 if TYPE_CHECKING:
     from immortal.coordinator.log.backends.lmdb.reader import LmdbReader
-
-
-class LockedFolder(HeldLog):
-    """Log held by its folder's lock, which excludes writers."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = FolderLock(folder)
-
-    def open(self, instance_name: str) -> LmdbBackend:
-        return _open(self._folder, None, instance_name, Options())
-
-    def release(self) -> None:
-        self._lock.release()
 
 
 class LmdbPlace(Place):
@@ -131,8 +117,11 @@ class LmdbPlace(Place):
     def make_private(self) -> str | None:
         return restrict_log_modes(self._folder)
 
-    def hold(self) -> LockedFolder:
-        return LockedFolder(self._folder)
+    def hold(self) -> Callable[[], None]:
+        return FolderLock(self._folder).release
+
+    def open_held(self, instance_name: str) -> LmdbBackend:
+        return _open(self._folder, None, instance_name, Options())
 
     def findings(self, *, held: bool) -> Iterator[Finding]:
         """Find damage, up to the first fatal one: reading further could crash this process."""
@@ -163,9 +152,8 @@ class LmdbPlace(Place):
                 yield Finding(Severity.NOTE, "file", f"{describe_unnamed(unnamed)}: the next start takes it in")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        from immortal.coordinator.log.backends.lmdb.copies import (
-            update_copy,
-        )  # imported here: no running coordinator needs it
+        # Imported here: no running coordinator needs it.
+        from immortal.coordinator.log.backends.lmdb.copies import update_copy
 
         return update_copy(source, identity, mac, self._folder)
 
@@ -202,7 +190,8 @@ def _make(folder: Path, rows: Sequence[Row]) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted creation
     try:
         make_folder(partial)
-        with new_environment(partial) as environment:
+        # Without a lock: no other process knows it yet.
+        with open_lmdb(partial, map_size=1 << 26, lock=False) as environment:
             tables = make_tables(environment)
             with environment.begin(write=True) as transaction:
                 for table, key, value in rows:

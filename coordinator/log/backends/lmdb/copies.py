@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
 import lmdb
 
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log.backend import Mac, Row, Span, View
+from immortal.coordinator.log.backend import Mac, Row, Span, View, batches
 from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     error_of,
@@ -27,7 +27,7 @@ from immortal.coordinator.log.backends.lmdb.files import (
     sync_names,
 )
 from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, TableWriter, make_tables, open_tables
-from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
+from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.files import make_folder, sync_folder
 
@@ -36,8 +36,6 @@ _PARTIAL_PREFIX = ".cut-"
 _WITH_CHECKPOINTS = ("chunks", "outputs")
 _LEFT_OVER = {DATA_FILE_NAME, LOCK_FILE_NAME, READERS_FILE_NAME}  # left by an interrupted first backup
 _COPIED_INCREMENTALLY = ("records", "checkpoints", *_WITH_CHECKPOINTS)
-
-# --- rows cut off by an operator --------------------------------------------------------------------------------------
 
 
 def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
@@ -66,34 +64,20 @@ def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
 
 
 def _write(folder: Path, rows: Iterable[Row], map_size_bytes: int) -> None:
-    target = open_environment(folder, readonly=False, map_size_bytes=map_size_bytes)
-    try:
+    with open_environment(folder, readonly=False, map_size_bytes=map_size_bytes) as target:
         tables = make_tables(target)
         for table, of_table in groupby(rows, key=lambda row: row[0]):
             put_rows(target, tables, table, of_table)
         target.sync(True)
-    finally:
-        target.close()
 
 
 def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterable[Row]) -> None:
     """Put ``rows`` in transactions of a bounded size."""
-    waiting = iter(rows)
-    more = True
-    while more:
-        more = False
-        size_bytes = 0
+    for batch in batches(rows, COPIED_SIZE_BYTES_MAX):
         with target.begin(write=True) as transaction:
-            for _, key, value in waiting:
+            for _, key, value in batch:
                 if table != "meta" or key != META_JOURNAL:  # a copy's tables include the journal's rows
                     transaction.put(key, value, db=tables[table])
-                size_bytes += len(value)
-                if size_bytes >= COPIED_SIZE_BYTES_MAX:
-                    more = True
-                    break
-
-
-# --- backups ----------------------------------------------------------------------------------------------------------
 
 
 def update_copy(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
@@ -119,13 +103,16 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
     is_new = not log_exists(target)
     if is_new:
         (target / DATA_FILE_NAME).unlink(missing_ok=True)  # left by an interrupted first backup
-    environment = open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES)
-    try:
+    with open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES) as environment:
         tables = make_tables(environment) if is_new else open_tables(environment, target)
         if not is_new:
             with environment.begin(buffers=True) as transaction:
                 theirs = read_identity(LmdbView(transaction, tables), str(target), None)
-            _check_same_log(identity, theirs, target)
+            names = ("instance_name", "committer_id", "created_ns")
+            if any(getattr(identity, name) != getattr(theirs, name) for name in names):
+                raise ValueError(
+                    f"{target} has a backup of another log, of {theirs.instance_name!r}: name another folder"
+                )
         try:
             with environment.begin(write=True, buffers=True) as transaction:
                 writing = TableWriter(environment, transaction, tables)
@@ -146,14 +133,6 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
             mark.put(last, value)
             mark.close()
         return copied
-    finally:
-        environment.close()
-
-
-def _check_same_log(ours: LogIdentity, theirs: LogIdentity, target: Path) -> None:
-    names = ("instance_name", "committer_id", "created_ns")
-    if any(getattr(ours, name) != getattr(theirs, name) for name in names):
-        raise ValueError(f"{target} has a backup of another log, of {theirs.instance_name!r}: name another folder")
 
 
 def _copy_records(source: View, writing: TableWriter, target: Path) -> int:
@@ -187,18 +166,9 @@ def _copy_checkpoints(source: View, writing: TableWriter) -> None:
     for key in [key for key, header in theirs.items() if ours.get(key) != header]:
         writing.put_rows([("checkpoints", key, theirs[key])])
         for span in _spans(key):
-            writing.put_rows((span.table, row, value) for row, value in _rows_in(source, span))
+            writing.put_rows((span.table, row, value) for row, value in span.rows(source))
 
 
 def _spans(checkpoint_key: bytes) -> list[Span]:
     (checkpoint_id,) = SEQUENCE_KEY.unpack(checkpoint_key)
-    first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
-    return [Span(table, first, end) for table in _WITH_CHECKPOINTS]
-
-
-def _rows_in(view: View, span: Span) -> Iterator[tuple[bytes, bytes]]:
-    for key_view, value in view.scan(span.table, span.first):
-        key = bytes(key_view)
-        if not span.has(key):
-            return
-        yield key, bytes(value)
+    return [Span.of_checkpoint(table, checkpoint_id) for table in _WITH_CHECKPOINTS]

@@ -25,18 +25,8 @@ from immortal.coordinator.core.errors import (
     LogUnavailableError,
 )
 from immortal.coordinator.log.backends.lmdb import files
-from immortal.coordinator.log.backends.lmdb.files import (
-    DATA_FILE_NAME,
-    FILES_BESIDE,
-    LOCK_FILE_NAME,
-    READERS_FILE_NAME,
-    READERS_MAX,
-    check_data_file,
-    is_locked,
-)
-from immortal.coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
 from immortal.coordinator.log.backends.lmdb.pages import PageError, UnnamedTransaction, check_pages, name_transaction
-from immortal.protocol.files import FILE_MODE, FOLDER_MODE, restrict_mode
+from immortal.protocol.files import FILE_MODE, FOLDER_MODE, opened, restrict_mode
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALMOST_FULL_BYTES = 1 << 20
@@ -56,10 +46,10 @@ def open_environment(
     one), DamagedLogError (LMDB's own pages), LogLockedError (already open in this process), LogUnavailableError (a
     later attempt can succeed), LogError.
     """
-    path = folder / DATA_FILE_NAME
+    path = folder / files.DATA_FILE_NAME
     if path.exists():
-        check_data_file(path)
-        if not readonly or not is_locked(folder):
+        files.check_data_file(path)
+        if not readonly or not files.is_locked(folder):
             unnamed = _check_pages(path, readonly=readonly)
             if unnamed is not None and not readonly:
                 _name_last_transaction(path, unnamed)
@@ -70,7 +60,7 @@ def open_environment(
     try:
         _allocate_readers_table(folder)
         return _open_when_there_is_room(
-            folder, map_size=map_size_bytes, readonly=readonly, create=not readonly, max_readers=READERS_MAX
+            folder, map_size=map_size_bytes, readonly=readonly, create=not readonly, max_readers=files.READERS_MAX
         )
     except OSError as error:
         raise unavailable_error(folder, error) or error_of(folder, error) from error
@@ -94,10 +84,10 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
     until_s = time.monotonic() + READERS_WAIT_S
     while True:
         try:
-            environment = _open_lmdb(folder, **options)
+            environment = open_lmdb(folder, **options)
         except lmdb.ReadersFullError as error:
             holders = files.clear_dead_readers(folder)
-            if holders.total() >= READERS_MAX and time.monotonic() >= until_s:
+            if holders.total() >= files.READERS_MAX and time.monotonic() >= until_s:
                 raise readers_full_error(folder, files.describe_readers(holders)) from error
             time.sleep(_READERS_POLL_INTERVAL_S)
         else:
@@ -122,8 +112,8 @@ def begin_reading(environment: lmdb.Environment, folder: Path, *, buffers: bool)
 
 def readers_full_error(folder: Path, holders: str) -> LogUnavailableError:
     return LogUnavailableError(
-        f"the log in {folder} can't be read for now: all {READERS_MAX} places for its readers are taken: {holders};"
-        " end what is not needed, then try again"
+        f"the log in {folder} can't be read for now: all {files.READERS_MAX} places for its readers are taken:"
+        f" {holders}; end what is not needed, then try again"
     )
 
 
@@ -150,28 +140,21 @@ def _code_of(error: lmdb.Error | OSError) -> int:
 
 def _allocate_readers_table(folder: Path) -> None:
     """Allocate LMDB's table of readers, a mapped hole: on a full disk it would kill the process. Raises OSError."""
-    path = folder / READERS_FILE_NAME
+    path = folder / files.READERS_FILE_NAME
     # Closing a file drops all locks of this process on it, LMDB's among them: so it is opened only if needed.
     if path.exists() and path.stat().st_blocks * 512 >= files.TABLE_SIZE_BYTES:
         return
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        with opened(path, os.O_RDWR | os.O_CREAT) as descriptor:
+            os.posix_fallocate(descriptor, 0, files.TABLE_SIZE_BYTES)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return  # a reader without write access may still work; otherwise LMDB reports the problem
-        raise
-    try:
-        os.posix_fallocate(descriptor, 0, files.TABLE_SIZE_BYTES)
-    finally:
-        os.close(descriptor)
+        # A reader without write access may still work; otherwise LMDB reports the problem.
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
-def new_environment(folder: Path) -> lmdb.Environment:
-    """Open a new log's environment without a lock: no other process knows it yet. Raises lmdb.Error."""
-    return _open_lmdb(folder, map_size=1 << 26, lock=False)
-
-
-def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
+def open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
+    """Open an environment without checks, with further options of lmdb.open. Raises lmdb.Error."""
     # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; earlier versions have no choice.
     if _has_engines():
         options["lib_version"] = 0
@@ -183,7 +166,7 @@ def _check_pages(path: Path, *, readonly: bool) -> UnnamedTransaction | None:
     try:
         return check_pages(path)
     except PageError as error:
-        if readonly and is_locked(path.parent):
+        if readonly and files.is_locked(path.parent):
             return None  # a coordinator has begun to write
         raise DamagedLogError(
             f"{path} is damaged, in LMDB's own pages: {error}; restore the log from a copy", -1
@@ -200,14 +183,11 @@ def describe_unnamed(unnamed: UnnamedTransaction) -> str:
 def _name_last_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
     """Repair the meta page of a last transaction that no meta page names. Raises LogError, LogSyncError."""
     try:
-        descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        try:
+        with opened(path.with_name(files.READERS_FILE_NAME), os.O_RDWR | os.O_CREAT) as descriptor:
             # The first process that opens the log tells others its last transaction: a process that still has it open
             # would make LMDB here believe in the transaction before. LMDB locks this byte until it closes.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
             name_transaction(path, unnamed)
-        finally:
-            os.close(descriptor)
     except BlockingIOError:
         raise LogError(
             f"{path} must be put right before it is written ({describe_unnamed(unnamed)}), and a process has it open"
@@ -253,7 +233,13 @@ def _disk_is_full(folder: Path) -> bool:
 # A log belongs to its owner alone. An earlier version's log, or a copy, can be accessible to others.
 
 
-FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
+FILE_NAMES = (
+    files.DATA_FILE_NAME,
+    files.READERS_FILE_NAME,
+    files.LOCK_FILE_NAME,
+    files.PARTIAL_FILE_NAME,
+    *files.FILES_BESIDE,
+)
 
 
 def restrict_log_modes(folder: Path) -> str | None:

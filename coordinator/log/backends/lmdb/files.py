@@ -25,25 +25,21 @@ from msgspec import Struct
 
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogLockedError
 from immortal.coordinator.log.backend import Mac, View
-from immortal.coordinator.log.backends.lmdb.pages import decode_meta
+from immortal.coordinator.log.backends.lmdb.pages import META, PAGE_HEADER_SIZE_BYTES, decode_meta
 from immortal.coordinator.log.format import MAC_SIZE_BYTES, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, check_value, first_and_last_sequence_id
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE, acquire_lock, describe_lock_holder, open_lock, sync_folder
+from immortal.protocol.files import FILE_MODE, acquire_lock, describe_lock_holder, open_lock, opened, sync_folder
 from immortal.protocol.varint import Readable
 
 DATA_FILE_NAME = "data.mdb"
 FILES_BESIDE = ("journal", "high-water-mark")  # only a complete log has them
+PARTIAL_FILE_NAME = "journal.new"  # the journal's until it has all its blocks: a shorter journal is a truncated one
 
-# LMDB 0.9's meta pages: a page header of 16 bytes, then MDB_meta (64-bit): magic, version, address, map size, two
-# MDB_db of 48 bytes (the first begins with the page size), last page, transaction ID.
-_META_OFFSET_BYTES = 16
-_META_START = struct.Struct("=IIQQI")
-_META_END = struct.Struct("=QQ")
-_META_END_OFFSET_BYTES = 24 + 2 * 48
 _MAGIC = 0xBEEFC0DE
-_META_SIZE_BYTES = _META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size
 _DATA_VERSION = 1
+_META_SIZE_BYTES = PAGE_HEADER_SIZE_BYTES + META.size
+_META_START_SIZE_BYTES = PAGE_HEADER_SIZE_BYTES + 28  # to the page size
 _READ_SIZE_BYTES = 1 << 20
 _READ_SIZE_BYTES_MIN = 4096  # granularity of the reported place
 
@@ -69,15 +65,14 @@ def _is_unfinished(path: Path) -> bool:
         first = file.read(_META_SIZE_BYTES)
         if len(first) < _META_SIZE_BYTES:
             return False
-        magic, version, _, _, page_size_bytes = _META_START.unpack_from(first, _META_OFFSET_BYTES)
-        file.seek(page_size_bytes)
+        meta = decode_meta(first[PAGE_HEADER_SIZE_BYTES:])
+        file.seek(meta.page_size_bytes)
         second = file.read(_META_SIZE_BYTES).ljust(_META_SIZE_BYTES, b"\0")
-    meta = decode_meta(first[_META_OFFSET_BYTES:])
     return (
-        (magic, version, meta.transaction_id) == (_MAGIC, _DATA_VERSION, 0)
+        (meta.magic, meta.version, meta.transaction_id) == (_MAGIC, _DATA_VERSION, 0)
         and meta.main.is_empty
         and meta.free.is_empty
-        and decode_meta(second[_META_OFFSET_BYTES:]).transaction_id <= 1
+        and decode_meta(second[PAGE_HEADER_SIZE_BYTES:]).transaction_id <= 1
     )
 
 
@@ -108,37 +103,32 @@ def _needed_size_bytes(path: Path) -> int:
     """Return the size by the newest meta page. Raises LogFormatError if ``path`` is not an LMDB 0.9 file."""
     try:
         with path.open("rb") as file:
-            start = file.read(_META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size)
-            if len(start) < _META_OFFSET_BYTES + _META_START.size:
+            pages = [file.read(_META_SIZE_BYTES)]
+            if len(pages[0]) < _META_START_SIZE_BYTES:
                 raise LogFormatError(
-                    f"{path} is not an LMDB file: it has {len(start)} bytes; restore it from a copy, or, where this"
+                    f"{path} is not an LMDB file: it has {len(pages[0])} bytes; restore it from a copy, or, where this"
                     " instance never did anything, remove it and start again"
                 )
-            page_size_bytes = _META_START.unpack_from(start, _META_OFFSET_BYTES)[4]
+            padded = pages[0].ljust(_META_SIZE_BYTES, b"\0")
+            page_size_bytes = decode_meta(padded[PAGE_HEADER_SIZE_BYTES:]).page_size_bytes
             if not 256 <= page_size_bytes <= 65536 or page_size_bytes & (page_size_bytes - 1):
                 raise LogFormatError(f"{path} is not an LMDB file of this kind of machine")
-            metas = []
-            for page in range(2):
-                file.seek(page * page_size_bytes + _META_OFFSET_BYTES)
-                meta = file.read(_META_END_OFFSET_BYTES + _META_END.size)
-                if len(meta) == _META_END_OFFSET_BYTES + _META_END.size:
-                    metas.append(meta)
+            file.seek(page_size_bytes)
+            pages.append(file.read(_META_SIZE_BYTES))
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise LogFormatError(f"there is no log in {path.parent}") from None
         raise LogError(f"{path} cannot be read: {error}") from error
-    newest: tuple[int, int] | None = None
+    metas = [decode_meta(page[PAGE_HEADER_SIZE_BYTES:]) for page in pages if len(page) == _META_SIZE_BYTES]
     for meta in metas:
-        magic, version, _, _, _ = _META_START.unpack_from(meta)
-        if magic != _MAGIC:
+        if meta.magic != _MAGIC:
             raise LogFormatError(f"{path} is not an LMDB file: its first bytes are not LMDB's")
-        if version != _DATA_VERSION:
-            raise LogFormatError(f"{path} has LMDB data version {version}, this program reads {_DATA_VERSION}")
-        last_page, transaction_id = _META_END.unpack_from(meta, _META_END_OFFSET_BYTES)
-        newest = max(newest or (0, 0), (transaction_id, last_page))
-    if newest is None or len(metas) < 2:
+        if meta.version != _DATA_VERSION:
+            raise LogFormatError(f"{path} has LMDB data version {meta.version}, this program reads {_DATA_VERSION}")
+    if len(metas) < 2:
         raise LogFormatError(f"{path} is truncated: it has not even LMDB's two meta pages")
-    return (newest[1] + 1) * int(page_size_bytes)
+    newest = max(metas, key=lambda meta: (meta.transaction_id, meta.last_page))
+    return (newest.last_page + 1) * page_size_bytes
 
 
 def _all_used_pages_exist(path: Path) -> bool:
@@ -204,8 +194,7 @@ def structure_problems(path: Path) -> list[str] | None:
 def first_unreadable(path: Path) -> str | None:
     """Read the whole file; describe the first range that the disk fails to read, if any."""
     offset_bytes, size_bytes = 0, _READ_SIZE_BYTES
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY) as descriptor:
         while True:
             try:
                 data = os.pread(descriptor, size_bytes, offset_bytes)
@@ -218,8 +207,6 @@ def first_unreadable(path: Path) -> str | None:
             if not data:
                 return None
             offset_bytes += len(data)
-    finally:
-        os.close(descriptor)
 
 
 # Syncing folders, which have the names of files.
@@ -273,28 +260,22 @@ class FolderLock:
 def lock_holder(folder: Path) -> str | None:
     """Describe the process that holds the lock; None if the lock's file does not name it yet."""
     try:
-        descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        with opened(folder / LOCK_FILE_NAME, os.O_RDONLY) as descriptor:
+            found = describe_lock_holder(descriptor)
     except OSError:
         return None
-    try:
-        found = describe_lock_holder(descriptor)
-    finally:
-        os.close(descriptor)
     return found if found.startswith("process") else None
 
 
 def is_locked(folder: Path) -> bool:
     """Return True while a process writes this log."""
     try:
-        descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with opened(folder / LOCK_FILE_NAME, os.O_RDONLY) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(descriptor)
+    except FileNotFoundError:
+        pass
     return False
 
 
@@ -320,12 +301,9 @@ _descriptors: dict[Path, int] = {}  # never closed: that would drop all locks of
 @contextlib.contextmanager
 def clearing(folder: Path) -> Iterator[None]:
     """Exclude other processes that clear readers' places. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         acquire_lock(descriptor, _LOCK_WAIT_S)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def clear_dead_readers(folder: Path) -> Counter[int]:

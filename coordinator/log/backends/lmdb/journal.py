@@ -2,7 +2,8 @@
 
 An LMDB transaction of one small record writes six pages, syncs, writes its meta page, and syncs again. A journal entry
 is one write to existing blocks. An entry has rows of tables, and the ID of the LMDB transaction that it follows. The
-next LMDB transaction puts all entries into the tables, which makes them obsolete.
+next LMDB transaction puts all entries into the tables, which makes them obsolete. A reader of the log reads the entries
+beside its writer; a writer reads them when it starts.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
+from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.log.backend import Row
+from immortal.coordinator.log.backends.lmdb.environment import unavailable_error
+from immortal.coordinator.log.backends.lmdb.files import PARTIAL_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.tables import JournalRows
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE, sync_folder
+from immortal.protocol.files import opened, sync_folder
 
 FILE_NAME = "journal"
-PARTIAL_FILE_NAME = "journal.new"  # its name until it has all its blocks, so that a shorter journal is a truncated one
 FILE_SIZE_BYTES = 1 << 20  # limits what a start moves into the tables: milliseconds
 ENTRY_SIZE_BYTES_MAX = 32 << 10  # larger ones gain nothing
 
@@ -77,13 +82,10 @@ class Journal:
         """
         partial = self._path.with_name(PARTIAL_FILE_NAME)
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-            try:
+            with opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
                 if os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0) != FILE_SIZE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
             partial.rename(self._path)
             sync_folder(self._path.parent)
             try:
@@ -163,3 +165,151 @@ def decode_entry(data: bytes, seed: int, place: Place) -> bytes | None:
     if len(packed) != size_bytes or check != crc64(packed, crc64(checked, seed)):
         return None
     return packed
+
+
+class JournalReader:
+    """Reader of journal entries after an LMDB transaction. Repeated reads of one journal read only new entries."""
+
+    def __init__(self, folder: Path, identity: LogIdentity) -> None:
+        self.repairs: list[str] = []  # messages about repaired damage
+        self.left_out: list[str] = []  # messages about incomplete entries
+        self._path = folder / FILE_NAME
+        self._seed = identity.check
+        self._next = Place(-1, 0, 0)
+        self._offset_bytes = 0
+        self._rows: JournalRows = {}
+        self._tried = self._next  # last failed search for a flipped bit, which takes a second for a large entry
+
+    def rows(
+        self,
+        transaction_id: int,
+        *,
+        nonce: Callable[[], int | None] = lambda: None,
+        may_repair: Callable[[], bool] = lambda: True,
+    ) -> JournalRows:
+        """Return the rows of entries after the LMDB transaction ``transaction_id``. Don't change them.
+
+        ``nonce``: returns the journal's nonce in that transaction; None: there is no journal. ``may_repair``: returns
+        True if no process can be writing an invalid entry now; then a flipped bit is repaired. Raises DamagedLogError
+        if an entry is damaged, or the file is missing.
+        """
+        first_look = transaction_id != self._next.transaction_id
+        if first_look:
+            self._next, self._offset_bytes, self._rows = Place(transaction_id, 0, nonce() or 0), 0, {}
+        try:
+            with opened(self._path, os.O_RDONLY) as descriptor:
+                size_bytes = os.fstat(descriptor).st_size
+                if size_bytes < FILE_SIZE_BYTES:
+                    raise DamagedLogError(
+                        f"{self._path} is truncated: it has {size_bytes} bytes, a journal has {FILE_SIZE_BYTES};"
+                        " restore the log from a copy",
+                        -1,
+                    )
+                self._read_on(descriptor, may_repair)
+                if first_look:
+                    self._check_end(descriptor)
+        except FileNotFoundError:
+            if nonce() is None:
+                return self._rows
+            raise DamagedLogError(
+                f"{self._path} is missing: the log was not stopped, and its last commits are nowhere else; restore both"
+                f" files from one copy (where there is none, 'truncate -s {FILE_SIZE_BYTES} {self._path}' stands in for"
+                " it: those commits are lost then, of which others may have been told)",
+                -1,
+            ) from None
+        except OSError as error:
+            damaged = DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1)
+            raise unavailable_error(self._path.parent, error) or damaged from error
+        return self._rows
+
+    def make_durable(self) -> None:
+        """Make all returned entries durable. Raises OSError.
+
+        An entry of a failed write can be readable without being on disk. Another sync would do nothing, since the
+        kernel believes that it has written the entry; so it is written again.
+        """
+        with opened(self._path, os.O_RDWR) as descriptor:
+            data = os.pread(descriptor, self._offset_bytes, 0)
+            if os.pwrite(descriptor, data, 0) != self._offset_bytes:
+                raise OSError(0, f"{self._path} was not written whole")
+            os.fdatasync(descriptor)
+
+    def _read_on(self, descriptor: int, may_repair: Callable[[], bool]) -> None:
+        rows: JournalRows = {}
+        while True:
+            data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
+            packed = decode_entry(data, self._seed, self._next)
+            if packed is None:
+                packed = self._repaired(data, may_repair)
+            if packed is None:
+                break
+            rows |= {(table, key): value for table, key, value in ROWS.decode(packed)}
+            self._offset_bytes += blocks_size_bytes(packed)
+            self._next = replace(self._next, number=self._next.number + 1)
+        if rows:
+            self._rows = {**self._rows, **rows}
+
+    def _check_end(self, descriptor: int) -> None:
+        """Check that no valid entry follows the last one, since entries are written one after the other.
+
+        No entry may follow a missing transaction, which was durable before the entry was written. None may be from
+        another opening of this log, since each opening begins a new file.
+        """
+        rest = os.pread(descriptor, FILE_SIZE_BYTES, self._offset_bytes)
+        for start in range(0, len(rest) - HEADER_SIZE_BYTES + 1, BLOCK_SIZE_BYTES):
+            entry = rest[start : start + ENTRY_SIZE_BYTES_MAX]
+            place = place_of(entry)
+            if place is None or decode_entry(entry, self._seed, place) is None:
+                continue
+            if place.transaction_id > self._next.transaction_id:
+                raise DamagedLogError(
+                    f"{self._path} has commits that follow transaction {place.transaction_id}, and the tables end with"
+                    f" {self._next.transaction_id}: they lost some, or are an older copy; restore both files from one"
+                    " copy (a copy of a stopped log has no journal: then remove this one)",
+                    -1,
+                )
+            if place.nonce != self._next.nonce and self._next.nonce:
+                raise DamagedLogError(
+                    f"{self._path} is of another life of this log than the tables: one of them is from another copy;"
+                    " restore both files from one copy",
+                    -1,
+                )
+            if (place.transaction_id, place.number) <= (self._next.transaction_id, self._next.number):
+                continue
+            again = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
+            if decode_entry(again, self._seed, self._next) is not None:
+                return  # a live writer has continued
+            raise DamagedLogError(
+                f"entry {self._next.number} of {self._path} is damaged, with commits behind it: restore the log from a"
+                " copy",
+                -1,
+            )
+
+    def _repaired(self, data: bytes, may_repair: Callable[[], bool]) -> bytes | None:
+        """Return the rows of an entry that differs by one bit from the expected entry; None if it does not."""
+        if len(data) < HEADER_SIZE_BYTES:
+            return None
+        magic, size_bytes, *place = CHECKED.unpack_from(data)
+        expected = CHECKED.pack(MAGIC, size_bytes, self._next.transaction_id, self._next.number, self._next.nonce)
+        differences = (int.from_bytes(data[: len(expected)]) ^ int.from_bytes(expected)).bit_count()
+        is_meant = (magic, *place[:2]) == (MAGIC, self._next.transaction_id, self._next.number)
+        if not (differences <= 1 or is_meant) or self._next == self._tried or not may_repair():
+            return None
+        self._tried = self._next
+        number = self._next.number
+        packed = self._with_one_bit_flipped(data, HEADER_SIZE_BYTES + size_bytes) if differences <= 1 else None
+        if packed is not None:
+            self.repairs.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
+        elif is_meant:
+            self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
+        return packed
+
+    def _with_one_bit_flipped(self, data: bytes, size_bytes: int) -> bytes | None:
+        entry = bytearray(data)
+        for bit in range(8 * (size_bytes if size_bytes <= len(data) else HEADER_SIZE_BYTES)):
+            entry[bit // 8] ^= 1 << bit % 8
+            packed = decode_entry(bytes(entry), self._seed, self._next)
+            if packed is not None:
+                return packed
+            entry[bit // 8] ^= 1 << bit % 8
+        return None

@@ -19,13 +19,15 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from immortal.protocol.files import opened
+
 PAGE_HEADER_SIZE_BYTES = 16
 _PAGE_HEADER = struct.Struct("=QHHHH")  # number, padding, flags, end of the pointers, begin of the nodes
 _NODE = struct.Struct("=HHHH")  # low and high half of the size, or of the child's number; flags; size of the key
 _DB = struct.Struct("=IHHQQQQQ")  # padding, flags, depth, branch, leaf and overflow pages, entries, root
-_META = struct.Struct(
-    "=IIQQ48s48sQQ"
-)  # magic, version, address, map size, free list, main table, last page, transaction
+# Magic, version, address, map size, free list (which begins with the page size), main table, last page, transaction.
+META = struct.Struct("=IIQQ48s48sQQ")
+_PAGE_SIZE = struct.Struct("=I")
 _META_END = struct.Struct("=QQ")  # last page, transaction
 _BRANCH, _LEAF, _META_PAGE, _KINDS = 0x01, 0x02, 0x08, 0x6F
 _BIG_DATA, _SUB_DATA = 0x01, 0x02
@@ -61,6 +63,9 @@ class Table(Struct, frozen=True):
 class Meta(Struct, frozen=True):
     """Content of one of LMDB's two meta pages. Transaction N is written to page N % 2."""
 
+    magic: int
+    version: int
+    page_size_bytes: int
     free: Table
     main: Table
     last_page: int
@@ -93,38 +98,32 @@ def check_pages(path: Path) -> UnnamedTransaction | None:
 
     Raises PageError, and OSError if the file can't be read. Only for a log that no process writes.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY) as descriptor:
         return _Walk(descriptor).check()
-    finally:
-        os.close(descriptor)
 
 
 def name_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
     """Write a transaction's ID into its meta page and sync it, which makes it the last one. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_WRONLY) as descriptor:
         named = _META_END.pack(unnamed.last_page, unnamed.transaction_id)
-        offset_bytes = unnamed.meta_page * unnamed.page_size_bytes + PAGE_HEADER_SIZE_BYTES + _META.size - len(named)
+        offset_bytes = unnamed.meta_page * unnamed.page_size_bytes + PAGE_HEADER_SIZE_BYTES + META.size - len(named)
         if os.pwrite(descriptor, named, offset_bytes) != len(named):
             raise OSError(0, f"the meta page of transaction {unnamed.transaction_id} was not written whole")
         os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def decode_meta(data: bytes) -> Meta:
     """Decode a meta page. ``data`` begins after the page header."""
-    _, _, _, _, free, main, last_page, transaction_id = _META.unpack_from(data)
-    return Meta(Table.decode(free), Table.decode(main), last_page, transaction_id)
+    magic, version, _, _, free, main, last_page, transaction_id = META.unpack_from(data)
+    (page_size_bytes,) = _PAGE_SIZE.unpack_from(free)
+    return Meta(magic, version, page_size_bytes, Table.decode(free), Table.decode(main), last_page, transaction_id)
 
 
 class _Walk:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._file_size_bytes = os.fstat(descriptor).st_size
-        start = os.pread(descriptor, PAGE_HEADER_SIZE_BYTES + _META.size, 0)
-        (self._page_size_bytes,) = struct.unpack_from("=I", start, PAGE_HEADER_SIZE_BYTES + 24)
+        self._page_size_bytes = decode_meta(os.pread(descriptor, META.size, PAGE_HEADER_SIZE_BYTES)).page_size_bytes
         metas = [self._meta(number) for number in range(2)]
         self._older, self._meta_page = sorted(metas, key=lambda meta: meta.transaction_id)
         self._check_metas(metas)
@@ -132,7 +131,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def _meta(self, number: int) -> Meta:
-        page = self._bytes(number, PAGE_HEADER_SIZE_BYTES + _META.size)
+        page = self._bytes(number, PAGE_HEADER_SIZE_BYTES + META.size)
         own_number, _, flags, _, _ = _PAGE_HEADER.unpack_from(page)
         if own_number != number or flags & _KINDS != _META_PAGE:
             raise PageError(f"page {number} is no meta page")
@@ -144,8 +143,6 @@ class _Walk:
             return  # nothing was ever committed
         if metas[self._meta_page.transaction_id & 1] is not self._meta_page or abs(first - second) != 1:
             raise PageError(f"the meta pages are of transactions {first} and {second}, which cannot be")
-
-    # --- pages --------------------------------------------------------------------------------------------------------
 
     def _bytes(self, number: int, size_bytes: int) -> bytes:
         offset_bytes = number * self._page_size_bytes
@@ -185,8 +182,6 @@ class _Walk:
             raise PageError(f"node {index} of page {number} has a key that is too long")
         key = page[offset + _NODE.size : data_offset]
         return _Node(key, size_bytes | flags << 32, flags, size_bytes, data_offset)
-
-    # --- tables -------------------------------------------------------------------------------------------------------
 
     def check(self) -> UnnamedTransaction | None:
         self._check_newest(self._meta_page)

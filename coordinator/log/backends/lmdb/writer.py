@@ -14,8 +14,9 @@ from typing import TypeVar
 import lmdb
 
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFullError, fail
+from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.fault_points import armed, reach
-from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row, Space
+from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row
 from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     MappedPages,
@@ -27,8 +28,7 @@ from immortal.coordinator.log.backends.lmdb.environment import (
     unreadable,
 )
 from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, FolderLock, HighWaterMark, extend_data_file
-from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal
-from immortal.coordinator.log.backends.lmdb.reader import JournalReader
+from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal, JournalReader
 from immortal.coordinator.log.backends.lmdb.tables import (
     JournalRows,
     LmdbView,
@@ -65,14 +65,14 @@ class LmdbBackend(Backend):
         self.repairs: list[str] = []
         self._folder = folder
         self._folder_lock = lock
-        self._map_size_bytes_max = options.size_bytes_max or MAP_SIZE_BYTES_MAX
+        self._map_size_bytes_max = options.map_size_bytes_max or MAP_SIZE_BYTES_MAX
         self._write_lock = threading.RLock()
         self._sync_delay_s = sync_delay_s()
         self._map_lock = threading.Lock()  # held while a read transaction is open, since the map must not move then
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         self._has_journal: bool | None = None  # None: unknown until the first small append creates it
         self.environment = open_environment(
-            folder, readonly=False, map_size_bytes=options.size_bytes or MAP_SIZE_BYTES, repairs=self.repairs
+            folder, readonly=False, map_size_bytes=options.map_size_bytes or MAP_SIZE_BYTES, repairs=self.repairs
         )
         try:
             self._begin(instance_name)
@@ -115,8 +115,6 @@ class LmdbBackend(Backend):
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
         extend_data_file(self._folder / DATA_FILE_NAME)
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def view(self, *, copies: bool = False) -> Iterator[LmdbView]:
         with self._map_lock:
@@ -143,13 +141,11 @@ class LmdbBackend(Backend):
         with self._map_lock:
             self._mapped_pages.release()
 
-    def space(self) -> Space:
+    def space(self) -> LogSpace:
         with self.view() as view:
             used_bytes = sum(view.size(table).size_bytes for table in ALL_TABLES)
         state = os.statvfs(self._folder)
-        return Space(used_bytes, state.f_bavail * state.f_frsize)
-
-    # --- writing ------------------------------------------------------------------------------------------------------
+        return LogSpace(used_bytes, state.f_bavail * state.f_frsize)
 
     def append(self, append: Append) -> None:
         with self._write_lock:
@@ -253,8 +249,6 @@ class LmdbBackend(Backend):
         with self._map_lock:
             self.environment.set_mapsize(min(size_bytes * 2, self._map_size_bytes_max))
 
-    # --- the end of the log -------------------------------------------------------------------------------------------
-
     def check_end(self, mac: Mac | None) -> list[str]:
         self._high_water_mark = HighWaterMark(self._folder, self.identity, mac)
         try:
@@ -276,13 +270,10 @@ class LmdbBackend(Backend):
                 self._high_water_mark.put(self._last_sequence_id, value)
 
     def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
-        from immortal.coordinator.log.backends.lmdb.copies import (
-            export_cut_rows,
-        )  # imported here: no running coordinator needs it
+        # Imported here: no running coordinator needs it.
+        from immortal.coordinator.log.backends.lmdb.copies import export_cut_rows
 
         return export_cut_rows(self._folder, name, rows)
-
-    # --- closing ------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         if self.journaled[1]:

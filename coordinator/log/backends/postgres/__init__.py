@@ -11,13 +11,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from immortal.coordinator.core.errors import LogError, LogFormatError, LogLockedError
 from immortal.protocol import distribution
 
 try:
-    from psycopg import Connection, errors
+    from psycopg import errors
 except ImportError as error:  # checked first, since the modules below need psycopg too
     raise LogError(f"a log in PostgreSQL needs psycopg ({error}): {distribution.add_extra('postgres')}") from None
 
@@ -25,7 +24,7 @@ from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBa
 from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres import schema
 from immortal.coordinator.log.backends.postgres.chunks import remove_objects
-from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
+from immortal.coordinator.log.backends.postgres.connections import Address, Connection, Connections, connect, reaching
 from immortal.coordinator.log.backends.postgres.durability import Durability
 from immortal.coordinator.log.backends.postgres.standby import PostgresStandby, PostgresWatching
 from immortal.coordinator.log.backends.postgres.statements import change, write_copy
@@ -107,7 +106,7 @@ class PostgresPlace(Place):
             return write_copy(connection, self._address.named, source)
 
     @contextlib.contextmanager
-    def _making(self, options: Options) -> Iterator[Connection[tuple[Any, ...]]]:
+    def _making(self, options: Options) -> Iterator[Connection]:
         """Create a log, which exists once the body has filled it. Raises LogFormatError, LogError."""
         address, instance = self._address, self._address.named
         with reaching(address), connect(address) as connection:

@@ -29,6 +29,8 @@ from immortal.protocol import decoding
 from immortal.protocol.files import ProcessFile, is_living, own_fields
 from immortal.protocol.shared_registry import error_line, secured
 
+Connection = psycopg.Connection[tuple[Any, ...]]
+
 VERSION_MIN = 150000  # 15.0 in libpq's form
 CONNECT_TIMEOUT_S = 5
 DEAD_MS = 10_000
@@ -78,7 +80,7 @@ class Address(Struct, frozen=True):
         return self.instance
 
 
-def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
+def connect(address: Address) -> Connection:
     """Connect to the server that accepts writes, whichever of several hosts that is now.
 
     Raises LogUnavailableError, LogError.
@@ -97,7 +99,7 @@ def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
         "client_encoding": "UTF8",
     }
     with reaching(address):
-        connection: psycopg.Connection[tuple[Any, ...]] = psycopg.connect(**given, autocommit=True)
+        connection: Connection = psycopg.connect(**given, autocommit=True)
         try:
             if connection.info.server_version < VERSION_MIN:
                 found = connection.info.parameter_status("server_version")
@@ -111,7 +113,7 @@ def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
     return connection
 
 
-def is_broken(connection: psycopg.Connection[Any]) -> bool:
+def is_broken(connection: Connection) -> bool:
     return connection.closed or connection.pgconn.status != pq.ConnStatus.OK
 
 
@@ -141,11 +143,11 @@ class Connections:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._idle: list[psycopg.Connection[tuple[Any, ...]]] = []
+        self._idle: list[Connection] = []
         self._is_closed = False
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
+    def borrowed(self) -> Iterator[Connection]:
         """Borrow a connection from the pool. Raises like :func:`connect`."""
         try:
             connection = self._idle.pop()
@@ -229,7 +231,7 @@ class Holder(NamedTuple):
     left_s: float  # until the lease runs out
 
 
-def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
+def holder(connection: Connection, instance: str, *, lock: bool = False) -> Holder | None:
     """Return the holder of the valid lease; None: this process can take the log. ``lock``: lock its row meanwhile."""
     row = connection.execute(
         "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
@@ -241,7 +243,7 @@ def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lo
     return Holder(*row[1:])
 
 
-def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> list[Standby]:
+def standbys(connection: Connection, instance: str) -> list[Standby]:
     """Return the other processes that follow the log."""
     rows = connection.execute(
         "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
@@ -251,12 +253,12 @@ def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> 
     return [Standby(*row) for row in rows]
 
 
-def notify(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+def notify(connection: Connection, instance: str) -> None:
     """Notify listeners of a changed lease, once the transaction is committed."""
     connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, instance])
 
 
-def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, str]:
+def head(connection: Connection, instance: str) -> tuple[int, str]:
     """Read the epoch of a log and its writer's name."""
     row = connection.execute(
         "SELECT epoch, holder FROM immortal.heads WHERE instance = %s AND is_there", [instance]
@@ -264,15 +266,17 @@ def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tupl
     return (0, "whoever has removed it") if row is None else (row[0], row[1])
 
 
-def head_count(
-    connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False
-) -> tuple[int, int]:
+def head_count(connection: Connection, instance: str, *, lock: bool = False) -> tuple[int, int]:
     """Return the epoch of a log, and its number of appends in that epoch. ``lock``: as for :func:`holder`."""
     row = connection.execute(
         "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s" + (" FOR UPDATE" if lock else ""),
         [instance],
     ).fetchone()
     return (0, 0) if row is None else (row[0], row[1])
+
+
+def forget_rows(connection: Connection, instance: str, table: str) -> None:
+    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, table])
 
 
 class Lease:
@@ -287,7 +291,7 @@ class Lease:
         address: Address,
         length_s: float,
         endpoint: str,
-        look: Callable[[psycopg.Connection[tuple[Any, ...]]], None] = lambda connection: None,
+        look: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
         """``look``: the thread calls it with its connection at each renewal."""
         self.lost_to: tuple[int, str] | None = None
@@ -299,7 +303,7 @@ class Lease:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-lease", daemon=True)
 
-    def take_over(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+    def take_over(self, connection: Connection) -> None:
         """Take the lease, in the transaction that takes the log over."""
         connection.execute(
             "INSERT INTO immortal.leases (instance, process, holder, endpoint, until)"
@@ -315,7 +319,7 @@ class Lease:
         _OURS.add(self._process.nonce)
         self._thread.start()
 
-    def release(self, connection: psycopg.Connection[tuple[Any, ...]], successor: str) -> None:
+    def release(self, connection: Connection, successor: str) -> None:
         """Release the lease before it runs out. For HANDOVER_TIMEOUT_S only ``successor`` can take it, unless it is "".
 
         A renewal in flight finds that this process no longer has the lease. Raises like the connection.
@@ -338,7 +342,7 @@ class Lease:
         _OURS.discard(self._process.nonce)
 
     def _run(self) -> None:
-        connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        connection: Connection | None = None
         while not self._ended.wait(self._length_s / RENEWALS):
             # A failed renewal is repeated next time, or the lease runs out: no append depends on it.
             with contextlib.suppress(LogError), reaching(self._address):

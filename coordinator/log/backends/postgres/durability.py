@@ -13,16 +13,19 @@ import contextlib
 import re
 import secrets
 from collections.abc import Iterator
-from typing import Any, LiteralString
+from typing import LiteralString
 
-import psycopg
 from msgspec import Struct
 from msgspec.structs import replace
 
 from immortal.coordinator.core.errors import LogError, LogLostError, LogUnavailableError
-from immortal.coordinator.log.backends.postgres.connections import Address, head_count, reaching
-
-Connection = psycopg.Connection[tuple[Any, ...]]
+from immortal.coordinator.log.backends.postgres.connections import (
+    Address,
+    Connection,
+    forget_rows,
+    head_count,
+    reaching,
+)
 
 REQUESTS_TABLE = "durability"
 """Table for rows that no copy of the log has: the number of standbys that commits wait for, the head at the last
@@ -72,7 +75,7 @@ class DurabilityGuard:
             if last_sequence_id < sequence_id_required_min:
                 raise self.lost(f"it ends with record {last_sequence_id}, and had record {sequence_id_required_min}")
             Durability.of(connection).check_again(self._where, noted.standbys_count)
-        _forget(connection, self._instance)
+        forget_rows(connection, self._instance, REQUESTS_TABLE)
         _note(connection, self._instance, _STANDBYS, str(self._standbys_count))
         self._taken = f"{head[0]} {head[1]} {secrets.token_hex(8)}"
         _note(connection, self._instance, _TAKEN, self._taken)
@@ -166,10 +169,6 @@ class _Noted(Struct, frozen=True):
         return cls(int(found.get(_STANDBYS, "0")), found.get(_TAKEN, "0 0"), found.get(_LOST, ""))
 
 
-def _forget(connection: Connection, instance: str) -> None:
-    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE])
-
-
 def _note(connection: Connection, instance: str, key: bytes, value: str) -> None:
     connection.execute(
         "INSERT INTO immortal.rows (instance, table_name, key, value) VALUES (%s, %s, %s, %s)"
@@ -201,7 +200,7 @@ class Durability(Struct, frozen=True):
     synchronous_standby_names: str
 
     @classmethod
-    def of(cls, connection: psycopg.Connection[tuple[Any, ...]]) -> Durability:
+    def of(cls, connection: Connection) -> Durability:
         row = connection.execute(SETTINGS).fetchone()
         assert row is not None
         return cls.read(row[0])

@@ -15,12 +15,15 @@ from psycopg import Connection, errors, sql
 from immortal.coordinator.core.errors import LogError, LogFormatError
 
 MIGRATION_LOCK = 0x696D6D6F7274616C  # "immortal": one migration of a database at a time
-WRITERS = "immortal_writer"
-"""Role of which a coordinator's role is a member, unless it is the owner's role."""
 
 # Every append changes a row of heads, and a row of leases changes twice a second. Half of their pages is left free, so
 # that a new version of a row stays on its page and no index changes. A removed log keeps its head: its epoch must
 # never be reused, since an earlier writer may still try to append.
+#
+# Standbys have the endpoint where peers would reach each; a lease has its holder's. Lease changes are announced on the
+# channel "immortal", with the instance's name. Appends are not: a commit with a NOTIFY takes a lock on the whole
+# database. The registry has the files that machines share (protocol.shared_registry), by instance and part. Public keys
+# belong to one machine each.
 _TABLES: LiteralString = """
 CREATE SCHEMA immortal;
 CREATE TABLE immortal.schema_version (version int NOT NULL);
@@ -37,7 +40,17 @@ CREATE TABLE immortal.leases (
     instance text COLLATE "C" PRIMARY KEY,
     process text NOT NULL,
     holder text NOT NULL,
-    until timestamptz NOT NULL
+    until timestamptz NOT NULL,
+    endpoint text NOT NULL DEFAULT ''
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE TABLE immortal.standbys (
+    instance text COLLATE "C" NOT NULL,
+    name text COLLATE "C" NOT NULL,
+    host text NOT NULL,
+    endpoint text NOT NULL,
+    is_ready boolean NOT NULL,
+    seen timestamptz NOT NULL,
+    PRIMARY KEY (instance, name)
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE TABLE immortal.records (
     instance text COLLATE "C" NOT NULL,
@@ -54,6 +67,18 @@ CREATE TABLE immortal.rows (
     value bytea NOT NULL,
     PRIMARY KEY (instance, table_name, key)
 ) WITH (fillfactor = 80);
+CREATE SEQUENCE immortal.registry_revisions;
+CREATE TABLE immortal.registry (
+    instance text COLLATE "C" NOT NULL,
+    part text COLLATE "C" NOT NULL CHECK (part IN ('settings', 'public_keys', 'upgrade')),
+    machine text COLLATE "C" NOT NULL,
+    host text NOT NULL,
+    endpoint text NOT NULL DEFAULT '',
+    content text NOT NULL,
+    revision bigint NOT NULL DEFAULT nextval('immortal.registry_revisions'),
+    changed timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (instance, part, machine)
+);
 ALTER TABLE immortal.records ALTER COLUMN pack SET STORAGE EXTERNAL;
 ALTER TABLE immortal.rows ALTER COLUMN value SET STORAGE EXTERNAL;
 """
@@ -127,69 +152,27 @@ END $$;
 """
 
 # Roles belong to the whole server: one may exist already, and the owner of a database may lack the right to create
-# one. Then nothing is granted here: docs/how-to/postgresql.md has the grants.
+# one. Then nothing is granted here: docs/how-to/postgresql.md has the grants. A machine that only calls has the role
+# immortal_reader.
 _GRANTS: LiteralString = """
-DO $$ BEGIN
-    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
-        CREATE ROLE immortal_writer NOLOGIN;
-    END IF;
-EXCEPTION WHEN insufficient_privilege OR duplicate_object OR unique_violation THEN NULL;
+DO $$ DECLARE
+    name text;
+BEGIN
+    FOREACH name IN ARRAY ARRAY['immortal_writer', 'immortal_reader'] LOOP
+        BEGIN
+            IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = name) THEN
+                EXECUTE format('CREATE ROLE %I NOLOGIN', name);
+            END IF;
+        EXCEPTION WHEN insufficient_privilege OR duplicate_object OR unique_violation THEN NULL;
+        END;
+    END LOOP;
 END $$;
 DO $$ BEGIN
     IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
         GRANT USAGE ON SCHEMA immortal TO immortal_writer;
         GRANT SELECT ON immortal.schema_version TO immortal_writer;
-        GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.heads, immortal.leases, immortal.records, immortal.rows
-            TO immortal_writer;
-    END IF;
-END $$;
-"""
-
-# Standbys of a log, with the endpoint where peers would reach each. A lease has its holder's endpoint. Lease changes
-# are announced on the channel "immortal", with the instance's name. Appends are not: a commit with a NOTIFY takes a
-# lock on the whole database.
-_STANDBYS: LiteralString = """
-ALTER TABLE immortal.leases ADD COLUMN endpoint text NOT NULL DEFAULT '';
-CREATE TABLE immortal.standbys (
-    instance text COLLATE "C" NOT NULL,
-    name text COLLATE "C" NOT NULL,
-    host text NOT NULL,
-    endpoint text NOT NULL,
-    is_ready boolean NOT NULL,
-    seen timestamptz NOT NULL,
-    PRIMARY KEY (instance, name)
-) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
-DO $$ BEGIN
-    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
-        GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.standbys TO immortal_writer;
-    END IF;
-END $$;
-"""
-
-# Files that machines share (protocol.shared_registry), by instance and part. Public keys belong to one machine each.
-# A machine that only calls has the role immortal_reader.
-_REGISTRY: LiteralString = """
-CREATE SEQUENCE immortal.registry_revisions;
-CREATE TABLE immortal.registry (
-    instance text COLLATE "C" NOT NULL,
-    part text COLLATE "C" NOT NULL CHECK (part IN ('settings', 'public_keys', 'upgrade')),
-    machine text COLLATE "C" NOT NULL,
-    host text NOT NULL,
-    endpoint text NOT NULL DEFAULT '',
-    content text NOT NULL,
-    revision bigint NOT NULL DEFAULT nextval('immortal.registry_revisions'),
-    changed timestamptz NOT NULL DEFAULT clock_timestamp(),
-    PRIMARY KEY (instance, part, machine)
-);
-DO $$ BEGIN
-    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_reader') THEN
-        CREATE ROLE immortal_reader NOLOGIN;
-    END IF;
-EXCEPTION WHEN insufficient_privilege OR duplicate_object OR unique_violation THEN NULL;
-END $$;
-DO $$ BEGIN
-    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
-        GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.registry TO immortal_writer;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.heads, immortal.leases, immortal.records, immortal.rows,
+            immortal.standbys, immortal.registry TO immortal_writer;
         GRANT USAGE ON SEQUENCE immortal.registry_revisions TO immortal_writer;
     END IF;
     IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_reader') THEN
@@ -229,7 +212,7 @@ BEGIN
 END $$;
 """
 
-MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS, _STANDBYS, _REGISTRY)
+MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS,)
 VERSION = len(MIGRATIONS)
 
 

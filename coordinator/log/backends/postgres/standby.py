@@ -16,22 +16,18 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-import psycopg
 
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log.backend import Append, EndpointWatch, StandbyCheckpointRequest, StandbyRegistration
+from immortal.coordinator.log.backend import Append, EndpointWatch, Row, StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
-from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
+from immortal.coordinator.log.backends.postgres.connections import Address, Connection, Connections, connect, reaching
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 
 REQUESTS_TABLE = "standby_checkpoints"
 _KEY = struct.Struct(">QQQ")
 _HEADER = "checkpoints"
-
-_Connection = psycopg.Connection[tuple[Any, ...]]
+_CANCELLED = "who asked for it does not want it any more"
 
 _PUT = (
     "WITH asked AS (SELECT FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(asked_table)s"
@@ -48,7 +44,7 @@ def key_of(asked: StandbyCheckpointRequest, standby: str) -> bytes:
 # --- the writer -------------------------------------------------------------------------------------------------------
 
 
-def request_checkpoint(connection: _Connection, instance: str, asked: StandbyCheckpointRequest, standby: str) -> None:
+def request_checkpoint(connection: Connection, instance: str, asked: StandbyCheckpointRequest, standby: str) -> None:
     """Request a checkpoint from a standby, replacing earlier requests. A fenced writer's request has no effect."""
     with connection.transaction():
         forget(connection, instance)
@@ -60,12 +56,12 @@ def request_checkpoint(connection: _Connection, instance: str, asked: StandbyChe
         leases.notify(connection, instance)
 
 
-def forget(connection: _Connection, instance: str) -> None:
+def forget(connection: Connection, instance: str) -> None:
     """Remove all open requests."""
-    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE])
+    leases.forget_rows(connection, instance, REQUESTS_TABLE)
 
 
-def answer_of(connection: _Connection, instance: str, key: bytes) -> bytes | None:
+def answer_of(connection: Connection, instance: str, key: bytes) -> bytes | None:
     row = connection.execute(
         "SELECT value FROM immortal.rows WHERE instance = %s AND table_name = %s AND key = %s AND value <> ''",
         [instance, REQUESTS_TABLE, key],
@@ -77,7 +73,7 @@ def answer_of(connection: _Connection, instance: str, key: bytes) -> bytes | Non
 # --- the standby ------------------------------------------------------------------------------------------------------
 
 
-def request_to(connection: _Connection, instance: str, standby: str) -> StandbyCheckpointRequest | None:
+def request_to(connection: Connection, instance: str, standby: str) -> StandbyCheckpointRequest | None:
     """Return the open request to this standby, if there is one."""
     rows = connection.execute(
         "SELECT key FROM immortal.rows WHERE instance = %s AND table_name = %s AND value = ''",
@@ -88,51 +84,6 @@ def request_to(connection: _Connection, instance: str, standby: str) -> StandbyC
         if bytes(key[_KEY.size :]) == standby.encode():
             return StandbyCheckpointRequest(*_KEY.unpack_from(key))
     return None
-
-
-class StandbyChunks:
-    """Chunks that one standby writes, from one thread. ``checkpoints_to``: as for a writer."""
-
-    def __init__(self, instance: str, standby: str, checkpoints_to: str) -> None:
-        """Open the store. Raises LogError if the URL names no store."""
-        self._instance, self._standby = instance, standby
-        self._uploads = ChunkUploads(checkpoints_to, instance)
-
-    def put(self, connection: _Connection, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
-        """Store one chunk. Raises LogError if the request was cancelled."""
-        row = (CHUNKS, CHUNK_KEY.pack(asked.checkpoint_id, index), value)
-        self._insert(connection, asked, self._uploads.redirect_chunks(Append(-1, puts=[row]), asked.fence))
-
-    def offer(self, connection: _Connection, asked: StandbyCheckpointRequest, offer: bytes) -> None:
-        """Answer the request, once all chunks are stored. Raises LogError."""
-        # For a header, the store has accepted all objects, or redirect_chunks returns their chunks as rows.
-        header = (_HEADER, SEQUENCE_KEY.pack(asked.checkpoint_id), b"")
-        with connection.transaction():
-            self._insert(connection, asked, self._uploads.redirect_chunks(Append(-1, puts=[header]), asked.fence))
-            done = connection.execute(
-                "UPDATE immortal.rows SET value = %s"
-                " WHERE instance = %s AND table_name = %s AND key = %s AND value = ''",
-                [offer, self._instance, REQUESTS_TABLE, key_of(asked, self._standby)],
-            )
-            if not done.rowcount:
-                raise LogError("who asked for it does not want it any more")
-
-    def _insert(self, connection: _Connection, asked: StandbyCheckpointRequest, append: Append) -> None:
-        for span in append.deletes:  # objects that the store rejected: their chunks follow as rows
-            connection.execute(
-                "DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s AND key >= %s AND key < %s",
-                [self._instance, span.table, span.first, span.end],
-            )
-        for table, key, value in append.puts:
-            if table == _HEADER:
-                continue
-            values = {"instance": self._instance, "asked_table": REQUESTS_TABLE, "asked": key_of(asked, self._standby)}
-            done = connection.execute(_PUT, {**values, "table": table, "key": bytes(key), "value": bytes(value)})
-            if not done.rowcount:
-                raise LogError("who asked for it does not want it any more")
-
-    def close(self) -> None:
-        self._uploads.close()
 
 
 # Listeners for changes of a lease: followers of the log, and callers of its instance.
@@ -157,10 +108,10 @@ class LeaseListener:
     def __del__(self) -> None:
         os.close(self._wake)
 
-    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: Connection, *, is_news: bool) -> None:
         raise NotImplementedError
 
-    def unregister(self, connection: _Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         """Remove what this listener has written; called at its end."""
 
     def wake(self) -> None:
@@ -179,7 +130,7 @@ class LeaseListener:
             if not self._is_closed:
                 select.select([self._wake], [], [], RETRY_INTERVAL_S)
 
-    def _listen(self, connection: _Connection) -> None:
+    def _listen(self, connection: Connection) -> None:
         connection.execute("SET synchronous_commit = off")  # no important data can be lost
         connection.execute(f"LISTEN {leases.CHANNEL}")
         is_news = True  # earlier notifications were missed
@@ -188,7 +139,7 @@ class LeaseListener:
             is_news = self._wait(connection)
         self.unregister(connection)
 
-    def _wait(self, connection: _Connection) -> bool:
+    def _wait(self, connection: Connection) -> bool:
         """Wait for a notification, at most for the poll interval; return True if one arrived."""
         due_s = time.monotonic() + POLL_INTERVAL_S
         while (rest_s := due_s - time.monotonic()) > 0:
@@ -212,7 +163,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
         self._endpoint, self._nudge, self._checkpoints_to = endpoint, nudge, checkpoints_to
         self._is_ready = False
         self._connections = Connections(address)
-        self._chunks: StandbyChunks | None = None
+        self._uploads: ChunkUploads | None = None
         super().__init__(address)
 
     def report_ready(self, *, is_ready: bool) -> None:
@@ -220,7 +171,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
             self._is_ready = is_ready
             self.wake()
 
-    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: Connection, *, is_news: bool) -> None:
         if is_news:
             self._nudge()
         asked = request_to(connection, self._instance, leases.own_name())
@@ -235,27 +186,46 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
         )
 
     def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
-        """Store a sealed chunk. Raises LogError if the request was cancelled."""
         with self._connections.borrowed() as connection:
-            self._own_chunks().put(connection, asked, index, value)
+            self._insert(connection, asked, (CHUNKS, CHUNK_KEY.pack(asked.checkpoint_id, index), value))
 
     def offer(self, asked: StandbyCheckpointRequest, offer: bytes) -> None:
-        """Tell the writer that all chunks are stored. Raises LogError."""
-        with self._connections.borrowed() as connection:
-            self._own_chunks().offer(connection, asked, offer)
+        # For a header, the store has accepted all objects, or redirect_chunks returns their chunks as rows.
+        header = (_HEADER, SEQUENCE_KEY.pack(asked.checkpoint_id), b"")
+        with self._connections.borrowed() as connection, connection.transaction():
+            self._insert(connection, asked, header)
+            done = connection.execute(
+                "UPDATE immortal.rows SET value = %s"
+                " WHERE instance = %s AND table_name = %s AND key = %s AND value = ''",
+                [offer, self._instance, REQUESTS_TABLE, key_of(asked, leases.own_name())],
+            )
+            if not done.rowcount:
+                raise LogError(_CANCELLED)
 
-    def _own_chunks(self) -> StandbyChunks:
-        if self._chunks is None:
-            self._chunks = StandbyChunks(self._instance, leases.own_name(), self._checkpoints_to)
-        return self._chunks
+    def _insert(self, connection: Connection, asked: StandbyCheckpointRequest, row: Row) -> None:
+        """Insert a row while the request is open. Raises LogError if it is not, or the URL names no store."""
+        if self._uploads is None:
+            self._uploads = ChunkUploads(self._checkpoints_to, self._instance)
+        append = self._uploads.redirect_chunks(Append(-1, puts=[row]), asked.fence)
+        for span in append.deletes:  # objects that the store rejected: their chunks follow as rows
+            connection.execute(
+                "DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s AND key >= %s AND key < %s",
+                [self._instance, span.table, span.first, span.end],
+            )
+        request = {"asked_table": REQUESTS_TABLE, "asked": key_of(asked, leases.own_name())}
+        for table, key, value in append.puts:
+            if table != _HEADER:
+                values = {"instance": self._instance, "table": table, "key": bytes(key), "value": bytes(value)}
+                if not connection.execute(_PUT, request | values).rowcount:
+                    raise LogError(_CANCELLED)
 
     def close(self, wait_s: float) -> None:
         super().close(wait_s)
         self._connections.close()
-        if self._chunks is not None:
-            self._chunks.close()
+        if self._uploads is not None:
+            self._uploads.close()
 
-    def unregister(self, connection: _Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         connection.execute(
             "DELETE FROM immortal.standbys WHERE instance = %s AND name = %s", [self._instance, leases.own_name()]
         )
@@ -268,7 +238,7 @@ class PostgresWatching(LeaseListener, EndpointWatch):
         self.endpoint: str | None = None
         super().__init__(address)
 
-    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: Connection, *, is_news: bool) -> None:
         row = connection.execute(
             "SELECT endpoint FROM immortal.leases WHERE instance = %s", [self._instance]
         ).fetchone()

@@ -12,12 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, LiteralString, NamedTuple
 
 import psycopg
-from psycopg import Connection, errors, pq
+from psycopg import errors, pq
 
 from immortal.coordinator.core.errors import require
-from immortal.coordinator.log.backend import Append, Row, Span, View
+from immortal.coordinator.log.backend import Append, Row, Span, View, batches
+from immortal.coordinator.log.backends.postgres.connections import Connection
 from immortal.coordinator.log.backends.postgres.durability import SETTINGS
-from immortal.coordinator.log.backends.postgres.view import PACK_SIZE_BYTES_MAX, RECORDS, SEQUENCE_ID_MAX, packs
+from immortal.coordinator.log.backends.postgres.view import (
+    PACK_SIZE_BYTES_MAX,
+    RECORDS,
+    SEQUENCE_ID_MAX,
+    packs,
+)
 from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
@@ -26,16 +32,18 @@ ROWS_MAX = 20_000  # limit of one statement
 
 CHANGE: LiteralString = "SELECT immortal.change(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
 PREPARED = b"immortal_append"
-PREPARE: LiteralString = (
-    "PREPARE immortal_append (text, bigint, bigint, bigint, bigint, text[], bytea[], bytea[], bigint, bigint,"
-    " bigint[], int[], bytea[], text[], bytea[], bytea[])"
-    " AS SELECT * FROM immortal.append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)"
+_TYPES = (
+    *("text", "bigint", "bigint", "bigint", "bigint", "text[]", "bytea[]", "bytea[]", "bigint", "bigint"),
+    *("bigint[]", "int[]", "bytea[]", "text[]", "bytea[]", "bytea[]"),
+)  # of the arguments of immortal.append
+PREPARE = (
+    f"PREPARE immortal_append ({', '.join(_TYPES)}) AS SELECT * FROM immortal.append"
+    f"({', '.join(f'${number}' for number in range(1, len(_TYPES) + 1))})"
 )
 _BYTEA, _BIGINT, _INT, _TEXT = 17, 20, 23, 25  # the server's numbers of types
 _BIGINT_BYTES, _INT_BYTES = struct.Struct(">q").pack, struct.Struct(">i").pack
-_ARRAY_HEAD = struct.Struct(
-    ">iiIii"
-).pack  # dimensions, whether it has nulls, the items' type, how many, the first's index
+# Dimensions, whether it has nulls, the items' type, how many, the first's index.
+_ARRAY_HEAD = struct.Struct(">iiIii").pack
 _EMPTY_ARRAY = struct.Struct(">iiI").pack
 _NULL = b"\xff\xff\xff\xff"
 
@@ -46,10 +54,10 @@ def statements(append: Append) -> Iterator[list[object]]:
     removed = [span for span in append.deletes if span.table == RECORDS]
     require(len(removed) < 2, f"records are removed in {len(removed)} spans at once")
     packed = list(packs(append.records))
-    batches = _batches(append.puts)
-    first = next(batches, [])
-    yield [*_span_arguments(spans, removed), *_columns(packed, 3), *_columns(first, 3)]
-    for batch in batches:
+    rows = ((table, bytes(key), bytes(value)) for table, key, value in append.puts)
+    row_batches = batches(rows, STATEMENT_SIZE_BYTES_MAX, ROWS_MAX)
+    yield [*_span_arguments(spans, removed), *_columns(packed, 3), *_columns(next(row_batches, []), 3)]
+    for batch in row_batches:
         yield [*_span_arguments([], []), *_columns([], 3), *_columns(batch, 3)]
 
 
@@ -72,19 +80,6 @@ def _columns(rows: Iterable[tuple[Any, ...]], count: int) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(count)]
 
 
-def _batches(puts: Iterable[Row]) -> Iterator[list[tuple[str, bytes, bytes]]]:
-    batch: list[tuple[str, bytes, bytes]] = []
-    size_bytes = 0
-    for table, key, value in puts:
-        if batch and (size_bytes + len(value) > STATEMENT_SIZE_BYTES_MAX or len(batch) >= ROWS_MAX):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append((table, bytes(key), bytes(value)))
-        size_bytes += len(key) + len(value)
-    if batch:
-        yield batch
-
-
 def _array(item_type: int, items: Sequence[Readable | None]) -> bytes:
     if not items:
         return _EMPTY_ARRAY(0, 0, item_type)
@@ -97,36 +92,15 @@ def _array(item_type: int, items: Sequence[Readable | None]) -> bytes:
     return b"".join(parts)
 
 
-def _bytes_array(items: Sequence[Readable | None]) -> bytes:
-    return _array(_BYTEA, items)
-
-
-def _text_array(items: Sequence[str]) -> bytes:
-    return _array(_TEXT, [item.encode() for item in items])
-
-
-def _bigint_array(items: Sequence[int]) -> bytes:
-    return _array(_BIGINT, [_BIGINT_BYTES(item) for item in items])
-
-
-def _int_array(items: Sequence[int]) -> bytes:
-    return _array(_INT, [_INT_BYTES(item) for item in items])
-
-
-_ENCODERS: tuple[Callable[[Any], bytes], ...] = (
-    str.encode,
-    *[_BIGINT_BYTES] * 4,
-    _text_array,
-    _bytes_array,
-    _bytes_array,
-    *[_BIGINT_BYTES] * 2,
-    _bigint_array,
-    _int_array,
-    _bytes_array,
-    _text_array,
-    _bytes_array,
-    _bytes_array,
-)
+_ENCODER_OF: dict[str, Callable[[Any], bytes]] = {
+    "text": str.encode,
+    "bigint": _BIGINT_BYTES,
+    "text[]": lambda items: _array(_TEXT, [item.encode() for item in items]),
+    "bigint[]": lambda items: _array(_BIGINT, [_BIGINT_BYTES(item) for item in items]),
+    "int[]": lambda items: _array(_INT, [_INT_BYTES(item) for item in items]),
+    "bytea[]": lambda items: _array(_BYTEA, items),
+}
+_ENCODERS = tuple(_ENCODER_OF[each] for each in _TYPES)
 
 
 # Sending appends: several are in flight on one connection, each in its own transaction.
@@ -136,8 +110,7 @@ _ENCODERS: tuple[Callable[[Any], bytes], ...] = (
 # standby has it.
 
 
-_ARGUMENTS_COUNT = 16
-_BINARY = [pq.Format.BINARY] * _ARGUMENTS_COUNT
+_BINARY = [pq.Format.BINARY] * len(_TYPES)
 
 
 class Answer(NamedTuple):
@@ -158,8 +131,8 @@ class Sender:
     may not have waited for standbys.
     """
 
-    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], *, reads_settings: bool) -> None:
-        connection.execute(PREPARE)
+    def __init__(self, connection: Connection, *, reads_settings: bool) -> None:
+        connection.execute(PREPARE.encode())
         if reads_settings:
             connection.execute(b"PREPARE immortal_settings AS " + SETTINGS.encode())
         self._connection = connection
@@ -256,33 +229,21 @@ def _error_of(result: pq.abc.PGresult | None) -> psycopg.Error:
 # Filling a log without a writer: a new one, or the copy of another.
 
 
-def change(connection: Connection[tuple[Any, ...]], instance: str, append: Append) -> None:
+def change(connection: Connection, instance: str, append: Append) -> None:
     """Apply ``append`` without a check of the head. Raises LogError for data that PostgreSQL rejects."""
     for statement in statements(append):
         connection.execute(CHANGE, [instance, *statement])
 
 
-def write_copy(connection: Connection[tuple[Any, ...]], instance: str, source: View) -> int:
+def write_copy(connection: Connection, instance: str, source: View) -> int:
     """Write all of ``source``, with one pack in memory at a time; return the number of records."""
     count = 0
-    for records in _packs(source):
+    rows = ((SEQUENCE_KEY.unpack(key)[0], bytes(value)) for key, value in source.scan(RECORDS))
+    for records in batches(rows, PACK_SIZE_BYTES_MAX, ROWS_MAX):
         change(connection, instance, Append(-1, records=records))
         count += len(records)
     change(connection, instance, Append(-1, puts=_rows(source)))
     return count
-
-
-def _packs(source: View) -> Iterator[list[tuple[int, bytes]]]:
-    records: list[tuple[int, bytes]] = []
-    size_bytes = 0
-    for key, value in source.scan(RECORDS):
-        if records and (size_bytes + len(value) > PACK_SIZE_BYTES_MAX or len(records) >= ROWS_MAX):
-            yield records
-            records, size_bytes = [], 0
-        records.append((SEQUENCE_KEY.unpack(key)[0], bytes(value)))
-        size_bytes += len(value)
-    if records:
-        yield records
 
 
 def _rows(source: View) -> Iterator[Row]:

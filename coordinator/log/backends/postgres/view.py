@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, LiteralString
 
-import psycopg
-
 from immortal.coordinator.core.errors import DamagedLogError, LogError
-from immortal.coordinator.log.backend import TableSize, View
+from immortal.coordinator.log.backend import TableSize, View, batches
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetch_chunk, pointer_of
-from immortal.coordinator.log.backends.postgres.connections import Connections
+from immortal.coordinator.log.backends.postgres.connections import Connection, Connections
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.protocol.varint import Readable
 
@@ -50,7 +48,7 @@ _PACKS_TO: LiteralString = _PACKS + "first <= %(first)s ORDER BY first DESC LIMI
 class PostgresView(View):
     """View of an instance's rows. ``connection`` is in a transaction for this view alone."""
 
-    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+    def __init__(self, connection: Connection, instance: str) -> None:
         self._connection = connection
         self._instance = instance
 
@@ -79,20 +77,15 @@ class PostgresView(View):
         else:
             yield from self._scan(table, first)
 
-    def _scan(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return self._pages(_VALUES, table, first, _limit_after)
-
-    def _pages(
-        self, query: LiteralString, table: str, first: bytes, limit_after: Callable[[list[tuple[Any, ...]]], int]
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Run ``query`` page by page. ``limit_after``: returns the next page's number of rows, from this one's."""
+    def _scan(self, table: str, first: bytes, query: LiteralString = _VALUES) -> Iterator[tuple[bytes, Any]]:
+        """Run ``query`` page by page."""
         limit = FIRST_ROWS_MAX
         while True:
             rows = self.rows(query, table=table, key=bytes(first), limit=limit)
             yield from rows
             if len(rows) < limit:
                 return
-            first, limit = rows[-1][0] + b"\0", limit_after(rows)
+            first, limit = rows[-1][0] + b"\0", _limit_after(rows) if query is _VALUES else ROWS_MAX
 
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
         if table == RECORDS:
@@ -131,7 +124,7 @@ class PostgresView(View):
         if table == RECORDS:
             yield from super().sizes(table, first)
             return
-        sizes: Iterator[tuple[bytes, int]] = self._pages(_VALUE_SIZES, table, first, lambda rows: ROWS_MAX)
+        sizes: Iterator[tuple[bytes, int]] = self._scan(table, first, _VALUE_SIZES)
         if table == CHUNKS:
             elsewhere = ((key, pointer_of(value).size_bytes) for key, value in self._scan(ELSEWHERE, first))
             sizes = heapq.merge(sizes, elsewhere)
@@ -166,8 +159,6 @@ class PostgresView(View):
 
     def rows(self, query: LiteralString, **values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, {"instance": self._instance, **values}, binary=True).fetchall()
-
-    # --- records ------------------------------------------------------------------------------------------------------
 
     def _record(self, sequence_id: int) -> Readable | None:
         for pack in self._packs(_PACKS_TO, sequence_id, 1):
@@ -275,23 +266,14 @@ def pack(values: Sequence[Readable]) -> bytes:
 
 def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, bytes]]:
     """Pack consecutive ``records``; yield (first sequence ID, count, pack). Raises LogError."""
-    values: list[Readable] = []
-    first = size_bytes = 0
     for sequence_id, value in records:
         if len(value) > RECORD_SIZE_BYTES_MAX:
             raise LogError(
                 f"record {sequence_id} has {len(value)} bytes, PostgreSQL takes {RECORD_SIZE_BYTES_MAX}:"
                 " lower group_size_kib_max or rpc_limit_mb"
             )
-        if values and size_bytes + len(value) > PACK_SIZE_BYTES_MAX:
-            yield first, len(values), pack(values)
-            values, size_bytes = [], 0
-        if not values:
-            first = sequence_id
-        values.append(value)
-        size_bytes += len(value)
-    if values:
-        yield first, len(values), pack(values)
+    for batch in batches(records, PACK_SIZE_BYTES_MAX):
+        yield batch[0][0], len(batch), pack([value for _, value in batch])
 
 
 def unpack(data: Readable, first: int) -> list[Readable]:

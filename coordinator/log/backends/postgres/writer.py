@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
 
 import psycopg
 
@@ -31,13 +30,20 @@ from immortal.coordinator.core.errors import (
     fail,
     require,
 )
-from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.core.interfaces import LogSpace, Standby
 from immortal.coordinator.fault_points import armed, reach
-from immortal.coordinator.log.backend import Append, Backend, Options, Space, Span, StandbyCheckpointRequest
+from immortal.coordinator.log.backend import Append, Backend, Options, Span, StandbyCheckpointRequest
 from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres import standby as standbys
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
-from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, is_broken, reaching
+from immortal.coordinator.log.backends.postgres.connections import (
+    Address,
+    Connection,
+    Connections,
+    connect,
+    is_broken,
+    reaching,
+)
 from immortal.coordinator.log.backends.postgres.durability import DurabilityGuard
 from immortal.coordinator.log.backends.postgres.statements import CHANGE, Answer, Sender, statements
 from immortal.coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
@@ -51,15 +57,6 @@ UNKNOWN_FREE_BYTES = 1 << 60  # a database does not report its disk's free space
 
 _APPEND = "SELECT * FROM immortal.append(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
 _CHECKPOINTS = (CHUNKS, "checkpoints")  # tables with rows that can go to a store, which must be waited for
-
-Connection = psycopg.Connection[tuple[Any, ...]]
-
-
-class _InFlight(NamedTuple):
-    """Append that the server has not answered."""
-
-    append: Append
-    begun_s: float
 
 
 class PostgresBackend(Backend):
@@ -87,7 +84,7 @@ class PostgresBackend(Backend):
         self._readers = Connections(address)
         self._measured: tuple[float, int] | None = None
         self._appends_count = 0  # acknowledged in this epoch
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[Append, float]] = deque()  # not answered; when each was begun
         self._outcome_unknown = False  # of the appends in flight
         self._takeover: tuple[int, int] | None = None  # the epoch that resolve begins, and its number of done appends
         self._is_warned = False  # a warning arrived since the first append in flight
@@ -191,8 +188,6 @@ class PostgresBackend(Backend):
         if epoch != self.fence and (settling is None or epoch != settling[0]):
             raise fenced(self.where, epoch, holder)
 
-    # --- appending ----------------------------------------------------------------------------------------------------
-
     def append(self, append: Append) -> None:
         with self._lock:
             self._require_known()
@@ -260,7 +255,7 @@ class PostgresBackend(Backend):
                 last = min(last, int.from_bytes(span.first.ljust(8, b"\0"), "big") - 1)
         if not self._in_flight:
             self._is_warned = False
-        self._in_flight.append(_InFlight(append, time.perf_counter()))
+        self._in_flight.append((append, time.perf_counter()))
         number = self._appends_count + len(self._in_flight)
         return [self._instance, append.fence, number, append.expected_last_sequence_id, last]
 
@@ -386,8 +381,6 @@ class PostgresBackend(Backend):
             raise self.failure
         return done
 
-    # --- checkpoints of standbys --------------------------------------------------------------------------------------
-
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
         asked = StandbyCheckpointRequest(self.fence, checkpoint_id, epoch)
         self._asked_key = standbys.key_of(asked, name)
@@ -409,14 +402,12 @@ class PostgresBackend(Backend):
             self._asked_key = b""
         return offer
 
-    # --- size and end -------------------------------------------------------------------------------------------------
-
-    def space(self) -> Space:
+    def space(self) -> LogSpace:
         now_s = time.monotonic()
         if self._measured is None or now_s - self._measured[0] > MEASURED_S:
             with self.view() as view:
                 self._measured = now_s, view.used_bytes()
-        return Space(self._measured[1], UNKNOWN_FREE_BYTES)
+        return LogSpace(self._measured[1], UNKNOWN_FREE_BYTES)
 
     def close(self) -> None:
         self._end(release_lease=True)
