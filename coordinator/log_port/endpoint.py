@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from immortal.coordinator.clock import InstanceClock
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.effects import Read, StoreRead, Write
 from immortal.coordinator.core.errors import LogError, LogUnavailableError, fail
 from immortal.coordinator.core.interfaces import Standby
-from immortal.coordinator.driver.ports import Offered, Read, StoreRead, Write, answer, failed, problem_of
+from immortal.coordinator.driver.ports import Offered, answer, failed, problem_of
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log_port.writer import LogWriter, ReadThread
 
