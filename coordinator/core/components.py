@@ -18,7 +18,7 @@ from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.input.app_inbox import AppInbox
 from immortal.coordinator.core.input.back_pressure import BackPressure, Impulses
 from immortal.coordinator.core.life_cycle.feeding import RecordFeeder, WaitingHandlers
-from immortal.coordinator.core.life_cycle.recovery import Lifecycle, LogLoader, Upgrades
+from immortal.coordinator.core.life_cycle.recovery import Lifecycle, Upgrades
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.peers import PeerResets, Peers
 from immortal.coordinator.core.permissions import Permission
@@ -62,11 +62,10 @@ class Components:
         self.peer_resets = PeerResets(state, peers)
         self.back_pressure = BackPressure(state, peers.outbound, impulses)
         self.upgrades = Upgrades(state, self.operator)
-        self.loader = loader = LogLoader(state, peers, clients, impulses, call_failures)
         self.lifecycle = lifecycle = Lifecycle(
-            state, peers, clients, call_failures, self.app_clock, self.upgrades, loader, promote
+            state, peers, clients, call_failures, self.app_clock, self.upgrades, impulses, promote
         )
-        self.failover = Failover(state, lifecycle, loader, follow)
+        self.failover = Failover(state, lifecycle, follow)
         self.record_feeder = RecordFeeder(state, peers, lifecycle)
         self.snapshot_sender = SnapshotSender(state, peers, call_failures)
         self.snapshot_receiver = SnapshotReceiver(state, peers, call_failures)

@@ -335,7 +335,7 @@ class Coordinator:
             self._stop_deadline_ns,
             self._clock.wake_due_ns,
             self._clock_due_ns,
-            self._log_endpoint.measure_at_ns if self._machine.waits_for_room else None,
+            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full else None,
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 

@@ -11,7 +11,6 @@ equal the writer's calls. So the checkpoint of an app that has diverged is never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -59,7 +58,6 @@ class SnapshotSender:
     _writer: CheckpointWriter | None = None
     _chunks_waiting: int = 0  # handed to the log, not answered
     _cut: FollowerSnapshotCut = field(default_factory=FollowerSnapshotCut)
-    _open_calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def _reach(self, stage: OfferStage) -> None:
         self.stage = stage
@@ -113,17 +111,14 @@ class SnapshotSender:
         if self._asked is None:
             return
         self._cut = self.peers.outbound.followed.cut(self.peers.outbound.streams)
-        self._open_calls = self.peers.admission.open_calls.open_at(self._sequence_id)
         self._chunks_waiting = 0
-        self._writer = CheckpointWriter(
+        header = CheckpointHeader(
             self._asked.checkpoint_id,
             self._sequence_id,
-            self.state.versions.current,
-            {},
-            {},
-            self._open_calls,
-            self.state.limits.chunk_size_bytes,
+            version=self.state.versions.current,
+            open_calls=self.peers.admission.open_calls.open_at(self._sequence_id),
         )
+        self._writer = CheckpointWriter(header, self.state.limits.chunk_size_bytes)
         self._reach(OfferStage.COMING)
 
     def snapshot_data(self, data: bytes, *, last: bool) -> None:

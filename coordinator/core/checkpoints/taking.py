@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.availability.snapshot_transfer import SnapshotReceiver, SnapshotSender
+from immortal.coordinator.core.clock import CHECKPOINT
 from immortal.coordinator.core.effects import Trim
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.failures.call_failure import CallFailures
@@ -189,13 +190,16 @@ class CheckpointTaker:
             version = session.description.version
         elif session.phase is Phase.CONFIRMING_UPGRADE:
             version = versions.upgrade_to or version
-        checkpoint_id = state.checkpoints.begin(
+        checkpoint_id = state.checkpoints.next_id()
+        header = CheckpointHeader(
+            checkpoint_id,
             session.checkpoint_sequence_id,
-            version,
-            {name: stream.mark for name, stream in outputs.items()},
-            {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
-            self.peers.admission.open_calls.open_at(session.checkpoint_sequence_id),
+            outputs={name: stream.mark for name, stream in outputs.items()},
+            unacknowledged={name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
+            version=version,
+            open_calls=self.peers.admission.open_calls.open_at(session.checkpoint_sequence_id),
         )
+        state.checkpoints.begin(header)
         state.shutdown.checkpoint_began(checkpoint_id)
         state.report(notices.CheckpointBegan(checkpoint_id))
 
@@ -243,7 +247,7 @@ class CheckpointTaker:
         state = self.state
         wake_at_ns = state.checkpoints.became_durable(header)
         if wake_at_ns is not None:
-            state.timers.checkpoint_at(wake_at_ns)
+            state.timers.set(CHECKPOINT, wake_at_ns)
         self.call_failures.checkpoint_durable(header.sequence_id)
         self.unsaved_state.durable()
         if adopted:

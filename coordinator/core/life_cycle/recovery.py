@@ -43,34 +43,6 @@ BEHIND = Proof.BEHIND  # alias, since each turn reads it
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class LogLoader:
-    """Loads the log's state into all components."""
-
-    state: CoreState
-    peers: Peers
-    clients: Clients
-    impulses: Impulses
-    call_failures: CallFailures
-
-    def load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
-        """Give all components the log's state. ``clients``: given if this process writes the log from now on."""
-        state = self.state
-        state.log.load(summary)
-        state.committer_id = summary.committer_id
-        state.epoch = state.frame_epoch = summary.epoch
-        state.session.load(summary.committer_id, summary.extensions)
-        self.peers.load(summary)
-        self.impulses.load(summary)
-        state.checkpoints.load(summary.checkpoints)
-        state.versions.load(summary.versions)
-        self.call_failures.load(summary)
-        self.peers.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
-        if clients is not None:
-            self.clients.table.load(clients)
-            state.accepting = not state.shutdown.is_requested
-
-
-@dataclass(slots=True, eq=False, repr=False)
 class Lifecycle:
     """Way of the app to become primary. ``promote``: a recovered app starts to work before it gives a checkpoint."""
 
@@ -80,7 +52,7 @@ class Lifecycle:
     call_failures: CallFailures
     app_clock: AppClock
     upgrades: Upgrades
-    loader: LogLoader
+    impulses: Impulses
     promote: bool
     recovery: Recovery = field(init=False)
     is_cut: bool = False  # the replayed log was cut by hand
@@ -144,6 +116,23 @@ class Lifecycle:
         self.app_clock.introduce()
 
     # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
+
+    def load_log(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
+        """Give all components the log's state. ``clients``: given if this process writes the log from now on."""
+        state = self.state
+        state.log.load(summary)
+        state.committer_id = summary.committer_id
+        state.epoch = state.frame_epoch = summary.epoch
+        state.session.load(summary.committer_id, summary.extensions)
+        self.peers.load(summary)
+        self.impulses.load(summary)
+        state.checkpoints.load(summary.checkpoints)
+        state.versions.load(summary.versions)
+        self.call_failures.load(summary)
+        self.peers.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
+        if clients is not None:
+            self.clients.table.load(clients)
+            state.accepting = not state.shutdown.is_requested
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
         state, session, epoch = self.state, self.state.session, self.state.epoch
@@ -222,7 +211,7 @@ class Lifecycle:
         if problem:
             self.start_over(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
             return False
-        self.loader.load(summary)
+        self.load_log(summary)
         session.replay_target = summary.last_sequence_id
         self.peers.replay.log_grew(summary)
         return True
@@ -238,7 +227,7 @@ class Lifecycle:
                     f"and this follower runs version {had}: start it again with the new code"
                 )
             if not versions.continues_with(started, session.fed_sequence_id):
-                self.loader.load(summary)
+                self.load_log(summary)
                 return f"record {started.sequence_id} was the last one of the old version, the next have the new one"
         if summary.last_sequence_id < session.fed_sequence_id:
             return f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
