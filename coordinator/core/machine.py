@@ -18,7 +18,7 @@ from immortal.coordinator.core.clock import LOG
 from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.effects import Commit, Effect, ReadCheckpointChunk, Stop, Trim
 from immortal.coordinator.core.errors import FencedError
-from immortal.coordinator.core.life_cycle.recovery import BEHIND
+from immortal.coordinator.core.life_cycle.recovery import BEHIND, Proof
 from immortal.coordinator.core.life_cycle.session import NORMAL, RECOVERED, WORKS, Phase, Step
 from immortal.coordinator.core.status import StatusView
 from immortal.protocol.client_frames import CLIENTS, ClientFrameType
@@ -127,8 +127,8 @@ class Machine:
 
     def _advance(self) -> None:
         peers, clients = self._peers, self.components.clients
-        if self.components.lifecycle.proof is BEHIND:
-            self.components.lifecycle.check_replay_complete()
+        if self.components.lifecycle.proof is BEHIND and not peers.replay.is_behind():
+            self.components.lifecycle.proof = Proof.COMPLETE  # the missing outputs were made
         if self.components.failover.has_work:
             self.components.failover.advance()
             self.components.record_feeder.feed()
@@ -170,7 +170,7 @@ class Machine:
 
     def _lease_granted(self, event: ev.WriteLeaseGranted) -> None:
         self.components.failover.lease_granted(event)
-        self.components.snapshot_sender.took_over()
+        self.components.snapshot_sender.forget()  # no other process could adopt a checkpoint now
 
     def _checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
         if not self.components.snapshot_receiver.checkpoint_checked(event):
@@ -186,7 +186,6 @@ class Machine:
                 self.components.inbox.refuse(error)
 
     def _commit(self) -> None:
-        """Commit the next group, if there is one."""
         log = self._log
         # A mark is new only once, so marks are taken only if there is a record to hold them.
         marked = self._session.phase in WORKS and log.seals_next
@@ -284,8 +283,6 @@ class Machine:
         ):
             state.checkpoints.wanted = True
 
-    # --- the app's connection ----------------------------------------------------------------------------------------
-
     @property
     def waits_for_app(self) -> bool:
         """True if an AppSent would change something now; otherwise it can wait for the next event."""
@@ -355,11 +352,8 @@ class Machine:
         self._peers.inbound.answer_parked()
 
     def _tick(self, event: ev.Tick) -> None:
-        """Handle a Tick: a timer is due."""
         self.state.log_requests.tick()
         self.state.timers.tick(self._peers)
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
         shutdown = self.state.shutdown

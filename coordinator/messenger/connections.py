@@ -169,8 +169,6 @@ class Links:
         link = self._by_destination.get(destination)
         return self._make_outbox() if link is None else link.outbox
 
-    # --- messages ----------------------------------------------------------------------------------------------------
-
     def add(
         self,
         destination: str,

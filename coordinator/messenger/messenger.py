@@ -21,10 +21,10 @@ from typing import TypeVar
 
 import zmq
 
+from immortal.coordinator.messenger import limits
 from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingLimits, PendingRoom
 from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, Listeners, Poller
 from immortal.coordinator.messenger.envelope import NOOP, MessengerClosedError, MessengerError
-from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, PARTS_MAX, SPAN_MAX, TURNS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
 from immortal.coordinator.messenger.mailbox import MessengerMailbox, OwnerThread
@@ -61,13 +61,13 @@ class Messenger:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         random: Callable[[], float] = random_module.random,
         retry: RetryPolicy | None = None,
-        in_flight_max: int = IN_FLIGHT_MAX,
+        in_flight_max: int = limits.IN_FLIGHT_MAX,
         pending: PendingLimits | None = PENDING_LIMITS,
         security: Security | None = None,
     ) -> None:
-        if not 1 <= in_flight_max <= SPAN_MAX:
-            raise MessengerError(f"in_flight_max is {in_flight_max}, expected 1 to {SPAN_MAX}")
-        self._context: Context = zmq.Context(io_threads=IO_THREADS) if context is None else context
+        if not 1 <= in_flight_max <= limits.SPAN_MAX:
+            raise MessengerError(f"in_flight_max is {in_flight_max}, expected 1 to {limits.SPAN_MAX}")
+        self._context: Context = zmq.Context(io_threads=limits.IO_THREADS) if context is None else context
         self._owns_context = context is None
         self.incarnation = random_module.SystemRandom().getrandbits(64) if incarnation is None else incarnation
         self._clock_ns = clock_ns
@@ -147,7 +147,7 @@ class Messenger:
         ordered: bool = False,
         secured: bool = True,
         client_loop: ClientLoop | None = None,
-        parts_max: int = PARTS_MAX - 1,
+        parts_max: int = limits.PARTS_MAX - 1,
         most_bytes: Callable[[], int] | None = None,
     ) -> str:
         """Listen at ``endpoint`` and deliver its messages to ``server_loop``; return the real endpoint, with its port.
@@ -268,7 +268,7 @@ class Messenger:
             self._collect_ready(now_ns, with_replies=True)
             self._listeners.reopen_due(now_ns)
             self._links.reopen_due(now_ns)
-            for turn in range(TURNS_MAX):
+            for turn in range(limits.TURNS_MAX):
                 self._receive()
                 if self._mailbox.closed:
                     break
@@ -413,7 +413,6 @@ class Messenger:
             self._links.add(*messages.popleft())
 
     def _finish(self) -> None:
-        """Make the descriptor readable if there is work left."""
         self._wake.release()
         if self._poller.ready or self._mailbox.has_work or self._links.sending or self._links.listener_news:
             self._wake.signal()

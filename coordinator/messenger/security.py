@@ -31,14 +31,8 @@ import zmq
 from msgspec import Struct, field
 from zmq.utils import z85
 
+from immortal.coordinator.messenger import limits
 from immortal.coordinator.messenger.envelope import MessengerError
-from immortal.coordinator.messenger.limits import (
-    HANDSHAKE_PLAIN_GRACE_MS,
-    HANDSHAKE_POLL_MS,
-    HANDSHAKE_SIZE_BYTES_MAX,
-    HANDSHAKE_TIMEOUT_MS,
-    HANDSHAKES_MAX,
-)
 from immortal.coordinator.messenger.sockets import (
     Context,
     Socket,
@@ -246,12 +240,12 @@ class HandshakeGuard:
                 unfinished.check()
             now_s = time.monotonic()
             if self._unauthenticated and now_s >= check_due_s:
-                check_due_s = now_s + HANDSHAKE_POLL_MS / 1000
+                check_due_s = now_s + limits.HANDSHAKE_POLL_MS / 1000
                 self._check_sizes()
 
     def _wait_ms(self) -> int | None:
         wait_ms = None if self._unfinished is None else self._unfinished.wait_ms()
-        return min(wait_ms or HANDSHAKE_POLL_MS, HANDSHAKE_POLL_MS) if self._unauthenticated else wait_ms
+        return min(wait_ms or limits.HANDSHAKE_POLL_MS, limits.HANDSHAKE_POLL_MS) if self._unauthenticated else wait_ms
 
     def _read_monitor(self) -> None:
         for event, value in monitored_events(self._monitor):
@@ -278,9 +272,9 @@ class HandshakeGuard:
                 self._unfinished.add(descriptor)
             self._unauthenticated[descriptor] = connection
             self._accepted_s[descriptor] = time.monotonic()
-        if len(self._unauthenticated) > HANDSHAKES_MAX:
+        if len(self._unauthenticated) > limits.HANDSHAKES_MAX:
             oldest = next(iter(self._unauthenticated))  # a handshake takes milliseconds: this one most likely idles
-            self._end(oldest, f"more than {HANDSHAKES_MAX} connections have not shown who they are")
+            self._end(oldest, f"more than {limits.HANDSHAKES_MAX} connections have not shown who they are")
 
     def _duplicate(self, descriptor: int) -> tcp_socket.socket | None:
         """Duplicate ZeroMQ's descriptor; None if the connection has ended by now, as the number can be reused."""
@@ -304,16 +298,16 @@ class HandshakeGuard:
     def _check_sizes(self) -> None:
         too_much = []
         now_s = time.monotonic()
-        succeeded_s = now_s - HANDSHAKE_TIMEOUT_MS / 1000 - 1  # after that time ZeroMQ has ended all others
+        succeeded_s = now_s - limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1  # after that time ZeroMQ has ended all others
         for descriptor, connection in list(self._unauthenticated.items()):
             acknowledged_bytes, received_bytes = _tcp_byte_counts(connection)
             is_known = self._secured and acknowledged_bytes > _BEFORE_READY_BYTES
             if is_known or self._accepted_s[descriptor] < succeeded_s:
                 self._forget(descriptor, succeeded=True)
-            elif received_bytes > HANDSHAKE_SIZE_BYTES_MAX:
+            elif received_bytes > limits.HANDSHAKE_SIZE_BYTES_MAX:
                 # Without CURVE a message may follow at once, while ZeroMQ is busy with other connections.
                 too_much_s = self._oversized_since_s.setdefault(descriptor, now_s)
-                if self._secured or now_s - too_much_s >= HANDSHAKE_PLAIN_GRACE_MS / 1000:
+                if self._secured or now_s - too_much_s >= limits.HANDSHAKE_PLAIN_GRACE_MS / 1000:
                     too_much.append((received_bytes, descriptor))
         if too_much and not self._secured:
             self._read_monitor()  # a success may have come before the bytes were counted
@@ -322,7 +316,7 @@ class HandshakeGuard:
             self._end(
                 descriptor,
                 f"a connection has sent {received_bytes} bytes and not shown who it is, "
-                f"{HANDSHAKE_SIZE_BYTES_MAX} are enough",
+                f"{limits.HANDSHAKE_SIZE_BYTES_MAX} are enough",
             )
 
     def _end(self, descriptor: int, reason: str) -> None:

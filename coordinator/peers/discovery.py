@@ -112,8 +112,6 @@ class Discovery:
 
 
 class _Destination(Struct):
-    """Peer that the instance calls, and its route."""
-
     route: Route | None = None
     problem: str = ""  # why there is no route
     unconnected_since_ns: int | None = None

@@ -103,7 +103,6 @@ class Keyring:
 
 
 def _version(path: str) -> _Version | None:
-    """Return the version of a file by its time, size and inode; None if there is no such file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -285,7 +284,6 @@ class PeerSecurity:
         return left
 
     def _has_expired(self, name: str) -> bool:
-        """Return True if all keys of ``name`` have expired."""
         found = self._keys_of(name)
         return bool(found) and not self._unexpired_keys(name, found)
 

@@ -220,7 +220,6 @@ class Coordinator:
         return 0
 
     def _announce_follower(self) -> None:
-        """Announce this follower, while another process is the instance."""
         control.announce(self._own_settings.folder, self._control.listen())
         self._log.info("coordinator started, to follow", **self._app.addresses)
 

@@ -306,7 +306,6 @@ class Supervisor:
         return not was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)
 
     def _log_outcome(self, outcome: Outcome, first: ProcessExit) -> None:
-        """Log one line about the process that died, and the outcome."""
         name, other, what = first.role.value, first.role.other.value, f"the {first.role.value} died: {first}"
         if outcome is Outcome.STOPPED:
             self._log.info(f"the {name} was stopped, and the {other} with it", pid=first.pid)

@@ -68,22 +68,19 @@ class SnapshotSender:
 
     def checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
         """Store the writer's request. It replaces an earlier one."""
-        self._forget()
+        self.forget()
         self._wanted = event if self.state.write_lease.follows and not self.state.write_lease.is_granted else None
         self._reach(self.stage)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the request, and the checkpoint that the app gives or has given."""
         self._wanted = self._asked = self._writer = None
         self._cut = FollowerSnapshotCut()
         self._reach(OfferStage.UNWANTED if self.takes_blob else OfferStage.NOTHING)
 
-    def took_over(self) -> None:
-        """Drop the request: this process writes the log now, so no other process could adopt a checkpoint."""
-        self._forget()
-
     def app_lost(self) -> None:
         self.takes_blob = False
-        self._forget()
+        self.forget()
 
     def advance(self) -> None:
         """Ask the app for its checkpoint, or offer the finished one, as soon as either is possible."""
@@ -134,7 +131,7 @@ class SnapshotSender:
     def snapshot_failed(self) -> None:
         """Note that the app can't give a checkpoint."""
         wanted, self.takes_blob = self._wanted, False
-        self._forget()
+        self.forget()
         self._wanted = wanted
         self._reach(OfferStage.NOTHING)
 
@@ -145,9 +142,7 @@ class SnapshotSender:
         self._chunks_waiting -= 1
         if event.problem:
             self.state.report(notices.OfferRefused(event.checkpoint_id, event.problem))
-            self._forget()
-
-    # --- the offer ---------------------------------------------------------------------------------------------------
+            self.forget()
 
     @property
     def _is_confirmed(self) -> bool:
@@ -167,7 +162,7 @@ class SnapshotSender:
         verdicts = self.call_failures.verdicts.known_until(self._sequence_id)
         state.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
         state.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
-        self._forget()
+        self.forget()
 
 
 # Adoption by the writer: a follower takes the checkpoint, so that the writer's own app need not.
@@ -232,7 +227,10 @@ class SnapshotReceiver:
             self._checkpoint_id = state.checkpoints.next_id()
             state.effects.append(AskStandby(self._checkpoint_id, state.epoch))
         elif (
-            self.stage is AdoptionStage.ASKED and self._offer is not None and self._has_app_come_to(self._offer.header)
+            self.stage is AdoptionStage.ASKED
+            and self._offer is not None
+            and state.session.phase in WORKS
+            and self._offer.header.sequence_id <= state.session.fed_sequence_id  # a follower can be ahead of the app
         ):
             if problem := self._problem(self._offer):
                 self.give_up(problem)
@@ -278,10 +276,6 @@ class SnapshotReceiver:
         is_asked = self.stage is AdoptionStage.ASKED and offer.header.checkpoint_id == self._checkpoint_id
         if is_asked and offer.epoch == self.state.epoch:
             self._offer = offer
-
-    def _has_app_come_to(self, header: CheckpointHeader) -> bool:
-        """Return True if the own app has handled the checkpoint's last record. A follower can be ahead of it."""
-        return self.state.session.phase in WORKS and header.sequence_id <= self.state.session.fed_sequence_id
 
     def _problem(self, offer: Offer) -> str:
         """Return why the offered checkpoint can't replace one of the own app; "" if it can."""

@@ -64,8 +64,6 @@ class CheckpointTaker:
             self.unsaved_state.ask()
             state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
-    # --- in one piece ------------------------------------------------------------------------------------------------
-
     def blob_began(self) -> None:
         session = self.state.session
         if self.snapshot_sender.takes_blob:
@@ -138,8 +136,6 @@ class CheckpointTaker:
     @property
     def _snapshot_is_on_its_way(self) -> bool:
         return self.state.checkpoints.on_its_way and self.state.session.phase is Phase.CHECKPOINTING
-
-    # --- there is none -----------------------------------------------------------------------------------------------
 
     def failed(self, message: Message) -> None:
         """Handle the app's message that its state can't be saved. The app continues without a checkpoint."""
@@ -255,6 +251,7 @@ class CheckpointTaker:
         else:
             state.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
         if not state.ready:
-            self.peers.inbound.became_ready()
+            state.ready = True
+            self.peers.inbound.answer_parked()
         state.effects.append(Trim())
         state.shutdown.checkpoint_durable(header.checkpoint_id)

@@ -88,8 +88,6 @@ class Queries:
         """True if queries wait for the app, or answers wait for a commit: :meth:`advance` can do something."""
         return bool(self._waiting or self._held)
 
-    # --- questions of clients ----------------------------------------------------------------------------------------
-
     def received(self, token: Token, frame: ClientFrame, caller: str) -> None:
         """Accept a QUERY, or refuse it. ``caller``: the name that its key proves."""
         if self.clients.refuses(token, frame, caller):

@@ -271,7 +271,6 @@ class ClientTable:
             heappush(holders, passed_over)
 
     def _drop_oldest_reply(self, client_id: str, client: Client) -> None:
-        """Drop the client's oldest reply and note that it is gone."""
         number = next(iter(client.replies))
         row = _row(ReplyKind.GONE, b"", _identity_of(client.replies[number]))
         self._drop(client, number)

@@ -119,8 +119,6 @@ class PoisonGuard:
             message=noted.message,
         )
 
-    # --- long handlers -----------------------------------------------------------------------------------------------
-
     def long_handler(self, now_ns: int) -> dict[str, object] | None:
         """Describe a handler that has run for long, if there is one; plain values."""
         noted = self._noted

@@ -258,8 +258,6 @@ class OpenCalls:
         if caller in self._open:
             self._open[caller] = _Open()
 
-    # --- over a restart ----------------------------------------------------------------------------------------------
-
     def open_at(self, sequence_id: int) -> dict[str, list[int]]:
         """Return the numbers of open calls, by caller, for a checkpoint after the record ``sequence_id``."""
         found = {caller: calls.up_to(sequence_id) for caller, calls in self._open.items()}

@@ -27,8 +27,6 @@ from immortal.protocol.trailer import BatchKind, BatchSource
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Reply:
-    """Answer to a frame."""
-
     frame_type: FrameType
     position: int = 0
     code: RefusedCode = RefusedCode.NONE
@@ -54,9 +52,12 @@ class Inbound:
             return
         token, frame = event.token, event.frame
         self.grants.now_ns = self._state.now_ns
-        if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender):
-            self._park(event)
-            return
+        if frame.frame_type is FrameType.HELLO:
+            admission = self._admission
+            must_wait = bool(admission.peer_wait_reason(frame.sender)) or admission.must_wait(frame.sender)
+            if must_wait or not self._state.ready:
+                self._park(event)
+                return
         if frame.frame_type is FrameType.BATCH and self._waits_for_turn(token, frame):
             return
         self._respond(token, frame)
@@ -68,10 +69,6 @@ class Inbound:
             self._reply(token, frame.sender, reply)
 
     # --- a Hello that can't be answered yet --------------------------------------------------------------------------
-
-    def _must_wait(self, sender: str) -> bool:
-        admission = self._admission
-        return not self._state.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender)
 
     @property
     def holds_back(self) -> bool:
@@ -87,11 +84,6 @@ class Inbound:
         parked = self._parked.setdefault(sender, deque(maxlen=limits.parked_hellos_max))
         parked.append(hello)
 
-    def became_ready(self) -> None:
-        """Note that the first start is complete, and answer parked Hellos."""
-        self._state.ready = True
-        self.answer_parked()
-
     def answer_parked(self) -> None:
         """Answer the parked Hellos that no longer need to wait."""
         if not self._state.ready:
@@ -99,8 +91,6 @@ class Inbound:
         parked, self._parked = self._parked, {}
         for hello in chain.from_iterable(parked.values()):
             self.received(hello)
-
-    # --- a Batch before its turn -------------------------------------------------------------------------------------
 
     def _waits_for_turn(self, token: Token, frame: PeerFrame) -> bool:
         """Delay or refuse a Batch whose sender must wait for others; return False if it can be taken now."""
@@ -315,7 +305,6 @@ class FairTurns:
         self._last = sender, now_ns
 
     def _other_ns(self, sender: str) -> int:
-        """Return when another sender was last heard."""
         return (self._last_other if sender == self._last[0] else self._last)[1]
 
     def is_shared(self, sender: str, now_ns: int) -> bool:

@@ -300,7 +300,6 @@ class Senders:
     def _note_refused(
         self, frame: PeerFrame, stream: InputStream, code: RefusedCode, reason: str, *, is_known: bool
     ) -> None:
-        """Report the refusal, each reason only once."""
         sender, effects = frame.sender, self._state.effects
         told, stream.error = stream.error == reason, reason
         if not is_known:

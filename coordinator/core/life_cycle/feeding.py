@@ -99,7 +99,8 @@ class RecordFeeder:
         if session.phase is Phase.RESTORING:
             self._read_blob()
         if session.phase in REPLAYS:
-            self.lifecycle.check_writer()
+            if session.phase is Phase.REPLAYING and self.state.following:
+                session.advance(Step.FOLLOWS)
             if session.waits_for_hello:
                 return False
             self.lifecycle.send_introduction()
@@ -127,8 +128,6 @@ class RecordFeeder:
             return state.versions.replay_bound(session.replay_target)
         return state.log.durable_sequence_id if session.flushes else session.replay_target  # as above
 
-    # --- the blob ----------------------------------------------------------------------------------------------------
-
     def _read_blob(self) -> None:
         read = self.lifecycle.recovery.next_read()
         if read is None:
@@ -146,8 +145,6 @@ class RecordFeeder:
         self.state.outbox.send(event.data)
         if self.lifecycle.recovery.next_read() is None:
             session.advance(Step.BLOB_SENT)  # from here on the app can send what a restored app can
-
-    # --- records -----------------------------------------------------------------------------------------------------
 
     def records_read(self, event: ev.RecordsRead) -> None:
         state, session = self.state, self.state.session

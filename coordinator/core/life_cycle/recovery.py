@@ -197,10 +197,6 @@ class Lifecycle:
 
     # --- a followed log ----------------------------------------------------------------------------------------------
 
-    def check_writer(self) -> None:
-        if self.state.session.phase is Phase.REPLAYING and self.state.following:
-            self.state.session.advance(Step.FOLLOWS)
-
     def log_grew(self, summary: LogSummary) -> bool:
         """Note the new state of the followed log, ``summary``. Return False if the app must start over; that has begun.
 
@@ -269,18 +265,13 @@ class Lifecycle:
         elif versions.upgrade_to is not None:
             if not session.hello_is_due:  # the Hello says whether the app wants to know the version
                 self.upgrades.ask_for_new()
-        elif (self.promote or self._was_promoted) and not self.is_cut:
+        elif not self.is_cut and (self.promote or (self.took_over and session.hello is not None)):
+            # Without a checkpoint; an app without extensions expects TakeBecomingPrimaryCheckpoint instead.
             self._promote_if_due()
         else:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = fed
             self.state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
-
-    @property
-    def _was_promoted(self) -> bool:
-        """True if the app followed another writer's log, and can continue without a checkpoint. An app without
-        extensions expects TakeBecomingPrimaryCheckpoint instead."""
-        return self.took_over and self.state.session.hello is not None
 
     def _promote_if_due(self) -> None:
         """Promote the app once it has made all outputs that the log knows of; its next checkpoint proves the rest."""
@@ -304,11 +295,6 @@ class Lifecycle:
         return bool(unanswered_receivers)
 
     # --- the proof: the app has made all that the log knows of -------------------------------------------------------
-
-    def check_replay_complete(self) -> None:
-        """Set the proof to COMPLETE if the missing outputs were made."""
-        if not self.peers.replay.is_behind():
-            self.proof = Proof.COMPLETE
 
     def prove_promotion(self) -> None:
         """Finish the replay of a promoted app: its checkpoint has begun, so it has sent all earlier outputs."""
@@ -357,8 +343,6 @@ class Upgrades:
     state: CoreState
     operator: OperatorActions
     _replayed_version: VersionStart | None = None  # the past version to which the app is being upgraded
-
-    # --- the request -------------------------------------------------------------------------------------------------
 
     def repeat_next(self) -> None:
         """Ask the app for the next past version, at the record where that version began."""
@@ -429,8 +413,6 @@ class Upgrades:
         state = self.state
         if state.session.phase in UPGRADES and state.versions.upgrade_to is not None:
             state.report(notices.UpgradeInterrupted(state.versions.upgrade_to))
-
-    # --- durable -----------------------------------------------------------------------------------------------------
 
     def began(self, start: VersionStart) -> None:
         """Note that a version is durable: that of the first start, or of an upgrade."""

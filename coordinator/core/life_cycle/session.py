@@ -209,11 +209,6 @@ class AppSession:
         return self._extensions
 
     @property
-    def knows_extensions(self) -> bool:
-        """True if the app knows more than the base protocol: its calls that wait for an answer name the caller."""
-        return not INTRODUCED.isdisjoint(self.extensions)
-
-    @property
     def label(self) -> str:
         """The app's name for itself."""
         return self.hello.label if self.hello else ""
@@ -244,7 +239,9 @@ class AppSession:
         """Return the rules for calls that the app sends to ``destination``."""
         rules = self._rules.get(destination)
         if rules is None:
-            rules = self._rules[destination] = from_app(own_name, destination, speaks=self.knows_extensions)
+            # The calls of an app of the base protocol that wait for an answer do not name the caller.
+            speaks = not INTRODUCED.isdisjoint(self.extensions)
+            rules = self._rules[destination] = from_app(own_name, destination, speaks=speaks)
         return rules
 
     def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:
