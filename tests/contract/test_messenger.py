@@ -1043,7 +1043,7 @@ def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
     assert receiver.has_new
     receiver.receive()
     assert receiver.has_new
-    assert len(receiver._mailbox.replies) == 1
+    assert len(receiver._replies) == 1
     receiver.flush()
     assert not receiver.has_new
     house.drive(lambda: sender.counters().acknowledged == 1)

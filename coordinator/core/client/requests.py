@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES, Client, ClientTable, TokenBucket
+from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES, Client, ClientTable
 from immortal.coordinator.core.clock import RunningTime
 from immortal.coordinator.core.effects import ReplyToClient
 from immortal.coordinator.core.input.admission import Delivery
 from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, Token
+from immortal.coordinator.core.permissions import TokenBucket
 from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import (
     CLIENTS,
@@ -320,7 +321,7 @@ class ClientAnswers:
         self._state = state
         self._table = table
         self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
-        self._again = TokenBucket(state.limits.again_bytes, 0)
+        self._again = TokenBucket(state.limits.again_bytes)
         self._asked: set[str] = set()  # clients that have sent a PING in this turn
 
     # --- at once -----------------------------------------------------------------------------------------------------
@@ -351,9 +352,11 @@ class ClientAnswers:
     def send_replies(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
         """Send replies only to the sender of ``frame``, even if others use the same client ID."""
         if replies:
-            numbers = client.number, client.released, len(replies)
-            payload = encode_replies(replies)
-            self._send(token, ClientFrame(ClientFrameType.REPLY, *self._ends(frame), *numbers, payload=payload))
+            self._send_reply(token, self._ends(frame), client, replies)
+
+    def _send_reply(self, token: Token, ends: tuple[str, str, int], client: Client, replies: list[Reply]) -> None:
+        numbers, payload = (client.number, client.released, len(replies)), encode_replies(replies)
+        self._send(token, ClientFrame(ClientFrameType.REPLY, *ends, *numbers, payload=payload))
 
     def _ends(self, frame: ClientFrame) -> tuple[str, str, int]:
         return frame.client_id, self._state.name, self._committer_id
@@ -375,10 +378,10 @@ class ClientAnswers:
             return  # the client asks again, after this turn
         self._asked.add(frame.client_id)
         again = self._again_of(client)
-        if again.is_left(now_ns) and self._again.is_left(now_ns):
+        if again.fill(now_ns) > 0 and self._again.fill(now_ns) > 0:
             looking_bytes = len(frame.payload) * LOOKING_BYTES
-            again.take(looking_bytes)
-            self._again.take(looking_bytes)
+            again.left -= looking_bytes
+            self._again.left -= looking_bytes
             numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
             self.resend_reply(frame.client_id, client, numbers)
 
@@ -392,11 +395,11 @@ class ClientAnswers:
             reply = None if number in outgoing else client.reply(number)
             if reply is None:
                 continue
-            if not (again.is_left(now_ns) and self._again.is_left(now_ns)):
+            if not (again.fill(now_ns) > 0 and self._again.fill(now_ns) > 0):
                 return
             size_bytes = len(reply.value) + REPLY_OVERHEAD_BYTES
-            again.take(size_bytes)
-            self._again.take(size_bytes)
+            again.left -= size_bytes
+            self._again.left -= size_bytes
             outgoing[number] = reply
 
     def _again_of(self, client: Client) -> TokenBucket:
@@ -414,17 +417,7 @@ class ClientAnswers:
             if client is None:
                 continue
             for some in _in_frames(replies.values()):
-                numbers = client.number, client.released, len(some)
-                payload = encode_replies(some)
-                reply = ClientFrame(
-                    ClientFrameType.REPLY,
-                    client_id,
-                    self._state.name,
-                    self._committer_id,
-                    *numbers,
-                    payload=payload,
-                )
-                self._send(client.token, reply)
+                self._send_reply(client.token, (client_id, self._state.name, self._committer_id), client, some)
         self._outgoing.clear()
         self._asked.clear()
 
