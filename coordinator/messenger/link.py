@@ -100,7 +100,8 @@ class Link:
                 self._watcher = partial(listener_changed, self)
                 sockets.watch(context, endpoint, self._watcher)
             if not self.connected:
-                self._monitor = self._open_monitor(context)
+                address = f"monitor-{self._incarnation:x}-{link_id}-{sockets.descriptor_of(self._socket)}"
+                self._monitor = sockets.open_monitor(context, self._socket, address, _MONITORED)
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -127,10 +128,6 @@ class Link:
         socket.copy_threshold = limits.LARGE_PART_SIZE_BYTES
         if self.pair is not None and self.server_key is not None:
             connect_with(socket, self.pair, self.server_key)
-
-    def _open_monitor(self, context: sockets.Context) -> sockets.Socket:
-        address = f"monitor-{self._incarnation:x}-{self.link_id}-{sockets.descriptor_of(self._socket)}"
-        return sockets.open_monitor(context, self._socket, address, _MONITORED)
 
     def read_monitor(self, now_ns: int) -> None:
         """Read the monitor's events: connections made, lost and refused."""
@@ -195,12 +192,9 @@ class Link:
             callback = self._acknowledge(parts, now_ns)
             if callback is not None:
                 callback(parts)
-            if not self.closed and not self._has_unread():
+            if not self.closed and not self._plain_get(sockets.EVENTS) & sockets.POLLIN:  # type: ignore[operator]
                 return True
         return False
-
-    def _has_unread(self) -> bool:
-        return bool(self._plain_get(sockets.EVENTS) & sockets.POLLIN)  # type: ignore[operator]
 
     def _acknowledge(self, parts: list[bytes], now_ns: int) -> ReplyCallback | None:
         """Handle a received reply: replace ``parts`` by its own parts; return the callback for them, if any."""

@@ -261,7 +261,9 @@ class HandshakeGuard:
             else:
                 self._handshake_failed = True
                 if self._secured:
-                    self._count("a connection was refused that has no key, or expects another one here")
+                    self.refused += 1
+                    what = "a connection was refused that has no key, or expects another one here"
+                    self._warnings.warn(f"at {self.endpoint}: {what}")
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
@@ -326,10 +328,6 @@ class HandshakeGuard:
         if not self._secured:  # else ZeroMQ reports the failure
             self.refused += 1
         self._warnings.warn(f"at {self.endpoint}: {reason}", "ended")
-
-    def _count(self, reason: str) -> None:
-        self.refused += 1
-        self._warnings.warn(f"at {self.endpoint}: {reason}")
 
     def _forget(self, descriptor: int, *, succeeded: bool = False) -> None:
         self._accepted_s.pop(descriptor, None)

@@ -313,18 +313,15 @@ class SnapshotReceiver:
         elif event.problem is not None:
             self.give_up(event.problem)
         elif self.state.checkpoints.settled and not self.state.checkpoints.on_its_way:
-            self._adopt(self._offer.header)
+            state = self.state
+            transaction = state.log.append_outside_record(0).transaction
+            transaction.checkpoint = replace(self._offer.header, time_ns=state.log.time_ns(state.now_ns))
+            transaction.adopts = True
+            state.checkpoints.settled = False
+            self.stage, self._offer = AdoptionStage.ADOPTED, None
         else:  # the app is giving one, which is later
             self.give_up()
         return True
-
-    def _adopt(self, header: CheckpointHeader) -> None:
-        state = self.state
-        transaction = state.log.append_outside_record(0).transaction
-        transaction.checkpoint = replace(header, time_ns=state.log.time_ns(state.now_ns))
-        transaction.adopts = True
-        state.checkpoints.settled = False
-        self.stage, self._offer = AdoptionStage.ADOPTED, None
 
     def checkpoint_durable(self, header: CheckpointHeader) -> None:
         self.stage = AdoptionStage.NOTHING

@@ -140,7 +140,7 @@ class Clients:
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
         if split_name(frame.client_id)[1]:
             return ClientCode.MALFORMED, "the client's ID ends like the trace context of a request"
-        if why := self.delivery.admission.wait_reason(caller):
+        if why := self.delivery.admission.permissions.wait_reason(caller):
             return ClientCode.NOT_READY, why
         client = self.table.get(frame.client_id)
         if client is not None and caller and client.owner not in ("", caller):
@@ -266,22 +266,21 @@ class Clients:
         size_bytes = 0
         for _, start, end in decode_messages(batch.payload):
             answer = decode_answer(batch.payload, start, end)
-            if answer is not None:
-                size_bytes += self._answer_request(answer[0], self.delivery.admission.checked_reply(answer[1]))
+            if answer is None:
+                continue
+            client_id, reply = answer[0], self.delivery.admission.checked_reply(answer[1])
+            client = self.table.get(client_id)
+            if client is None or not client.is_open(reply.number):
+                continue  # a replay has repeated the answer; or the request counts as lost, which the client may know
+            self._set_reply(client_id, client, reply)
+            self.table.enforce_limits(client_id, client)
+            size_bytes += len(reply.value) + 1
         group = self.state.log.open
         group.transaction.acknowledged[CLIENTS] = batch.last_position
         group.size_bytes += size_bytes
         self._ungathered_bytes = size_bytes + (self._ungathered_bytes if not group.required else 0)
         if self._ungathered_bytes >= self.state.limits.replies_gather_bytes:
             group.required = True
-
-    def _answer_request(self, client_id: str, reply: Reply) -> int:
-        client = self.table.get(client_id)
-        if client is None or not client.is_open(reply.number):
-            return 0  # a replay has repeated the answer; or the request counts as lost, which the client may know
-        self._set_reply(client_id, client, reply)
-        self.table.enforce_limits(client_id, client)
-        return len(reply.value) + 1
 
     def _set_reply(self, client_id: str, client: Client, reply: Reply) -> None:
         self.table.answer(client_id, client, reply)

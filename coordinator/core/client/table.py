@@ -218,7 +218,10 @@ class ClientTable:
             client.holds = True
             heappush(self._holders, (client.used, client_id, client))
             if len(self._holders) > 2 * len(self._clients):  # most of these are forgotten clients
-                self._remove_empty_holders()
+                for _, _, one in self._holders:
+                    one.holds = bool(one.replies)
+                self._holders = [holder for holder in self._holders if holder[2].holds]
+                heapify(self._holders)
         self._count(client, 1, _size_of(row))
 
     def _drop(self, client: Client, number: int) -> bool:
@@ -245,12 +248,6 @@ class ClientTable:
             self._drop_oldest_reply(client_id, client)
         if self.replies_bytes > limits.replies_bytes:
             self._drop_replies_of_unused(client)
-
-    def _remove_empty_holders(self) -> None:
-        for _, _, client in self._holders:
-            client.holds = bool(client.replies)
-        self._holders = [holder for holder in self._holders if holder[2].holds]
-        heapify(self._holders)
 
     def _drop_replies_of_unused(self, answered: Client) -> None:
         """Drop replies of the least recently used clients until the limit holds, but keep the last reply of

@@ -442,14 +442,11 @@ class Verdicts:
         if verdict.is_dead_letter:
             self.letters[verdict.key] = size_bytes
             self.letters_bytes += size_bytes
-            self._enforce_letter_limits(group.transaction)
+            limits = self._state.limits
+            while len(self.letters) > limits.letters_max or self.letters_bytes > limits.letters_bytes:
+                self.letters_lost += 1
+                self.remove_letter(next(iter(self.letters)), group.transaction)
         return group
-
-    def _enforce_letter_limits(self, transaction: Transaction) -> None:
-        limits = self._state.limits
-        while len(self.letters) > limits.letters_max or self.letters_bytes > limits.letters_bytes:
-            self.letters_lost += 1
-            self.remove_letter(next(iter(self.letters)), transaction)
 
     def remove_letter(self, key: MessageKey, transaction: Transaction) -> None:
         """Remove a dead letter from the log."""

@@ -45,12 +45,8 @@ class Admission:
         self.permissions.change(given, has_keys=has_keys)
         self.open_calls.change(given)
 
-    def wait_reason(self, caller: str) -> str:
-        """Return why no call of ``caller`` can be accepted yet; "" if it can."""
-        return self.permissions.wait_reason(caller)
-
     def peer_wait_reason(self, caller: str) -> str:
-        """Return why a peer has to wait, like :meth:`wait_reason`; "" if it need not."""
+        """Return why no call of a peer can be accepted yet; "" if it can."""
         why = self.permissions.wait_reason(caller, is_instance=True)
         limit = self.open_calls.limit(caller)
         if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):

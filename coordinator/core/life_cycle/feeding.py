@@ -97,7 +97,12 @@ class RecordFeeder:
         if session.reading or self._takes_none:
             return False
         if session.phase is Phase.RESTORING:
-            self._read_blob()
+            read = self.lifecycle.recovery.next_read()
+            if read is None:
+                session.advance(Step.BLOB_SENT)
+            else:
+                session.reading = True
+                self.state.effects.append(read)
         if session.phase in REPLAYS:
             if session.phase is Phase.REPLAYING and self.state.following:
                 session.advance(Step.FOLLOWS)
@@ -127,14 +132,6 @@ class RecordFeeder:
         if session.phase in REPLAYS:
             return state.versions.replay_bound(session.replay_target)
         return state.log.durable_sequence_id if session.flushes else session.replay_target  # as above
-
-    def _read_blob(self) -> None:
-        read = self.lifecycle.recovery.next_read()
-        if read is None:
-            self.state.session.advance(Step.BLOB_SENT)
-        else:
-            self.state.session.reading = True
-            self.state.effects.append(read)
 
     def checkpoint_chunk_read(self, event: ev.CheckpointChunkRead) -> None:
         session = self.state.session

@@ -212,18 +212,15 @@ class Receivers:
         if position <= stream.position:  # otherwise it is unknown whether the replay will reach it
             self.note_acknowledged(stream)
         if freed_bytes:
-            self._trim_spilled(stream, freed_bytes)
+            # Acknowledged spilled messages are removed from the log, many at a time.
+            state = self._state
+            self._freed_bytes += freed_bytes
+            if self._freed_bytes >= state.limits.spill_trim_bytes or not stream.spill.kept_bytes:
+                self._freed_bytes = 0
+                state.trim_ticket = state.log.append_outside_record(0).ticket
 
     def note_acknowledged(self, stream: OutputStream) -> None:
         receiver, position = stream.destination, stream.acknowledged
         if position > self.acknowledged.get(receiver, -1):
             self.acknowledged[receiver] = position
             self._state.log.open.transaction.acknowledged[receiver] = position
-
-    def _trim_spilled(self, stream: OutputStream, size_bytes: int) -> None:
-        """Let acknowledged spilled messages be removed from the log, many at a time."""
-        state = self._state
-        self._freed_bytes += size_bytes
-        if self._freed_bytes >= state.limits.spill_trim_bytes or not stream.spill.kept_bytes:
-            self._freed_bytes = 0
-            state.trim_ticket = state.log.append_outside_record(0).ticket
