@@ -54,7 +54,8 @@ class Peers:
         """Load what the log has about other instances and this one."""
         self._state.ready = summary.extensions is not None
         self.app_asked_for(summary.extensions or frozenset())
-        self.outbound.receivers.load_peers(summary)
+        self.outbound.receivers.committer_ids = dict(summary.peers)
+        self.outbound.receivers.starts = dict(summary.stream_starts)
         self.inbound.senders.load(summary)
 
     def app_asked_for(self, extensions: Set[int]) -> None:
@@ -134,8 +135,12 @@ class OutboundReplay:
     def finish(self, *, all_sent: bool) -> None:
         """End the replay; see :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
         for destination, stream in self._all_at_end(catching_up=not all_sent):
-            if all_sent:
-                self._give_back_unmade(stream)
+            known = self.outbound.receivers.acknowledged.get(destination, 0)
+            if all_sent and destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
+                # Its receiver has more than the complete replay made: this log is an older copy.
+                received = stream.acknowledged - stream.offset
+                stream.acknowledged = stream.end_of_replay
+                self.outbound.handshake.fail_forked(stream, received)
             stream.finish_replay(all_sent=all_sent)
             if destination not in (ONESELF, CLIENTS):
                 self.outbound.receivers.note_acknowledged(stream)
@@ -184,14 +189,6 @@ class OutboundReplay:
             called.append(ONESELF)
         for destination in called:
             self.outbound.stream(destination)
-
-    def _give_back_unmade(self, stream: OutputStream) -> None:
-        """Stop a stream if its receiver has more than the complete replay made: this log is an older copy."""
-        known = self.outbound.receivers.acknowledged.get(stream.destination, 0)
-        if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
-            received = stream.acknowledged - stream.offset
-            stream.acknowledged = stream.end_of_replay
-            self.outbound.handshake.fail_forked(stream, received)
 
 
 # Resets of streams for a peer with another log, by an operator: `peers reset` and `peers reclaim`.
@@ -270,15 +267,12 @@ class PeerResets:
         state = self.state
         state.use_epoch()
         group = state.log.append_outside_record(0)
-        for peer in self._known():
+        known = {name for name, stream in self.peers.inbound.streams.items() if stream.committer_id}
+        known |= self.peers.outbound.receivers.committer_ids.keys()
+        for peer in sorted(known - {ONESELF, IMPULSES}):
             group = self._reset(peer, forked=True) or group
         self._resets.append((group.ticket, token))
         state.report(notices.LogReclaimed(state.epoch))
-
-    def _known(self) -> list[str]:
-        """Return the peers whose logs are known."""
-        known = {name for name, stream in self.peers.inbound.streams.items() if stream.committer_id}
-        return sorted((known | self.peers.outbound.receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
 
     def _reset(self, peer: str, *, forked: bool = False) -> Group | None:
         """Restart the streams from and to ``peer``, whatever log it has. Return the group that makes this durable.

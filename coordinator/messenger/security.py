@@ -31,17 +31,8 @@ import zmq
 from msgspec import Struct, field
 from zmq.utils import z85
 
-from immortal.coordinator.messenger import limits
+from immortal.coordinator.messenger import limits, sockets
 from immortal.coordinator.messenger.envelope import MessengerError
-from immortal.coordinator.messenger.sockets import (
-    Context,
-    Socket,
-    WakeupEvent,
-    Warnings,
-    monitored_events,
-    open_monitor,
-    receive_parts,
-)
 from immortal.protocol.unfinished_messages import UnfinishedMessages
 
 ZAP_DOMAIN = b"immortal"
@@ -97,7 +88,7 @@ class Security(Struct, frozen=True):
     roles: Mapping[str, Role] = field(default_factory=dict)
 
 
-def serve_with(socket: Socket, pair: KeyPair) -> None:
+def serve_with(socket: sockets.Socket, pair: KeyPair) -> None:
     """Let ``socket`` take connections only with CURVE, and only if the ZAP authenticator admits them."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
@@ -105,7 +96,7 @@ def serve_with(socket: Socket, pair: KeyPair) -> None:
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody gets in, instead of everybody
 
 
-def connect_with(socket: Socket, pair: KeyPair, server_key: str) -> None:
+def connect_with(socket: sockets.Socket, pair: KeyPair, server_key: str) -> None:
     """Let ``socket`` connect as the owner of ``pair``, to whoever has the secret key of ``server_key``."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
@@ -126,13 +117,13 @@ class ZapAuthenticator:
     connection's messages. A thread of its own answers, so that no caller waits while the owner waits for a disk.
     """
 
-    def __init__(self, context: Context, callers: Mapping[str, str], clock_ns: Callable[[], int]) -> None:
+    def __init__(self, context: sockets.Context, callers: Mapping[str, str], clock_ns: Callable[[], int]) -> None:
         self.callers = callers
         self.refused = 0
         self.let_in: Counter[str] = Counter()  # connections, by key
         self.last_refused = ""  # key, and where from
-        self._warnings = Warnings(clock_ns)
-        self._socket: Socket = context.socket(zmq.ROUTER)
+        self._warnings = sockets.Warnings(clock_ns)
+        self._socket: sockets.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
             self._socket.bind(ZAP_ENDPOINT)
@@ -141,7 +132,7 @@ class ZapAuthenticator:
             raise MessengerError(
                 f"the ZeroMQ context has a gate already ({error.strerror}): a messenger with keys needs its own context"
             ) from error
-        self._wake = WakeupEvent()
+        self._wake = sockets.WakeupEvent()
         self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
         self._thread.start()
 
@@ -151,7 +142,7 @@ class ZapAuthenticator:
         poller.register(self._wake.descriptor, zmq.POLLIN)
         with self._socket:
             while self._wake.descriptor not in dict(poller.poll()):
-                while (parts := receive_parts(self._socket)) is not None:
+                while (parts := sockets.receive_parts(self._socket)) is not None:
                     self._answer(parts)
 
     def _answer(self, parts: list[bytes]) -> None:
@@ -202,11 +193,11 @@ class HandshakeGuard:
 
     def __init__(
         self,
-        context: Context,
-        socket: Socket,
+        context: sockets.Context,
+        socket: sockets.Socket,
         address: str,
         secured: bool,
-        warnings: Warnings,
+        warnings: sockets.Warnings,
         unfinished: UnfinishedMessages | None = None,
     ) -> None:
         self.refused = 0
@@ -214,7 +205,7 @@ class HandshakeGuard:
         self._secured = secured
         self._warnings = warnings
         self._socket = socket
-        self._monitor = open_monitor(context, socket, address, _MONITORED)
+        self._monitor = sockets.open_monitor(context, socket, address, _MONITORED)
         self._unauthenticated: dict[int, tcp_socket.socket] = {}  # by ZeroMQ's descriptor, the oldest first
         self._accepted_s: dict[int, float] = {}  # when each of these was accepted
         self._oversized_since_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
@@ -222,7 +213,7 @@ class HandshakeGuard:
         self._handshake_failed = False  # the connection that ends next had not succeeded
         self._ending: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
         self._unfinished = unfinished
-        self._wake = WakeupEvent()
+        self._wake = sockets.WakeupEvent()
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()
 
@@ -248,7 +239,7 @@ class HandshakeGuard:
         return min(wait_ms or limits.HANDSHAKE_POLL_MS, limits.HANDSHAKE_POLL_MS) if self._unauthenticated else wait_ms
 
     def _read_monitor(self) -> None:
-        for event, value in monitored_events(self._monitor):
+        for event, value in sockets.monitored_events(self._monitor):
             if event == _ACCEPTED:
                 self._accepted(value)
             elif event == _DISCONNECTED:

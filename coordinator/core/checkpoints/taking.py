@@ -161,7 +161,7 @@ class CheckpointTaker:
         if is_recovery:
             lifecycle.report_recovered()
         session.advance(Step.CHECKPOINT_ABANDONED)
-        self.unsaved_state.save_failed(unsaved, session.checkpoint_sequence_id)
+        self.unsaved_state.save_failed(unsaved)
         state.shutdown.checkpoint_failed()
 
     def taken_back(self, message: Message) -> None:

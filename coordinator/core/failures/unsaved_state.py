@@ -42,19 +42,18 @@ class UnsavedState:
     failed: Unsaved | None = None
     failures: int = 0  # in a row
     since_ns: int = 0  # of the first of them
-    failed_sequence_id: int = -1  # the last record before the last failure
     _taken_back: list[Verdict] = field(default_factory=list)  # for the next checkpoint
     _wishes: dict[MessageKey, Wish] = field(default_factory=dict)
 
     # --- reports of the app ------------------------------------------------------------------------------------------
 
-    def save_failed(self, unsaved: Unsaved, sequence_id: int) -> None:
-        """Note that the app can't give a checkpoint of the state after the record ``sequence_id``."""
+    def save_failed(self, unsaved: Unsaved) -> None:
+        """Note that the app can't give a checkpoint."""
         state = self.state
         if not self.failures:
             self.since_ns = state.now_ns
         self.failures += 1
-        self.failed, self.failed_sequence_id = unsaved, sequence_id
+        self.failed = unsaved
         state.checkpoints.tried_ns = state.now_ns
         state.report(notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures))
         self._answer_wishes(unsaved)

@@ -27,15 +27,8 @@ from immortal.protocol.verdicts import FAILED_CALL, Cause
 class Admission:
     """Admission control of one instance."""
 
-    def __init__(
-        self,
-        state: CoreState,
-        call_failures: CallFailures,
-        given: Mapping[str, Permission],
-        *,
-        has_keys: bool = False,
-    ) -> None:
-        self.permissions = Permissions(state.name, given, has_keys=has_keys)
+    def __init__(self, state: CoreState, call_failures: CallFailures, given: Mapping[str, Permission]) -> None:
+        self.permissions = Permissions(state.name, given)
         self.open_calls = OpenCalls(given, is_known=True)  # of peers
         self.call_failures = call_failures
         self._state = state

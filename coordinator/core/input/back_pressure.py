@@ -11,12 +11,7 @@ from immortal.coordinator.core import notices
 from immortal.coordinator.core.effects import PauseApp, Report, ResumeApp
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.group_commit import Group
-from immortal.coordinator.core.interfaces import (
-    IMPULSES,
-    ONESELF,
-    LogSummary,
-    SourcePosition,
-)
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import MIB
 from immortal.coordinator.core.output.outbound import Outbound

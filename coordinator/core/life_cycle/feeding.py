@@ -30,15 +30,10 @@ from immortal.coordinator.core.life_cycle.session import (
 )
 from immortal.coordinator.core.peers import Peers
 from immortal.coordinator.core.state import CoreState
+from immortal.protocol import system_methods
 from immortal.protocol.messages import MessageType
 from immortal.protocol.readers import Message
 from immortal.protocol.record import decode_header
-from immortal.protocol.system_methods import (
-    HandlersQuestion,
-    decode_handlers_answer,
-    encode_handlers_question,
-    encode_order,
-)
 from immortal.protocol.trailer import decode_trailer
 
 
@@ -222,7 +217,7 @@ class WaitingHandlers:
             self._answer(event.token, {"refused": problem})
             return
         order = event.order
-        group = self.impulses.log_own(1, encode_order(order))
+        group = self.impulses.log_own(1, system_methods.encode_order(order))
         index = sum([batch.count for batch in group.batches[:-1]])
         group.transaction.audit.append(AuditEntry(self.state.now_ns, order.who, order.in_words()))
         self._ordered.append(_Ordered(event.token, self.state.log.open_sequence_id, index))
@@ -257,12 +252,12 @@ class WaitingHandlers:
         self._ticket += 1
         self._asked[self._ticket] = token, ordered
         place = (-1, 0) if ordered is None else (ordered.sequence_id, ordered.message_index)
-        question = HandlersQuestion(self._ticket, task, *place, retries)
-        self.state.outbox.send_control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
+        question = system_methods.HandlersQuestion(self._ticket, task, *place, retries)
+        self.state.outbox.send_control(MessageType.HANDLERS_ASKED, system_methods.encode_handlers_question(question))
 
     def answered(self, message: Message) -> None:
         """Pass the app's answer on to the operator. Raises RemoteProtocolError."""
-        answer = decode_handlers_answer(message.data)
+        answer = system_methods.decode_handlers_answer(message.data)
         asked = self._asked.pop(answer.ticket, None)
         if asked is None:
             raise AppProtocolError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from immortal.coordinator.core import formatting
 from immortal.coordinator.core.effects import Report, ResetPeer, SendToPeer
 from immortal.coordinator.core.group_commit import Group
-from immortal.coordinator.core.interfaces import LogSummary, StreamStart
+from immortal.coordinator.core.interfaces import StreamStart
 from immortal.coordinator.core.notices import StreamReset, StreamStopped, StreamWaits
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
 from immortal.coordinator.core.state import CoreState
@@ -185,11 +185,6 @@ class Receivers:
         """Load the acknowledged positions of the log."""
         for receiver, position in acknowledged.items():
             self.note_durable_acknowledgement(receiver, position)
-
-    def load_peers(self, summary: LogSummary) -> None:
-        """Load the receivers that the log knows, and how its streams to them were reset."""
-        self.committer_ids = dict(summary.peers)
-        self.starts = dict(summary.stream_starts)
 
     def note_durable_acknowledgement(self, receiver: str, position: int) -> None:
         """Note that the log has the acknowledgement of ``position``."""
