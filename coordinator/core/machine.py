@@ -210,7 +210,7 @@ class Machine:
         if CLIENTS in transaction.acknowledged:
             peers.outbound.answers_durable(transaction.acknowledged[CLIENTS])
         components.peer_resets.committed(ticket)
-        components.operator.committed(ticket)
+        state.committed(ticket)
         if transaction.epoch is not None:
             state.report(notices.NewEpoch(transaction.epoch))
         if state.trim_ticket and ticket >= state.trim_ticket:

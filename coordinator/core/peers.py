@@ -241,15 +241,14 @@ class PeerResets:
 
     state: CoreState
     peers: Peers
-    _resets: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit to wait for, token)
-    _reclaims: deque[tuple[int, Token]] = field(default_factory=deque)  # the same, while their epoch is not durable
+    _reclaims: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit of their epoch, token)
 
     def peer_reset(self, event: ev.PeerReset) -> None:
         group = self._reset(event.peer)
         if group is None:
             self.state.effects.append(PeerResetDone(event.token, False))
             return
-        self._resets.append((group.ticket, event.token))
+        self.state.answer_after(group.ticket, PeerResetDone(event.token, True))
         self.state.report(notices.PeerForgotten(event.peer))
 
     def reclaimed(self, event: ev.Reclaimed) -> None:
@@ -257,11 +256,9 @@ class PeerResets:
         self._reclaims.append((self.state.begin_epoch(ahead=RECLAIM_EPOCHS), event.token))
 
     def committed(self, ticket: int) -> None:
-        """Continue the resets whose commits are durable up to ``ticket``."""
+        """Continue the resets whose epochs are durable, up to the commit ``ticket``."""
         while self._reclaims and self._reclaims[0][0] <= ticket:
             self._reset_all(self._reclaims.popleft()[1])
-        while self._resets and self._resets[0][0] <= ticket:
-            self.state.effects.append(PeerResetDone(self._resets.popleft()[1], True))
 
     def _reset_all(self, token: Token) -> None:
         state = self.state
@@ -271,7 +268,7 @@ class PeerResets:
         known |= self.peers.outbound.receivers.committer_ids.keys()
         for peer in sorted(known - {ONESELF, IMPULSES}):
             group = self._reset(peer, forked=True) or group
-        self._resets.append((group.ticket, token))
+        state.answer_after(group.ticket, PeerResetDone(token, True))
         state.report(notices.LogReclaimed(state.epoch))
 
     def _reset(self, peer: str, *, forked: bool = False) -> Group | None:

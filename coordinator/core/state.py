@@ -72,10 +72,20 @@ class CoreState:
         self.trim_ticket = 0  # commit after which acknowledged spilled outputs can be removed from the log; 0: none
 
         self.timers = Timers(self)
+        self._answers: deque[tuple[int, Effect]] = deque()  # to operators, each with the commit to wait for
 
     def report(self, notice: Notice) -> None:
         """Report a notice to the operator."""
         self.effects.append(Report(notice))
+
+    def answer_after(self, ticket: int, answer: Effect) -> None:
+        """Answer an operator once the commit ``ticket`` is durable."""
+        self._answers.append((ticket, answer))
+
+    def committed(self, ticket: int) -> None:
+        """Give the answers that waited for commits up to ``ticket``."""
+        while self._answers and self._answers[0][0] <= ticket:
+            self.effects.append(self._answers.popleft()[1])
 
     def take_effects(self) -> Sequence[Effect]:
         """Return the effects since the last call, and clear them."""
