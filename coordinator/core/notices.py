@@ -51,11 +51,11 @@ class Notice(Struct, kw_only=True):
         return type(self), *[getattr(self, name, None) for name in self.apart]
 
 
-class _AtWarning(Notice):
+class _WarningNotice(Notice):
     level = "warning"
 
 
-class _AtError(Notice):
+class _ErrorNotice(Notice):
     level = "error"
 
 
@@ -93,7 +93,7 @@ class Recovered(Notice):
     sequence_id: int
 
 
-class CheckpointDamaged(_AtError):
+class CheckpointDamaged(_ErrorNotice):
     """A checkpoint differs from what was written."""
 
     template = "checkpoint {checkpoint} is damaged ({problem}); falling back to the one before"
@@ -102,7 +102,7 @@ class CheckpointDamaged(_AtError):
     problem: str
 
 
-class LogSilent(_AtWarning):
+class LogSilent(_WarningNotice):
     """The log did not answer. Reads are repeated; writes also, once it is known whether the log has them."""
 
     template = "the log does not answer, trying again: {problem}"
@@ -130,28 +130,28 @@ class TakingOver(Notice):
     holder: str
 
 
-class FollowerBeginsAnew(_AtWarning):
+class FollowerBeginsAnew(_WarningNotice):
     """The state of a follower's app is no longer usable."""
 
     template = "{problem}; it begins anew, at the last checkpoint"
     problem: str
 
 
-class AppBeginsAnew(_AtWarning):
+class AppBeginsAnew(_WarningNotice):
     """A follower's checkpoint in the log contradicts the app, whose state is later."""
 
     template = "{problem}; the app begins anew, at that checkpoint"
     problem: str
 
 
-class WaitsForReceivers(_AtWarning):
+class WaitsForReceivers(_WarningNotice):
     """The log was cut, and its recovery waits until all receivers of this instance's calls are up."""
 
     template = "the log was cut: waiting for {receivers} to say how much of this instance's calls they have"
     receivers: str
 
 
-class Diverged(_AtWarning):
+class Diverged(_WarningNotice):
     """A replay makes calls with other arguments than the log has, and continues."""
 
     template = "{difference}; {holds}"
@@ -164,7 +164,7 @@ class Diverged(_AtWarning):
         return {"left_out": self.left_out} if self.left_out else {}  # the text already names the destination
 
 
-class UpgradeFailed(_AtError):
+class UpgradeFailed(_ErrorNotice):
     """The app could not become another version."""
 
     template = "the upgrade to version {version} failed: {reason}; version {current_version} goes on"
@@ -173,7 +173,7 @@ class UpgradeFailed(_AtError):
     current_version: int
 
 
-class UpgradeInterrupted(_AtWarning):
+class UpgradeInterrupted(_WarningNotice):
     """The app disconnected in the middle of an upgrade."""
 
     template = (
@@ -239,21 +239,21 @@ class OfferRefused(Notice):
     problem: str
 
 
-class StandbyTakesNone(_AtWarning):
+class StandbyTakesNone(_WarningNotice):
     """No follower took a checkpoint that was due, so the instance's own app must take it."""
 
     template = "no standby took the checkpoint that is due ({reason}): the app takes it"
     reason: str
 
 
-class CheckpointFailed(_AtError):
+class CheckpointFailed(_ErrorNotice):
     """The app began a checkpoint beside its work, and could not finish it."""
 
     template = "the app could not take its checkpoint: {reason}; the one before stays in use"
     reason: str
 
 
-class StateUnsaved(_AtError):
+class StateUnsaved(_ErrorNotice):
     """The app has no checkpoint to give: its state can't be saved, and no message to take back was found."""
 
     template = (
@@ -273,7 +273,7 @@ class StateSavedAgain(Notice):
     failures: int
 
 
-class TakenBack(_AtWarning):
+class TakenBack(_WarningNotice):
     """A message that made the state impossible to save was taken back: it counts as never handled."""
 
     template = "{method} at {where} was taken back behind record {behind}: {reason}"
@@ -283,7 +283,7 @@ class TakenBack(_AtWarning):
     behind: int
 
 
-class LogFull(_AtError):
+class LogFull(_ErrorNotice):
     """The log has reached its limit, or its disk is nearly full."""
 
     template = "no more input is taken from peers, and no impulses: {reason}"
@@ -296,7 +296,7 @@ class LogHasRoom(Notice):
     template = "the log has room again: input is taken from peers, and impulses"
 
 
-class InstancePaused(_AtWarning):
+class InstancePaused(_WarningNotice):
     """An operator has paused the instance: its input is logged, and the app gets none."""
 
     template = "paused by {who}: input is logged, and the app gets none until it is resumed"
@@ -315,14 +315,14 @@ class InstanceResumed(Notice):
 # --- the app's connection ---------------------------------------------------------------------------------------------
 
 
-class AppGone(_AtWarning):
+class AppGone(_WarningNotice):
     """The app's connection has ended."""
 
     template = "the app is gone; waiting for the next one"
     phase: str
 
 
-class AppCutOff(_AtWarning):
+class AppCutOff(_WarningNotice):
     """The app's connection has ended in the middle of a message."""
 
     template = "the app's connection ended in the middle of a message; that message is dropped"
@@ -338,14 +338,14 @@ class AppLeaves(Notice):
         return type(self)
 
 
-class AppBrokeProtocol(_AtError):
+class AppBrokeProtocol(_ErrorNotice):
     """The app sent something that the protocol forbids."""
 
     template = "the app broke the protocol: {error}; its connection is closed, nothing logged is lost"
     error: str
 
 
-class CallTooLarge(_AtError):
+class CallTooLarge(_ErrorNotice):
     """An app of the base protocol made a call that is too large."""
 
     template = (
@@ -360,7 +360,7 @@ class CallTooLarge(_AtError):
 # --- messages that fail alone -----------------------------------------------------------------------------------------
 
 
-class FailedBefore(_AtError):
+class FailedBefore(_ErrorNotice):
     """A message with a verdict of failure ends the app's process again: no other verdict can follow."""
 
     template = "{reason} at {where}, which failed before: deploy code that does not end it there"
@@ -368,7 +368,7 @@ class FailedBefore(_AtError):
     where: str
 
 
-class NotCalledAgain(_AtError):
+class NotCalledAgain(_ErrorNotice):
     """A message has ended the app's process too often."""
 
     template = "{method} ({where}) is not called any more: {reason}; {then}"
@@ -378,21 +378,21 @@ class NotCalledAgain(_AtError):
     then: str
 
 
-class CallForbidden(_AtWarning):
+class CallForbidden(_WarningNotice):
     """A caller made its first call that it is not allowed to make."""
 
     template = "{reason}: the call is refused; further ones of this caller are only counted"
     reason: str
 
 
-class NestedTooDeeply(_AtWarning):
+class NestedTooDeeply(_WarningNotice):
     """A caller sent its first message that is nested too deeply."""
 
     template = "{reason}: it is refused; further ones of this caller are only counted"
     reason: str
 
 
-class CallerHeldOff(_AtWarning):
+class CallerHeldOff(_WarningNotice):
     """Calls of one caller have repeatedly ended the app's process."""
 
     template = "calls of {caller} have ended the app's process {deaths} times: nothing of it is taken for {for_s:.0f} s"
@@ -401,7 +401,7 @@ class CallerHeldOff(_AtWarning):
     for_s: float
 
 
-class QueryChangedState(_AtWarning):
+class QueryChangedState(_WarningNotice):
     """A query that is not logged has changed the state; the app rebuilds it from the log."""
 
     template = (
@@ -411,21 +411,21 @@ class QueryChangedState(_AtWarning):
     method: str
 
 
-class HandlerTakesLong(_AtWarning):
+class HandlerTakesLong(_WarningNotice):
     """A handler has run for too long."""
 
     template = "{handler}"
     handler: str  # which one, as a text
 
 
-class StopWaits(_AtWarning):
+class StopWaits(_WarningNotice):
     """A clean stop was requested while a handler runs."""
 
     template = "the stop waits for the app: it is {handler}"
     handler: str
 
 
-class MessageSkipped(_AtWarning):
+class MessageSkipped(_WarningNotice):
     """An operator has skipped a message."""
 
     template = "{who} {what}"
@@ -442,7 +442,7 @@ class LettersRetried(Notice):
     count: int
 
 
-class LetterNotRetried(_AtWarning):
+class LetterNotRetried(_WarningNotice):
     """An upgrade can't retry a dead letter."""
 
     template = "the upgrade to version {version} can't retry the dead letter {letter}: {reason}"
@@ -451,7 +451,7 @@ class LetterNotRetried(_AtWarning):
     reason: str
 
 
-class LetterUnreadable(_AtError):
+class LetterUnreadable(_ErrorNotice):
     """A dead letter is damaged."""
 
     template = "{problem}: it is not retried"
@@ -476,7 +476,7 @@ class StreamWaits(StreamStopped):
     level = "warning"
 
 
-class StreamReset(_AtWarning):
+class StreamReset(_WarningNotice):
     """The receiver of a stream that an operator has reset has said how much it has."""
 
     template = "the stream was reset and goes on"
@@ -485,14 +485,14 @@ class StreamReset(_AtWarning):
     receiver_has: int
 
 
-class PeerForgotten(_AtWarning):
+class PeerForgotten(_WarningNotice):
     """An operator has reset a peer: what was known of its log is forgotten."""
 
     template = "what was known of a peer's log is forgotten"
     peer: str
 
 
-class LogReclaimed(_AtWarning):
+class LogReclaimed(_WarningNotice):
     """An operator declares this log valid, and its copies invalid."""
 
     template = "this log counts from now on, and no copy of it"
@@ -514,7 +514,7 @@ class OldPeerRefused(PeerRefused):
     level = "warning"
 
 
-class FrameRefused(_AtError):
+class FrameRefused(_ErrorNotice):
     """A peer sends more than its window allows."""
 
     template = "a frame was refused: {reason}; this is said once"
