@@ -42,7 +42,10 @@ class AppInterface(AppPort, Protocol):
         """Begin to accept the app's connection. The caller holds the lock of the log. Raises ImmortalError."""
 
     def become_instance(self, settings: InstanceSettings) -> None:
-        """Accept apps also at the addresses of the instance ``settings``, which this follower has taken over."""
+        """Accept apps also at the addresses of the instance ``settings``, which this follower has taken over.
+
+        Retry each second while the former process of the instance still holds the ports.
+        """
 
     def next_deadline_ns(self) -> int | None:
         """Return the time at which :meth:`process` must run even if no socket is ready; None for never."""
@@ -90,7 +93,7 @@ class AppEndpoint:
         self._interest_for = (False, False, False)  # state that _interest was made for: paused, has waiting, closing
         self.sent_bytes = 0  # handed to the socket, and not yet reported by take_sent()
         self._paused = False
-        self.last_traffic_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
+        self.last_traffic_ns = time.monotonic_ns()
         self.is_handling = False  # handlers run in another process
 
     def listen(self) -> None:
@@ -120,10 +123,6 @@ class AppEndpoint:
         self._listeners[0].listen()
 
     def become_instance(self, settings: InstanceSettings) -> None:
-        """Accept apps also at the addresses of the instance ``settings``, which this follower has taken over.
-
-        Retry each second while the former process of the instance still holds the ports.
-        """
         self._instance = settings
         self._open_instance_listener(time.monotonic_ns())
 
@@ -156,21 +155,15 @@ class AppEndpoint:
         }
 
     def next_deadline_ns(self) -> int | None:
-        """Return the time (monotonic clock, ns) at which :meth:`process` must run even if no socket is ready."""
         listeners_ns = [listener.next_deadline_ns() for listener in self._listeners]
         gate_ns = None if self._authenticator is None else self._authenticator.next_deadline_ns()
         self._accept_due_ns = due_ns = earliest(*listeners_ns, gate_ns, self._reopen_due_ns)
         return due_ns
 
     def is_due(self, now_ns: int) -> bool:
-        """Return True if :meth:`process` has work even if no socket is ready."""
         return self._accept_due_ns is not None and now_ns >= self._accept_due_ns
 
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
-        """Read from the ``ready`` sockets (epoll masks by descriptor) and do what is due; return the events.
-
-        The core must have handled all earlier events: its data for an app that is gone must not reach the next app.
-        """
         events: list[ev.Event] = []
         if self._app is not None:
             events = self._app_ready(self._app, ready)
@@ -237,7 +230,6 @@ class AppEndpoint:
         self._paused = False
 
     def drain(self, timeout_s: float) -> None:
-        """Send all waiting data to the app; block for at most ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         app = self._app
         while app is not None and app.has_waiting and time.monotonic() < deadline_s:

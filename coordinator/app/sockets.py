@@ -54,21 +54,11 @@ class AppConnection:
 
     def receive(self, size_bytes_max: int = RECEIVE_SIZE_BYTES) -> bytes | None:
         """Read received bytes; return b"" at the end of the connection, None if there are no bytes now."""
-        try:
-            return self._receiver.recv(size_bytes_max)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
+        return _received(self._receiver, size_bytes_max)
 
     def peek_sender(self) -> bytes | None:
         """Peek at the sending socket, on which the app must not send; the result is as of :meth:`receive`."""
-        try:
-            return self._sender.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
+        return _received(self._sender, 1, socket.MSG_PEEK)
 
     def send(self, data: bytes | memoryview) -> None:
         self._waiting.append(data)
@@ -118,6 +108,15 @@ class AppConnection:
     def close(self) -> None:
         self._receiver.close()
         self._sender.close()
+
+
+def _received(connected: socket.socket, size_bytes_max: int, flags: int = 0) -> bytes | None:
+    try:
+        return connected.recv(size_bytes_max, flags)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
 
 
 ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never answer

@@ -228,91 +228,62 @@ class AppClock:
             self._send(MessageType.APP_TIME, encode_app_time(time))
 
 
+CHECKPOINT = "a checkpoint is due by age"
+RETRY = "streams have stopped"
+SPILL = "streams wait for their receiver, or for their log's writer"
+HELD_BACK = "senders have used up their rate"
+BARRIER = "the receiver of a call does not answer"
+TURN = "batches wait for their turn"
+LOG = "the log does not answer"
+STANDBY = "a follower's checkpoint is awaited"
+
+
 class Timers:
-    """Timers of the machine: times in ns since the Unix epoch, None if nothing waits.
+    """Timers of the machine that are set, by their reason: times in ns since the Unix epoch.
 
     Not a dataclass: mypyc makes dataclasses read their fields' types at import, when CoreState does not exist yet.
     """
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._checkpoint_ns: int | None = None  # a checkpoint is due by age
-        self._retry_ns: int | None = None  # for streams that have stopped
-        self._spill_ns: int | None = None  # for streams that wait for their receiver, or for their log's writer
-        self._held_back_ns: int | None = None  # for senders that have used up their rate
-        self._barrier_ns: int | None = None  # for calls whose receiver does not answer
-        self._turn_ns: int | None = None  # for batches that wait for their turn
-        self._log_ns: int | None = None  # for a log that does not answer
-        self._standby_ns: int | None = None  # for a follower's checkpoint
+        self._due_ns: dict[str, int] = {}
 
-    def checkpoint_at(self, time_ns: int) -> None:
-        self._checkpoint_ns = time_ns
+    def set(self, reason: str, time_ns: int) -> None:
+        """Set a timer, and ask for one WakeAt at the earliest time of all; it replaces the earlier WakeAt."""
+        self._due_ns[reason] = time_ns
         self._plan()
 
     def standby_at(self, time_ns: int) -> None:
-        if self._standby_ns is None or time_ns < self._standby_ns:
-            self._standby_ns = time_ns
-            self._plan()
-
-    def log_at(self, time_ns: int | None) -> None:
-        self._log_ns = time_ns
-        self._plan()
+        if time_ns < self._due_ns.get(STANDBY, time_ns + 1):
+            self.set(STANDBY, time_ns)
 
     def schedule_wakes(self, peers: Peers) -> None:
         """Set the timers for streams that have stopped or wait for their receivers."""
-        state, now_ns = self._state, self._state.now_ns
-        if self._retry_ns is None and peers.outbound.any_failed:
-            self._retry_ns = now_ns + state.limits.stream_retry_ns
-            self._plan()
+        state, now_ns, known = self._state, self._state.now_ns, self._due_ns
+        if RETRY not in known and peers.outbound.any_failed:
+            self.set(RETRY, now_ns + state.limits.stream_retry_ns)
         waits_for_writer = state.following and bool(peers.outbound.spilling.full)
-        if self._spill_ns is None and (peers.outbound.spilling.waits_for_receiver or waits_for_writer):
-            self._spill_ns = now_ns + state.limits.recent_ns
-            self._plan()
-        if self._held_back_ns is None and peers.inbound.holds_back:
-            self._held_back_ns = now_ns + state.limits.held_back_ns
-            self._plan()
-        if self._barrier_ns is None and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
-            self._barrier_ns = barrier_ns
-            self._plan()
-        if self._turn_ns is None and (turn_ns := peers.inbound.turns.due_ns(now_ns)) is not None:
-            self._turn_ns = turn_ns
-            self._plan()
+        if SPILL not in known and (peers.outbound.spilling.waits_for_receiver or waits_for_writer):
+            self.set(SPILL, now_ns + state.limits.recent_ns)
+        if HELD_BACK not in known and peers.inbound.holds_back:
+            self.set(HELD_BACK, now_ns + state.limits.held_back_ns)
+        if BARRIER not in known and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
+            self.set(BARRIER, barrier_ns)
+        if TURN not in known and (turn_ns := peers.inbound.turns.due_ns(now_ns)) is not None:
+            self.set(TURN, turn_ns)
 
     def tick(self, peers: Peers) -> None:
         """Clear the timers that are due. Checkpoints, spilling and turns are checked in each turn anyway."""
         now_ns = self._state.now_ns
-        if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
-            self._checkpoint_ns = None
-        if self._spill_ns is not None and now_ns >= self._spill_ns:
-            self._spill_ns = None
-        if self._retry_ns is not None and now_ns >= self._retry_ns:
-            self._retry_ns = None
+        due = [reason for reason, time_ns in self._due_ns.items() if now_ns >= time_ns]
+        for reason in due:
+            del self._due_ns[reason]
+        if RETRY in due:
             peers.outbound.retry_failed()
-        if self._held_back_ns is not None and now_ns >= self._held_back_ns:
-            self._held_back_ns = None
+        if HELD_BACK in due:
             peers.inbound.answer_parked()
-        if self._barrier_ns is not None and now_ns >= self._barrier_ns:
-            self._barrier_ns = None
-        if self._turn_ns is not None and now_ns >= self._turn_ns:
-            self._turn_ns = None
-        if self._log_ns is not None and now_ns >= self._log_ns:
-            self._log_ns = None
-        if self._standby_ns is not None and now_ns >= self._standby_ns:
-            self._standby_ns = None
         self._plan()
 
     def _plan(self) -> None:
-        """Ask for one WakeAt at the earliest due time; it replaces the earlier WakeAt."""
-        wishes_ns = (
-            self._checkpoint_ns,
-            self._retry_ns,
-            self._spill_ns,
-            self._held_back_ns,
-            self._barrier_ns,
-            self._turn_ns,
-            self._log_ns,
-            self._standby_ns,
-        )
-        due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
-        if due_ns:
-            self._state.effects.append(WakeAt(min(due_ns)))
+        if self._due_ns:
+            self._state.effects.append(WakeAt(min(self._due_ns.values())))

@@ -18,7 +18,7 @@ from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.input.app_inbox import AppInbox
 from immortal.coordinator.core.input.back_pressure import BackPressure, Impulses
 from immortal.coordinator.core.life_cycle.feeding import RecordFeeder, WaitingHandlers
-from immortal.coordinator.core.life_cycle.recovery import Lifecycle, LogLoader, Upgrades
+from immortal.coordinator.core.life_cycle.recovery import Lifecycle, Upgrades
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.peers import PeerResets, Peers
 from immortal.coordinator.core.permissions import Permission
@@ -31,7 +31,7 @@ class Components:
     ``name``: the instance. ``upgrade_to``: the version of the app in which the next recovery must end. ``promote``: a
     recovered app begins to work before it has given a checkpoint. ``follow``: follow a log that another process writes,
     until this one gets the write lease. ``permissions``: by caller; other callers can call the methods without a role.
-    ``has_keys``: callers prove their names. ``running``: when the instance ran before; by default, always.
+    ``running``: when the instance ran before; by default, always.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class Components:
         promote: bool = False,
         follow: bool = False,
         permissions: Mapping[str, Permission] | None = None,
-        has_keys: bool = False,
         running: RunningTime | None = None,
     ) -> None:
         limits = limits or Limits()
@@ -51,7 +50,7 @@ class Components:
         self.running = running or RunningTime()
         self.app_clock = AppClock(state.session, state.outbox.send_control)
         self.call_failures = call_failures = CallFailures(state, Verdicts(state), CallerPenalties(limits))
-        self.admission = admission = Admission(state, call_failures, permissions or {}, has_keys=has_keys)
+        self.admission = admission = Admission(state, call_failures, permissions or {})
         self.peers = peers = Peers(state, admission)
         self.clients = clients = Clients(state, peers.delivery, self.running)
         self.impulses = impulses = Impulses(state, peers)
@@ -62,11 +61,10 @@ class Components:
         self.peer_resets = PeerResets(state, peers)
         self.back_pressure = BackPressure(state, peers.outbound, impulses)
         self.upgrades = Upgrades(state, self.operator)
-        self.loader = loader = LogLoader(state, peers, clients, impulses, call_failures)
         self.lifecycle = lifecycle = Lifecycle(
-            state, peers, clients, call_failures, self.app_clock, self.upgrades, loader, promote
+            state, peers, clients, call_failures, self.app_clock, self.upgrades, impulses, promote
         )
-        self.failover = Failover(state, lifecycle, loader, follow)
+        self.failover = Failover(state, lifecycle, follow)
         self.record_feeder = RecordFeeder(state, peers, lifecycle)
         self.snapshot_sender = SnapshotSender(state, peers, call_failures)
         self.snapshot_receiver = SnapshotReceiver(state, peers, call_failures)

@@ -30,27 +30,31 @@ from immortal.protocol.peer_frames import PeerFrame
 from immortal.protocol.verdicts import MessageKey
 
 
-class SendToApp(Struct):
+class Effect(Struct):
+    """Action that a machine asks its driver to do."""
+
+
+class SendToApp(Effect):
     data: bytes | memoryview
 
 
-class CloseApp(Struct):
+class CloseApp(Effect):
     """Close the app's connection once everything requested before is sent."""
 
 
-class PauseApp(Struct):
+class PauseApp(Effect):
     """Stop reading from the app until ResumeApp: this is the back-pressure."""
 
 
-class ResumeApp(Struct):
+class ResumeApp(Effect):
     pass
 
 
-class AcquireWriteLease(Struct):
+class AcquireWriteLease(Effect):
     """Request the write lease, which one process holds at a time. Wait for it while another process holds it."""
 
 
-class Commit(Struct):
+class Commit(Effect):
     """Append a transaction. It counts only if the log ends with the record ``expected_last_sequence_id`` (-1: it has
     none) and no other process got the write lease after ``fence``, the term of this writer's lease."""
 
@@ -61,24 +65,24 @@ class Commit(Struct):
     fence: int
 
 
-class WriteCheckpointChunk(Struct):
+class WriteCheckpointChunk(Effect):
     checkpoint_id: int
     index: int
     data: bytes
 
 
-class AskStandby(Struct):
+class AskStandby(Effect):
     """Ask a follower that has caught up for a checkpoint with this ID. CheckpointOffered can follow much later."""
 
     checkpoint_id: int
     epoch: int
 
 
-class DropAsked(Struct):
+class DropAsked(Effect):
     """Cancel AskStandby: reject what the follower writes from now on."""
 
 
-class OfferChunk(Struct):
+class OfferChunk(Effect):
     """Write a chunk of the checkpoint that a follower takes, like WriteCheckpointChunk. The log can refuse it."""
 
     checkpoint_id: int
@@ -86,39 +90,39 @@ class OfferChunk(Struct):
     data: bytes
 
 
-class OfferCheckpoint(Struct):
+class OfferCheckpoint(Effect):
     """Tell the writer that the checkpoint is complete; its chunks are already durable."""
 
     offer: Offer
 
 
-class Trim(Struct):
+class Trim(Effect):
     """Remove data that no kept checkpoint needs, in small steps, when there is time."""
 
 
-class ReadTail(Struct):
+class ReadTail(Effect):
     """Ask which of this writer's appends the log has, after an append with an unknown outcome."""
 
 
-class LoadLog(Struct):
+class LoadLog(Effect):
     """Load the log's summary. ``with_clients``: also the clients, for a new writer. A follower gets the answer once
     there is a checkpoint."""
 
     with_clients: bool = False
 
 
-class CheckCheckpoint(Struct):
+class CheckCheckpoint(Effect):
     """Read the whole blob of ``header``'s checkpoint and compare its check."""
 
     header: CheckpointHeader
 
 
-class ReadCheckpointChunk(Struct):
+class ReadCheckpointChunk(Effect):
     checkpoint_id: int
     index: int
 
 
-class ReadRecords(Struct):
+class ReadRecords(Effect):
     """Read records. A follower gets the answer once there are new ones, or the write lease is granted."""
 
     first_sequence_id: int
@@ -126,7 +130,7 @@ class ReadRecords(Struct):
     session: int  # of the app; repeated in the answer
 
 
-class ReadSpilled(Struct):
+class ReadSpilled(Effect):
     """Read spilled messages back; see :meth:`LogStore.read_spilled`."""
 
     destination: str
@@ -135,50 +139,50 @@ class ReadSpilled(Struct):
     size_bytes_max: int
 
 
-class ReadLetters(Struct):
+class ReadLetters(Effect):
     """Read dead letters; leave out unreadable ones."""
 
     keys: Sequence[MessageKey]
 
 
-class OpenPeer(Struct):
+class OpenPeer(Effect):
     """Find the address of ``destination``. Frames sent before it is known can be dropped; PeerMoved follows."""
 
     destination: str
 
 
-class SendToPeer(Struct):
+class SendToPeer(Effect):
     destination: str
     tag: int
     frame: PeerFrame
 
 
-class ResetPeer(Struct):
+class ResetPeer(Effect):
     """Forget everything in flight to ``destination``."""
 
     destination: str
 
 
-class PeerResetDone(Struct):
+class PeerResetDone(Effect):
     """Answer PeerReset, once the reset is durable. ``found`` False: nothing is known of that peer."""
 
     token: Token
     found: bool
 
 
-class OperatorAnswered(Struct):
+class OperatorAnswered(Effect):
     """Answer an operator's request with plain values, once its result is durable."""
 
     token: Token
     answer: Mapping[str, object]
 
 
-class ReplyToPeer(Struct):
+class ReplyToPeer(Effect):
     token: Token
     frame: PeerFrame
 
 
-class ReplyToClient(Struct):
+class ReplyToClient(Effect):
     """Send a reply to a client, at most once: a client repeats its request. ``token``: of any frame of this client; it
     stays usable."""
 
@@ -186,60 +190,33 @@ class ReplyToClient(Struct):
     frame: ClientFrame
 
 
-class WakeAt(Struct):
+class WakeAt(Effect):
     """Ask for a Tick at ``time_ns``, ns since the Unix epoch."""
 
     time_ns: int
 
 
-class UpgradeEnded(Struct):
+class UpgradeEnded(Effect):
     """Report the end of the upgrade to ``version``: durable, or given up because of ``problem`` and not tried again."""
 
     version: int
     problem: str | None = None
 
 
-class Report(Struct):
+class Report(Effect):
     """Report a notice to the operator."""
 
     notice: Notice
 
 
-class Stop(Struct):
+class Stop(Effect):
     """Stop the process; cleanly if ``error`` is None."""
 
     error: ImmortalError | None = None
 
 
-Effect = (
-    SendToApp
-    | CloseApp
-    | PauseApp
-    | ResumeApp
-    | AcquireWriteLease
-    | Commit
-    | WriteCheckpointChunk
-    | AskStandby
-    | DropAsked
-    | OfferChunk
-    | OfferCheckpoint
-    | Trim
-    | ReadTail
-    | LoadLog
-    | CheckCheckpoint
-    | ReadCheckpointChunk
-    | ReadRecords
-    | ReadSpilled
-    | ReadLetters
-    | OpenPeer
-    | SendToPeer
-    | ResetPeer
-    | PeerResetDone
-    | OperatorAnswered
-    | ReplyToPeer
-    | ReplyToClient
-    | WakeAt
-    | UpgradeEnded
-    | Report
-    | Stop
-)
+Write = Commit | WriteCheckpointChunk
+StoreRead = LoadLog | CheckCheckpoint | ReadCheckpointChunk | ReadRecords | ReadSpilled | ReadLetters
+"""Requests that an open log answers by itself."""
+
+Read = StoreRead | ReadTail

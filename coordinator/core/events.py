@@ -6,17 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from immortal.coordinator.core.effects import (
-    CheckCheckpoint,
-    Commit,
-    LoadLog,
-    ReadCheckpointChunk,
-    ReadLetters,
-    ReadRecords,
-    ReadSpilled,
-    ReadTail,
-    WriteCheckpointChunk,
-)
+from immortal.coordinator.core.effects import Read, Write
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.interfaces import Letter, LogSpace, LogSummary, Offer, OutputBatch, StoredClients, Token
 from immortal.coordinator.core.permissions import Permission
@@ -26,38 +16,42 @@ from immortal.protocol.system_methods import Order
 from immortal.protocol.verdicts import MessageKey
 
 
-class Started(Struct):
+class Event(Struct):
+    """Something that happened to a coordinator."""
+
+
+class Started(Event):
     """The process has started: the first event of all."""
 
 
-class AppConnected(Struct):
+class AppConnected(Event):
     """An app has connected. There is one at a time: the runtime rejects others."""
 
 
-class AppData(Struct):
+class AppData(Event):
     """Bytes from the app, in any pieces."""
 
     data: bytes
 
 
-class AppSent(Struct):
+class AppSent(Event):
     """The app's socket has taken ``size_bytes`` more of what SendToApp handed over."""
 
     size_bytes: int
 
 
-class AppClosed(Struct):
+class AppClosed(Event):
     """The app's connection has ended."""
 
 
-class PeerFrameReceived(Struct):
+class PeerFrameReceived(Event):
     """A peer coordinator has sent a frame; ReplyToPeer must give back ``token`` once."""
 
     token: Token
     frame: PeerFrame
 
 
-class ClientFrameReceived(Struct):
+class ClientFrameReceived(Event):
     """A client, which is not an instance, has sent a frame; ReplyToClient can use ``token`` any number of times.
 
     ``caller``: the name that its key proves, "" without keys.
@@ -68,7 +62,7 @@ class ClientFrameReceived(Struct):
     caller: str = ""
 
 
-class PermissionsChanged(Struct):
+class PermissionsChanged(Event):
     """Callers' permissions have changed; see :class:`immortal.coordinator.core.permissions.Permissions`.
 
     ``has_keys``: callers prove their names.
@@ -78,7 +72,7 @@ class PermissionsChanged(Struct):
     has_keys: bool = False
 
 
-class PeerReplied(Struct):
+class PeerReplied(Event):
     """A peer has answered a frame of this instance; ``tag`` is that of the answered SendToPeer."""
 
     destination: str
@@ -86,26 +80,26 @@ class PeerReplied(Struct):
     frame: PeerFrame
 
 
-class PeerMoved(Struct):
+class PeerMoved(Event):
     """A destination has another address, or its first one: nothing in flight to it will arrive."""
 
     destination: str
 
 
-class PeerReset(Struct):
+class PeerReset(Event):
     """An operator asks to forget which log ``peer`` had; answered by PeerResetDone with ``token``."""
 
     peer: str
     token: Token
 
 
-class Reclaimed(Struct):
+class Reclaimed(Event):
     """An operator declares this log valid, and no copy of it that has run; answered by PeerResetDone."""
 
     token: Token
 
 
-class LettersDropped(Struct):
+class LettersDropped(Event):
     """The operator ``who`` removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
 
     keys: Sequence[MessageKey] | None
@@ -113,7 +107,7 @@ class LettersDropped(Struct):
     token: Token
 
 
-class LettersRetried(Struct):
+class LettersRetried(Event):
     """The operator ``who`` retries dead letters, given as the log has them (None: the log has none).
 
     Answered by OperatorAnswered with ``token``.
@@ -124,7 +118,7 @@ class LettersRetried(Struct):
     token: Token
 
 
-class MessageSkipped(Struct):
+class MessageSkipped(Event):
     """The operator ``who`` asks to skip this message; answered by OperatorAnswered with ``token``.
 
     ``message``: as the log has it, from its size on; None: there is no such message.
@@ -138,21 +132,21 @@ class MessageSkipped(Struct):
     token: Token
 
 
-class InstancePaused(Struct):
+class InstancePaused(Event):
     """The operator ``who`` asks to pause the app's input; answered by OperatorAnswered with ``token``."""
 
     who: str
     token: Token
 
 
-class InstanceResumed(Struct):
+class InstanceResumed(Event):
     """The operator ``who`` asks to resume the app's input; answered by OperatorAnswered with ``token``."""
 
     who: str
     token: Token
 
 
-class HandlersAsked(Struct):
+class HandlersAsked(Event):
     """An operator asks for the waiting handlers (``task`` 0), or for all details of one.
 
     Answered by OperatorAnswered with ``token``. ``retries``: also try that handler's waiting effects again at once.
@@ -163,14 +157,14 @@ class HandlersAsked(Struct):
     retries: bool = False
 
 
-class HandlerOrdered(Struct):
+class HandlerOrdered(Event):
     """An operator gives an order to a waiting handler; answered by OperatorAnswered with ``token``, once it is done."""
 
     order: Order
     token: Token
 
 
-class WriteLeaseGranted(Struct):
+class WriteLeaseGranted(Event):
     """Answers AcquireWriteLease: from now on this coordinator alone writes the log.
 
     ``term``: rises each time that a process gets the lease. ``appends_max``: how many Commits can be in flight.
@@ -180,19 +174,19 @@ class WriteLeaseGranted(Struct):
     appends_max: int = 1
 
 
-class WriteLeaseHeld(Struct):
+class WriteLeaseHeld(Event):
     """Answers AcquireWriteLease: ``holder`` (a text) has the lease. WriteLeaseGranted follows once it is lost."""
 
     holder: str
 
 
-class Committed(Struct):
+class Committed(Event):
     """The transaction of the Commit with this ticket, and all before it, are durable."""
 
     ticket: int
 
 
-class Fenced(Struct):
+class Fenced(Event):
     """The log refused the Commit with this ticket, and will refuse later ones: ``holder`` (a text) writes the log
     now."""
 
@@ -200,7 +194,7 @@ class Fenced(Struct):
     holder: str
 
 
-class TailRead(Struct):
+class TailRead(Event):
     """Answers ReadTail: the log ends with the record ``last_sequence_id``, and has this writer's appends up to
     ``ticket`` (0: none)."""
 
@@ -208,32 +202,32 @@ class TailRead(Struct):
     last_sequence_id: int
 
 
-class ChunkWritten(Struct):
+class ChunkWritten(Event):
     """A WriteCheckpointChunk is done."""
 
     size_bytes: int
 
 
-class StandbysChanged(Struct):
+class StandbysChanged(Event):
     """The set of the log's followers has changed. ``is_ready``: one of them has nearly all of the log."""
 
     is_ready: bool
 
 
-class CheckpointOffered(Struct):
+class CheckpointOffered(Event):
     """A follower has offered the checkpoint that AskStandby asked for."""
 
     offer: Offer
 
 
-class CheckpointAsked(Struct):
+class CheckpointAsked(Event):
     """The writer asks this follower, in ``epoch``, for a checkpoint with this ID."""
 
     checkpoint_id: int
     epoch: int
 
 
-class ChunkOffered(Struct):
+class ChunkOffered(Event):
     """Answers OfferChunk. ``problem``: why it was refused: the checkpoint is no longer wanted, or can't be stored."""
 
     checkpoint_id: int
@@ -241,27 +235,27 @@ class ChunkOffered(Struct):
     problem: str = ""
 
 
-class LogLoaded(Struct):
+class LogLoaded(Event):
     """Answers LoadLog."""
 
     summary: LogSummary
     clients: StoredClients | None = None
 
 
-class CheckpointChecked(Struct):
+class CheckpointChecked(Event):
     """Answers CheckCheckpoint. ``problem``: None if every byte is as it was written."""
 
     checkpoint_id: int
     problem: str | None
 
 
-class CheckpointChunkRead(Struct):
+class CheckpointChunkRead(Event):
     """Answers ReadCheckpointChunk; ``data`` is empty after the last chunk."""
 
     data: bytes
 
 
-class RecordsRead(Struct):
+class RecordsRead(Event):
     """Answers ReadRecords: verified values (record + trailer), in order.
 
     ``summary``: for a follower, the state of the log when these records were in it.
@@ -272,7 +266,7 @@ class RecordsRead(Struct):
     session: int | None = None  # of the ReadRecords; None: the current one
 
 
-class SpilledRead(Struct):
+class SpilledRead(Event):
     """Answers ReadSpilled, with its ``destination`` and ``first_position``."""
 
     destination: str
@@ -280,33 +274,20 @@ class SpilledRead(Struct):
     batches: Sequence[OutputBatch]
 
 
-class LettersRead(Struct):
+class LettersRead(Event):
     """Answers ReadLetters. ``problems``: texts about the letters that can't be read."""
 
     letters: Sequence[Letter]
     problems: Sequence[str] = ()
 
 
-class LogMeasured(Struct):
+class LogMeasured(Event):
     """The log's size and free space were measured. Sent from time to time, at least while room is short."""
 
     space: LogSpace
 
 
-Asked = (
-    Commit
-    | WriteCheckpointChunk
-    | ReadTail
-    | LoadLog
-    | CheckCheckpoint
-    | ReadCheckpointChunk
-    | ReadRecords
-    | ReadSpilled
-    | ReadLetters
-)
-
-
-class LogFailed(Struct):
+class LogFailed(Event):
     """The log could not be read or written.
 
     ``retryable``: ``request`` may succeed later. It is unknown then whether a write was done. Otherwise the coordinator
@@ -315,18 +296,18 @@ class LogFailed(Struct):
 
     error: LogError
     retryable: bool = False
-    request: Asked | None = None
+    request: Write | Read | None = None
 
 
-class CheckpointRequested(Struct):
+class CheckpointRequested(Event):
     """An operator asks for a checkpoint."""
 
 
-class Tick(Struct):
+class Tick(Event):
     """The time of a WakeAt has passed."""
 
 
-class ClockMoved(Struct):
+class ClockMoved(Event):
     """The instance's clock (core/clock.py) was read for the first time, or differs from the steady clock's prediction.
 
     ``time_ns``: since the Unix epoch, when the steady clock was at ``steady_ns``. ``jumped_ns``: the part that was a
@@ -338,55 +319,10 @@ class ClockMoved(Struct):
     jumped_ns: int = 0
 
 
-class StopRequested(Struct):
+class StopRequested(Event):
     """An operator asks for a clean stop, with a last checkpoint if there is something to checkpoint.
 
     ``hands_over``: a follower takes over: stop as soon as all accepted input is durable, without a checkpoint.
     """
 
     hands_over: bool = False
-
-
-Event = (
-    Started
-    | AppConnected
-    | AppData
-    | AppSent
-    | AppClosed
-    | PeerFrameReceived
-    | ClientFrameReceived
-    | PermissionsChanged
-    | PeerReplied
-    | PeerMoved
-    | PeerReset
-    | Reclaimed
-    | LettersDropped
-    | LettersRetried
-    | MessageSkipped
-    | InstancePaused
-    | InstanceResumed
-    | HandlersAsked
-    | HandlerOrdered
-    | WriteLeaseGranted
-    | WriteLeaseHeld
-    | Committed
-    | Fenced
-    | TailRead
-    | ChunkWritten
-    | StandbysChanged
-    | CheckpointOffered
-    | CheckpointAsked
-    | ChunkOffered
-    | LogLoaded
-    | CheckpointChecked
-    | CheckpointChunkRead
-    | RecordsRead
-    | SpilledRead
-    | LettersRead
-    | LogMeasured
-    | LogFailed
-    | CheckpointRequested
-    | Tick
-    | ClockMoved
-    | StopRequested
-)

@@ -7,22 +7,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from immortal.coordinator.core.output.output_check import Divergence
-from immortal.protocol import decoding
+from immortal.protocol import decoding, system_methods
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from immortal.protocol.peer_frames import PeerFrame, RefusedCode
 from immortal.protocol.safe_output import safe_repr
-from immortal.protocol.system_methods import (
-    CANCEL_CALL_METHOD_ID,
-    CLOCK_METHOD_ID,
-    EFFECT_METHOD_ID,
-    EXECUTED_METHOD_ID,
-    FENCING_METHOD_ID,
-    HANDLES_METHOD_ID,
-    NODE_METHOD_ID,
-    ORDERED_METHOD_ID,
-    ORDERING_METHOD_ID,
-)
 
 Methods = Mapping[tuple[str, int], str]
 """Names of methods by (destination, method ID), from an app's AppDescription."""
@@ -64,21 +53,26 @@ class CallText:
         return cls(rpc.method_id, rpc.kind, *_around_name(rpc, is_msgpack, size_max))
 
     def with_method(self, name: str | None) -> str:
-        if self.method_id == EFFECT_METHOD_ID and self.front:  # this text already names the effect
+        if self.method_id == system_methods.EFFECT_METHOD_ID and self.front:  # this text already names the effect
             return self.front
         return f"{self.front}{name or f'method {self.method_id}'}{self.behind}"
 
 
+_SYSTEM_METHODS = {
+    system_methods.CANCEL_CALL_METHOD_ID: "the cancellation of a call",
+    system_methods.ORDERED_METHOD_ID: "an ordered multicast",
+    system_methods.ORDERING_METHOD_ID: "an ordered multicast",
+    system_methods.EXECUTED_METHOD_ID: "an ordered multicast",
+    system_methods.FENCING_METHOD_ID: "the expulsion of a member",
+    system_methods.NODE_METHOD_ID: "a node",
+    system_methods.HANDLES_METHOD_ID: "word of a handle",
+}
+
+
 def method_name(method_id: int, kind: int, destination: str, methods: Methods) -> str | None:
     """Return the method's name for a call to ``destination`` or an answer; None if it is unknown."""
-    if method_id == CANCEL_CALL_METHOD_ID:
-        return "the cancellation of a call"
-    if method_id in (ORDERED_METHOD_ID, ORDERING_METHOD_ID, EXECUTED_METHOD_ID):
-        return "an ordered multicast"
-    if method_id == FENCING_METHOD_ID:
-        return "the expulsion of a member"
-    if method_id in (NODE_METHOD_ID, HANDLES_METHOD_ID):
-        return "a node" if method_id == NODE_METHOD_ID else "word of a handle"
+    if method_id in _SYSTEM_METHODS:
+        return _SYSTEM_METHODS[method_id]
     if kind == RpcKind.CALL:
         return methods.get((destination, method_id))
     # An answer that the app gives names one of its own methods; an answer that it gets names a method of its receiver.
@@ -113,14 +107,14 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
         case RpcKind.RAISED, [number, error, list(arguments), _]:
             raised = f"{error}({', '.join(map(safe_repr, arguments))})"
             return "the answer of ", f" to call {number}{of}: it raised {_clipped(raised, size_max)}"
-    if rpc.method_id == EFFECT_METHOD_ID and 5 <= len(values) <= 7:
+    if rpc.method_id == system_methods.EFFECT_METHOD_ID and 5 <= len(values) <= 7:
         # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value, its text,
         # its execution.
         how, value = ("raised", _effect_error(values[4])) if values[3] else ("returned", safe_repr(values[4]))
         if values[5:]:
             return f"{values[5]} {how} {_clipped(value, size_max)}", ""
         return "", f" {str(values[1]).removeprefix('effect ')!r}: it {how} {_clipped(value, size_max)}"
-    if rpc.method_id == CLOCK_METHOD_ID and values and isinstance(values[0], int):
+    if rpc.method_id == system_methods.CLOCK_METHOD_ID and values and isinstance(values[0], int):
         stepped = f", stepped by {values[2] / 1e9:g} s" if values[2:] and isinstance(values[2], int) else ""
         return "", f" says {time_text(values[0])}{stepped}"
     waits = ""
@@ -133,7 +127,7 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
 def effect_words(rpc: IncomingRpc) -> str:
     """Return the effect that a result belongs to, as ``unlock(bike=7) of Ride.ride(17)``; "" if the log lacks it."""
     try:
-        values = decoding.decode_shown(rpc.arguments) if rpc.method_id == EFFECT_METHOD_ID else None
+        values = decoding.decode_shown(rpc.arguments) if rpc.method_id == system_methods.EFFECT_METHOD_ID else None
     except decoding.DecodeError:
         return ""
     return str(values[5]) if isinstance(values, list) and len(values) >= 6 else ""

@@ -110,7 +110,7 @@ class GroupCommit:
         group = self._with_room(size_bytes)
         group.chunks.extend(chunks)
         group.batches.append(source)
-        self._count(group, size_bytes, from_app)
+        self.count(group, size_bytes, from_app)
         return group
 
     def append_no_message(self) -> None:
@@ -124,15 +124,11 @@ class GroupCommit:
         """Sequence ID of the record that the open group becomes, if it has input."""
         return self._next_sequence_id + sum(1 for group in self._waiting if group.chunks and group is not self.open)
 
-    def add(self, group: Group, size_bytes: int) -> None:
-        """Count ``size_bytes`` that the caller adds to the transaction of ``group``, which becomes a record."""
-        self._count(group, size_bytes, from_app=False)
-
     def append_outside_record(self, size_bytes: int, *, from_app: bool = False) -> Group:
         """Return the group to whose transaction the caller adds ``size_bytes`` itself."""
         group = self._with_room(size_bytes)
         group.required = True
-        self._count(group, size_bytes, from_app)
+        self.count(group, size_bytes, from_app)
         return group
 
     def _with_room(self, size_bytes: int) -> Group:
@@ -146,7 +142,8 @@ class GroupCommit:
         self._waiting.append(Group(self._waiting[-1].ticket + 1))
         return self._waiting[-1]
 
-    def _count(self, group: Group, size_bytes: int, from_app: bool) -> None:
+    def count(self, group: Group, size_bytes: int, from_app: bool = False) -> None:
+        """Count ``size_bytes`` of input that was added to ``group``."""
         group.size_bytes += size_bytes
         self.pending_bytes += size_bytes
         if from_app:

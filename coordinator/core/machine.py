@@ -14,10 +14,11 @@ from typing import Any
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
+from immortal.coordinator.core.clock import LOG
 from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.effects import Commit, Effect, ReadCheckpointChunk, Stop, Trim
 from immortal.coordinator.core.errors import FencedError
-from immortal.coordinator.core.life_cycle.recovery import BEHIND
+from immortal.coordinator.core.life_cycle.recovery import BEHIND, Proof
 from immortal.coordinator.core.life_cycle.session import NORMAL, RECOVERED, WORKS, Phase, Step
 from immortal.coordinator.core.status import StatusView
 from immortal.protocol.client_frames import CLIENTS, ClientFrameType
@@ -37,7 +38,6 @@ class Machine:
         self.view = StatusView(components)
         self.state = state = components.state
         self._session, self._log, self._peers = state.session, state.log, components.peers
-        self._committer = committer = LogCommitter(components)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Started: components.failover.started,
             ev.WriteLeaseHeld: components.failover.lease_held,
@@ -60,23 +60,23 @@ class Machine:
             ev.InstanceResumed: components.state.pause.resume_requested,
             ev.HandlersAsked: components.waiting_handlers.ask,
             ev.HandlerOrdered: components.waiting_handlers.order,
-            ev.Committed: committer.committed,
-            ev.ChunkWritten: committer.chunk_written,
+            ev.Committed: self._committed,
+            ev.ChunkWritten: self._chunk_written,
             ev.StandbysChanged: components.snapshot_receiver.standbys_changed,
             ev.CheckpointOffered: components.snapshot_receiver.checkpoint_offered,
             ev.CheckpointAsked: components.snapshot_sender.checkpoint_asked,
             ev.ChunkOffered: components.snapshot_sender.chunk_offered,
-            ev.LogLoaded: committer.was_read(self._log_loaded),
-            ev.CheckpointChecked: committer.was_read(self._checkpoint_checked),
-            ev.CheckpointChunkRead: committer.was_read(components.record_feeder.checkpoint_chunk_read),
-            ev.RecordsRead: committer.was_read(components.record_feeder.records_read),
-            ev.SpilledRead: committer.was_read(components.peers.outbound.spilled_read),
-            ev.LettersRead: committer.was_read(components.operator.letters_read),
-            ev.TailRead: committer.tail_read,
-            ev.Fenced: committer.fenced,
-            ev.LogMeasured: committer.log_measured,
-            ev.LogFailed: committer.log_failed,
-            ev.CheckpointRequested: committer.checkpoint_requested,
+            ev.LogLoaded: self._was_read(self._log_loaded),
+            ev.CheckpointChecked: self._was_read(self._checkpoint_checked),
+            ev.CheckpointChunkRead: self._was_read(components.record_feeder.checkpoint_chunk_read),
+            ev.RecordsRead: self._was_read(components.record_feeder.records_read),
+            ev.SpilledRead: self._was_read(components.peers.outbound.spilled_read),
+            ev.LettersRead: self._was_read(components.operator.letters_read),
+            ev.TailRead: self._tail_read,
+            ev.Fenced: self._fenced,
+            ev.LogMeasured: self._log_measured,
+            ev.LogFailed: self._log_failed,
+            ev.CheckpointRequested: self._checkpoint_requested,
             ev.Tick: self._tick,
             ev.ClockMoved: components.app_clock.moved,
             ev.StopRequested: self._stop_requested,
@@ -127,8 +127,8 @@ class Machine:
 
     def _advance(self) -> None:
         peers, clients = self._peers, self.components.clients
-        if self.components.lifecycle.proof is BEHIND:
-            self.components.lifecycle.check_replay_complete()
+        if self.components.lifecycle.proof is BEHIND and not peers.replay.is_behind():
+            self.components.lifecycle.proof = Proof.COMPLETE  # the missing outputs were made
         if self.components.failover.has_work:
             self.components.failover.advance()
             self.components.record_feeder.feed()
@@ -152,7 +152,7 @@ class Machine:
         if self.components.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
             self.components.snapshot_receiver.advance()
         while self._log.commits_next:
-            self._committer.commit()
+            self._commit()
 
     def _settle(self) -> None:
         if self._session.phase is NORMAL and self.state.checkpoints.settled:
@@ -170,7 +170,7 @@ class Machine:
 
     def _lease_granted(self, event: ev.WriteLeaseGranted) -> None:
         self.components.failover.lease_granted(event)
-        self.components.snapshot_sender.took_over()
+        self.components.snapshot_sender.forget()  # no other process could adopt a checkpoint now
 
     def _checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
         if not self.components.snapshot_receiver.checkpoint_checked(event):
@@ -185,12 +185,103 @@ class Machine:
             except RemoteProtocolError as error:
                 self.components.inbox.refuse(error)
 
-    @property
-    def waits_for_room(self) -> bool:
-        """True if the log is full, so it must be measured again even if nothing happens."""
-        return bool(self.state.log_capacity.full)
+    def _commit(self) -> None:
+        log = self._log
+        # A mark is new only once, so marks are taken only if there is a record to hold them.
+        marked = self._session.phase in WORKS and log.seals_next
+        group = log.next_commit(self.state.now_ns, self._peers.outbound.new_marks(log.next_ticket) if marked else {})
+        if group is not None:
+            expected_last, fence = group.expected_last_sequence_id, self.state.write_lease.fence
+            commit = Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence)
+            self.state.log_requests.write(commit)
 
-    # --- the app's connection ----------------------------------------------------------------------------------------
+    def _committed(self, event: ev.Committed) -> None:
+        components, state = self.components, self.state
+        state.log_requests.write_done()
+        ticket, now_ns, peers = event.ticket, state.now_ns, self._peers
+        group = self._log.committed(ticket)
+        peers.inbound.turns.committed(ticket, now_ns)
+        transaction = group.transaction
+        if group.impulses_accepted:
+            self._session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
+        components.record_feeder.committed(group)
+        if transaction.sources:
+            peers.became_durable(transaction.sources.items())
+        if CLIENTS in transaction.acknowledged:
+            peers.outbound.answers_durable(transaction.acknowledged[CLIENTS])
+        components.peer_resets.committed(ticket)
+        state.committed(ticket)
+        if transaction.epoch is not None:
+            state.report(notices.NewEpoch(transaction.epoch))
+        if state.trim_ticket and ticket >= state.trim_ticket:
+            state.trim_ticket = 0
+            state.effects.append(Trim())
+        if transaction.cut_healed:
+            components.lifecycle.cut_healed()
+        if transaction.version is not None:
+            components.upgrades.began(transaction.version)
+        if transaction.checkpoint is not None:
+            components.checkpoint_taker.durable(transaction.checkpoint, adopted=transaction.adopts)
+
+    def _chunk_written(self, event: ev.ChunkWritten) -> None:
+        self.state.log_requests.write_done()
+        self.state.checkpoints.chunks_pending_bytes -= event.size_bytes
+
+    def _checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
+        self.state.checkpoints.wanted = True
+
+    def _tail_read(self, event: ev.TailRead) -> None:
+        for write in self.state.log_requests.resolve_writes(event):
+            if isinstance(write, Commit):
+                self._committed(ev.Committed(write.ticket))
+            else:
+                self._chunk_written(ev.ChunkWritten(len(write.data)))
+
+    def _log_failed(self, event: ev.LogFailed) -> None:
+        components = self.components
+        if event.retryable:
+            self.state.log_requests.request_failed(event)
+            if (due_ns := self.state.log_requests.due_ns) is not None:
+                self.state.timers.set(LOG, due_ns)
+        elif isinstance(event.request, ReadCheckpointChunk) and components.state.write_lease.follows:
+            if self._session.phase is Phase.RESTORING:  # the writer may have removed it; the next read shows whether
+                self._session.reading = False
+                components.lifecycle.start_over(f"the checkpoint can't be restored ({event.error})")
+        else:
+            raise event.error
+
+    def _fenced(self, event: ev.Fenced) -> None:
+        """Stop: another process writes the log now, so this one must send nothing more. Raises FencedError."""
+        name, epoch = self.state.name, self.state.epoch
+        raise FencedError(
+            event.holder,
+            f"fenced by {event.holder} at epoch {epoch}: it writes the log of {name!r} now; nothing that was "
+            f"acknowledged is lost, and nothing more of this coordinator counts",
+        )
+
+    def _was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return ``then`` with a step before it that notes an answered read; the answer may end the log's silence."""
+        log_requests = self.state.log_requests
+
+        def read(event: Any) -> None:
+            log_requests.read_done()
+            then(event)
+
+        return read
+
+    def _log_measured(self, event: ev.LogMeasured) -> None:
+        """Note a measurement of the log. A full log takes only input from the app, until a checkpoint makes room."""
+        state, session, room = self.state, self._session, self.state.log_capacity
+        if room.measured(event.space):
+            if room.full:
+                state.report(notices.LogFull(room.full))
+            else:
+                state.report(notices.LogHasRoom())
+        last = state.checkpoints.last
+        if session.phase is Phase.NORMAL and room.wants_checkpoint(
+            session.fed_sequence_id, self._log.durable_sequence_id, last
+        ):
+            state.checkpoints.wanted = True
 
     @property
     def waits_for_app(self) -> bool:
@@ -261,11 +352,8 @@ class Machine:
         self._peers.inbound.answer_parked()
 
     def _tick(self, event: ev.Tick) -> None:
-        """Handle a Tick: a timer is due."""
         self.state.log_requests.tick()
         self.state.timers.tick(self._peers)
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
         shutdown = self.state.shutdown
@@ -286,113 +374,3 @@ class Machine:
         self.stopped = True
         self._session.advance(Step.STOP)
         self.state.effects.append(Stop(error))
-
-
-# Commits: hands groups to the log and handles its answers.
-
-
-class LogCommitter:
-    """Hands groups to the log and handles its answers. Raises ImmortalError if the coordinator can't continue."""
-
-    def __init__(self, components: Components) -> None:
-        self._components = components
-        self._state, self._session, self._peers = components.state, components.state.session, components.peers
-        self._log, self._log_requests = components.state.log, components.state.log_requests
-
-    def commit(self) -> None:
-        """Commit the next group, if there is one."""
-        components = self._components
-        log = self._log
-        # A mark is new only once, so marks are taken only if there is a record to hold them.
-        marked = self._session.phase in WORKS and log.seals_next
-        group = log.next_commit(self._state.now_ns, self._peers.outbound.new_marks(log.next_ticket) if marked else {})
-        if group is not None:
-            expected_last, fence = group.expected_last_sequence_id, components.state.write_lease.fence
-            self._log_requests.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
-
-    def committed(self, event: ev.Committed) -> None:
-        components, state = self._components, self._state
-        self._log_requests.write_done()
-        ticket, now_ns, peers = event.ticket, state.now_ns, self._peers
-        group = self._log.committed(ticket)
-        peers.inbound.turns.committed(ticket, now_ns)
-        transaction = group.transaction
-        if group.impulses_accepted:
-            self._session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
-        components.record_feeder.committed(group)
-        if transaction.sources:
-            peers.became_durable(transaction.sources.items())
-        if CLIENTS in transaction.acknowledged:
-            peers.outbound.answers_durable(transaction.acknowledged[CLIENTS])
-        components.peer_resets.committed(ticket)
-        components.operator.committed(ticket)
-        if transaction.epoch is not None:
-            state.report(notices.NewEpoch(transaction.epoch))
-        if state.trim_ticket and ticket >= state.trim_ticket:
-            state.trim_ticket = 0
-            state.effects.append(Trim())
-        if transaction.cut_healed:
-            components.lifecycle.cut_healed()
-        if transaction.version is not None:
-            components.upgrades.began(transaction.version)
-        if transaction.checkpoint is not None:
-            components.checkpoint_taker.durable(transaction.checkpoint, adopted=transaction.adopts)
-
-    def chunk_written(self, event: ev.ChunkWritten) -> None:
-        self._log_requests.write_done()
-        self._state.checkpoints.chunks_pending_bytes -= event.size_bytes
-
-    def checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
-        self._state.checkpoints.wanted = True
-
-    def tail_read(self, event: ev.TailRead) -> None:
-        for write in self._log_requests.resolve_writes(event):
-            if isinstance(write, Commit):
-                self.committed(ev.Committed(write.ticket))
-            else:
-                self.chunk_written(ev.ChunkWritten(len(write.data)))
-
-    def log_failed(self, event: ev.LogFailed) -> None:
-        components = self._components
-        if event.retryable:
-            self._log_requests.request_failed(event)
-            components.state.timers.log_at(self._log_requests.due_ns)
-        elif isinstance(event.request, ReadCheckpointChunk) and components.state.write_lease.follows:
-            if self._session.phase is Phase.RESTORING:  # the writer may have removed it; the next read shows whether
-                self._session.reading = False
-                components.lifecycle.start_over(f"the checkpoint can't be restored ({event.error})")
-        else:
-            raise event.error
-
-    def fenced(self, event: ev.Fenced) -> None:
-        """Stop: another process writes the log now, so this one must send nothing more. Raises FencedError."""
-        name, epoch = self._state.name, self._state.epoch
-        raise FencedError(
-            event.holder,
-            f"fenced by {event.holder} at epoch {epoch}: it writes the log of {name!r} now; nothing that was "
-            f"acknowledged is lost, and nothing more of this coordinator counts",
-        )
-
-    def was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return ``then`` with a step before it that notes an answered read; the answer may end the log's silence."""
-        log_requests = self._log_requests
-
-        def read(event: Any) -> None:
-            log_requests.read_done()
-            then(event)
-
-        return read
-
-    def log_measured(self, event: ev.LogMeasured) -> None:
-        """Note a measurement of the log. A full log takes only input from the app, until a checkpoint makes room."""
-        state, session, room = self._state, self._session, self._state.log_capacity
-        if room.measured(event.space):
-            if room.full:
-                state.report(notices.LogFull(room.full))
-            else:
-                state.report(notices.LogHasRoom())
-        last = state.checkpoints.last
-        if session.phase is Phase.NORMAL and room.wants_checkpoint(
-            session.fed_sequence_id, self._log.durable_sequence_id, last
-        ):
-            state.checkpoints.wanted = True

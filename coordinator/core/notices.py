@@ -51,6 +51,14 @@ class Notice(Struct, kw_only=True):
         return type(self), *[getattr(self, name, None) for name in self.apart]
 
 
+class _WarningNotice(Notice):
+    level = "warning"
+
+
+class _ErrorNotice(Notice):
+    level = "error"
+
+
 @cache
 def _named_in(template: str) -> frozenset[str]:
     return frozenset(name for _, name, _, _ in Formatter().parse(template) if name)
@@ -85,20 +93,18 @@ class Recovered(Notice):
     sequence_id: int
 
 
-class CheckpointDamaged(Notice):
+class CheckpointDamaged(_ErrorNotice):
     """A checkpoint differs from what was written."""
 
-    level = "error"
     template = "checkpoint {checkpoint} is damaged ({problem}); falling back to the one before"
     apart = ("checkpoint",)
     checkpoint: int
     problem: str
 
 
-class LogSilent(Notice):
+class LogSilent(_WarningNotice):
     """The log did not answer. Reads are repeated; writes also, once it is known whether the log has them."""
 
-    level = "warning"
     template = "the log does not answer, trying again: {problem}"
     problem: str
 
@@ -124,34 +130,30 @@ class TakingOver(Notice):
     holder: str
 
 
-class FollowerBeginsAnew(Notice):
+class FollowerBeginsAnew(_WarningNotice):
     """The state of a follower's app is no longer usable."""
 
-    level = "warning"
     template = "{problem}; it begins anew, at the last checkpoint"
     problem: str
 
 
-class AppBeginsAnew(Notice):
+class AppBeginsAnew(_WarningNotice):
     """A follower's checkpoint in the log contradicts the app, whose state is later."""
 
-    level = "warning"
     template = "{problem}; the app begins anew, at that checkpoint"
     problem: str
 
 
-class WaitsForReceivers(Notice):
+class WaitsForReceivers(_WarningNotice):
     """The log was cut, and its recovery waits until all receivers of this instance's calls are up."""
 
-    level = "warning"
     template = "the log was cut: waiting for {receivers} to say how much of this instance's calls they have"
     receivers: str
 
 
-class Diverged(Notice):
+class Diverged(_WarningNotice):
     """A replay makes calls with other arguments than the log has, and continues."""
 
-    level = "warning"
     template = "{difference}; {holds}"
     apart = ("destination",)
     destination: str
@@ -162,20 +164,18 @@ class Diverged(Notice):
         return {"left_out": self.left_out} if self.left_out else {}  # the text already names the destination
 
 
-class UpgradeFailed(Notice):
+class UpgradeFailed(_ErrorNotice):
     """The app could not become another version."""
 
-    level = "error"
     template = "the upgrade to version {version} failed: {reason}; version {current_version} goes on"
     version: int
     reason: str
     current_version: int
 
 
-class UpgradeInterrupted(Notice):
+class UpgradeInterrupted(_WarningNotice):
     """The app disconnected in the middle of an upgrade."""
 
-    level = "warning"
     template = (
         "the upgrade to version {version} was interrupted: the old version is whole, and the upgrade is tried again at"
         " the next start"
@@ -239,26 +239,23 @@ class OfferRefused(Notice):
     problem: str
 
 
-class StandbyTakesNone(Notice):
+class StandbyTakesNone(_WarningNotice):
     """No follower took a checkpoint that was due, so the instance's own app must take it."""
 
-    level = "warning"
     template = "no standby took the checkpoint that is due ({reason}): the app takes it"
     reason: str
 
 
-class CheckpointFailed(Notice):
+class CheckpointFailed(_ErrorNotice):
     """The app began a checkpoint beside its work, and could not finish it."""
 
-    level = "error"
     template = "the app could not take its checkpoint: {reason}; the one before stays in use"
     reason: str
 
 
-class StateUnsaved(Notice):
+class StateUnsaved(_ErrorNotice):
     """The app has no checkpoint to give: its state can't be saved, and no message to take back was found."""
 
-    level = "error"
     template = (
         "no checkpoint, its state can't be saved since {message}; it works on without checkpoints, which costs: "
         "{costs}. What helps: {ways_out}"
@@ -276,10 +273,9 @@ class StateSavedAgain(Notice):
     failures: int
 
 
-class TakenBack(Notice):
+class TakenBack(_WarningNotice):
     """A message that made the state impossible to save was taken back: it counts as never handled."""
 
-    level = "warning"
     template = "{method} at {where} was taken back behind record {behind}: {reason}"
     method: str
     where: str
@@ -287,10 +283,9 @@ class TakenBack(Notice):
     behind: int
 
 
-class LogFull(Notice):
+class LogFull(_ErrorNotice):
     """The log has reached its limit, or its disk is nearly full."""
 
-    level = "error"
     template = "no more input is taken from peers, and no impulses: {reason}"
     reason: str
 
@@ -301,10 +296,9 @@ class LogHasRoom(Notice):
     template = "the log has room again: input is taken from peers, and impulses"
 
 
-class InstancePaused(Notice):
+class InstancePaused(_WarningNotice):
     """An operator has paused the instance: its input is logged, and the app gets none."""
 
-    level = "warning"
     template = "paused by {who}: input is logged, and the app gets none until it is resumed"
     who: str
 
@@ -321,18 +315,16 @@ class InstanceResumed(Notice):
 # --- the app's connection ---------------------------------------------------------------------------------------------
 
 
-class AppGone(Notice):
+class AppGone(_WarningNotice):
     """The app's connection has ended."""
 
-    level = "warning"
     template = "the app is gone; waiting for the next one"
     phase: str
 
 
-class AppCutOff(Notice):
+class AppCutOff(_WarningNotice):
     """The app's connection has ended in the middle of a message."""
 
-    level = "warning"
     template = "the app's connection ended in the middle of a message; that message is dropped"
 
 
@@ -346,18 +338,16 @@ class AppLeaves(Notice):
         return type(self)
 
 
-class AppBrokeProtocol(Notice):
+class AppBrokeProtocol(_ErrorNotice):
     """The app sent something that the protocol forbids."""
 
-    level = "error"
     template = "the app broke the protocol: {error}; its connection is closed, nothing logged is lost"
     error: str
 
 
-class CallTooLarge(Notice):
+class CallTooLarge(_ErrorNotice):
     """An app of the base protocol made a call that is too large."""
 
-    level = "error"
     template = (
         "the app made a call of {size_bytes} bytes to {destination!r}, at most {limit_mib} MiB of arguments are allowed"
         " (rpc_limit_mb): the call is dropped, at each replay again, and the app goes on"
@@ -370,19 +360,17 @@ class CallTooLarge(Notice):
 # --- messages that fail alone -----------------------------------------------------------------------------------------
 
 
-class FailedBefore(Notice):
+class FailedBefore(_ErrorNotice):
     """A message with a verdict of failure ends the app's process again: no other verdict can follow."""
 
-    level = "error"
     template = "{reason} at {where}, which failed before: deploy code that does not end it there"
     reason: str
     where: str
 
 
-class NotCalledAgain(Notice):
+class NotCalledAgain(_ErrorNotice):
     """A message has ended the app's process too often."""
 
-    level = "error"
     template = "{method} ({where}) is not called any more: {reason}; {then}"
     method: str
     where: str
@@ -390,36 +378,32 @@ class NotCalledAgain(Notice):
     then: str
 
 
-class CallForbidden(Notice):
+class CallForbidden(_WarningNotice):
     """A caller made its first call that it is not allowed to make."""
 
-    level = "warning"
     template = "{reason}: the call is refused; further ones of this caller are only counted"
     reason: str
 
 
-class NestedTooDeeply(Notice):
+class NestedTooDeeply(_WarningNotice):
     """A caller sent its first message that is nested too deeply."""
 
-    level = "warning"
     template = "{reason}: it is refused; further ones of this caller are only counted"
     reason: str
 
 
-class CallerHeldOff(Notice):
+class CallerHeldOff(_WarningNotice):
     """Calls of one caller have repeatedly ended the app's process."""
 
-    level = "warning"
     template = "calls of {caller} have ended the app's process {deaths} times: nothing of it is taken for {for_s:.0f} s"
     caller: str
     deaths: int
     for_s: float
 
 
-class QueryChangedState(Notice):
+class QueryChangedState(_WarningNotice):
     """A query that is not logged has changed the state; the app rebuilds it from the log."""
 
-    level = "warning"
     template = (
         "the query {method} has changed the state, which no log explains: the app makes it anew from the log, and the "
         "query is refused for a minute; make it an @rpc method, or let it work on a copy"
@@ -427,26 +411,23 @@ class QueryChangedState(Notice):
     method: str
 
 
-class HandlerTakesLong(Notice):
+class HandlerTakesLong(_WarningNotice):
     """A handler has run for too long."""
 
-    level = "warning"
     template = "{handler}"
     handler: str  # which one, as a text
 
 
-class StopWaits(Notice):
+class StopWaits(_WarningNotice):
     """A clean stop was requested while a handler runs."""
 
-    level = "warning"
     template = "the stop waits for the app: it is {handler}"
     handler: str
 
 
-class MessageSkipped(Notice):
+class MessageSkipped(_WarningNotice):
     """An operator has skipped a message."""
 
-    level = "warning"
     template = "{who} {what}"
     apart = ("what",)
     who: str
@@ -461,20 +442,18 @@ class LettersRetried(Notice):
     count: int
 
 
-class LetterNotRetried(Notice):
+class LetterNotRetried(_WarningNotice):
     """An upgrade can't retry a dead letter."""
 
-    level = "warning"
     template = "the upgrade to version {version} can't retry the dead letter {letter}: {reason}"
     version: int
     letter: str  # its record, message and part
     reason: str
 
 
-class LetterUnreadable(Notice):
+class LetterUnreadable(_ErrorNotice):
     """A dead letter is damaged."""
 
-    level = "error"
     template = "{problem}: it is not retried"
     problem: str
 
@@ -497,28 +476,25 @@ class StreamWaits(StreamStopped):
     level = "warning"
 
 
-class StreamReset(Notice):
+class StreamReset(_WarningNotice):
     """The receiver of a stream that an operator has reset has said how much it has."""
 
-    level = "warning"
     template = "the stream was reset and goes on"
     peer: str
     behind_position: int
     receiver_has: int
 
 
-class PeerForgotten(Notice):
+class PeerForgotten(_WarningNotice):
     """An operator has reset a peer: what was known of its log is forgotten."""
 
-    level = "warning"
     template = "what was known of a peer's log is forgotten"
     peer: str
 
 
-class LogReclaimed(Notice):
+class LogReclaimed(_WarningNotice):
     """An operator declares this log valid, and its copies invalid."""
 
-    level = "warning"
     template = "this log counts from now on, and no copy of it"
     epoch: int
 
@@ -538,10 +514,9 @@ class OldPeerRefused(PeerRefused):
     level = "warning"
 
 
-class FrameRefused(Notice):
+class FrameRefused(_ErrorNotice):
     """A peer sends more than its window allows."""
 
-    level = "error"
     template = "a frame was refused: {reason}; this is said once"
     peer: str
     reason: str

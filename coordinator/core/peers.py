@@ -54,7 +54,8 @@ class Peers:
         """Load what the log has about other instances and this one."""
         self._state.ready = summary.extensions is not None
         self.app_asked_for(summary.extensions or frozenset())
-        self.outbound.receivers.load_peers(summary)
+        self.outbound.receivers.committer_ids = dict(summary.peers)
+        self.outbound.receivers.starts = dict(summary.stream_starts)
         self.inbound.senders.load(summary)
 
     def app_asked_for(self, extensions: Set[int]) -> None:
@@ -134,8 +135,12 @@ class OutboundReplay:
     def finish(self, *, all_sent: bool) -> None:
         """End the replay; see :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
         for destination, stream in self._all_at_end(catching_up=not all_sent):
-            if all_sent:
-                self._give_back_unmade(stream)
+            known = self.outbound.receivers.acknowledged.get(destination, 0)
+            if all_sent and destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
+                # Its receiver has more than the complete replay made: this log is an older copy.
+                received = stream.acknowledged - stream.offset
+                stream.acknowledged = stream.end_of_replay
+                self.outbound.handshake.fail_forked(stream, received)
             stream.finish_replay(all_sent=all_sent)
             if destination not in (ONESELF, CLIENTS):
                 self.outbound.receivers.note_acknowledged(stream)
@@ -184,14 +189,6 @@ class OutboundReplay:
             called.append(ONESELF)
         for destination in called:
             self.outbound.stream(destination)
-
-    def _give_back_unmade(self, stream: OutputStream) -> None:
-        """Stop a stream if its receiver has more than the complete replay made: this log is an older copy."""
-        known = self.outbound.receivers.acknowledged.get(stream.destination, 0)
-        if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
-            received = stream.acknowledged - stream.offset
-            stream.acknowledged = stream.end_of_replay
-            self.outbound.handshake.fail_forked(stream, received)
 
 
 # Resets of streams for a peer with another log, by an operator: `peers reset` and `peers reclaim`.
@@ -244,15 +241,14 @@ class PeerResets:
 
     state: CoreState
     peers: Peers
-    _resets: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit to wait for, token)
-    _reclaims: deque[tuple[int, Token]] = field(default_factory=deque)  # the same, while their epoch is not durable
+    _reclaims: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit of their epoch, token)
 
     def peer_reset(self, event: ev.PeerReset) -> None:
         group = self._reset(event.peer)
         if group is None:
             self.state.effects.append(PeerResetDone(event.token, False))
             return
-        self._resets.append((group.ticket, event.token))
+        self.state.answer_after(group.ticket, PeerResetDone(event.token, True))
         self.state.report(notices.PeerForgotten(event.peer))
 
     def reclaimed(self, event: ev.Reclaimed) -> None:
@@ -260,25 +256,20 @@ class PeerResets:
         self._reclaims.append((self.state.begin_epoch(ahead=RECLAIM_EPOCHS), event.token))
 
     def committed(self, ticket: int) -> None:
-        """Continue the resets whose commits are durable up to ``ticket``."""
+        """Continue the resets whose epochs are durable, up to the commit ``ticket``."""
         while self._reclaims and self._reclaims[0][0] <= ticket:
             self._reset_all(self._reclaims.popleft()[1])
-        while self._resets and self._resets[0][0] <= ticket:
-            self.state.effects.append(PeerResetDone(self._resets.popleft()[1], True))
 
     def _reset_all(self, token: Token) -> None:
         state = self.state
         state.use_epoch()
         group = state.log.append_outside_record(0)
-        for peer in self._known():
-            group = self._reset(peer, forked=True) or group
-        self._resets.append((group.ticket, token))
-        state.report(notices.LogReclaimed(state.epoch))
-
-    def _known(self) -> list[str]:
-        """Return the peers whose logs are known."""
         known = {name for name, stream in self.peers.inbound.streams.items() if stream.committer_id}
-        return sorted((known | self.peers.outbound.receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
+        known |= self.peers.outbound.receivers.committer_ids.keys()
+        for peer in sorted(known - {ONESELF, IMPULSES}):
+            group = self._reset(peer, forked=True) or group
+        state.answer_after(group.ticket, PeerResetDone(token, True))
+        state.report(notices.LogReclaimed(state.epoch))
 
     def _reset(self, peer: str, *, forked: bool = False) -> Group | None:
         """Restart the streams from and to ``peer``, whatever log it has. Return the group that makes this durable.

@@ -51,25 +51,23 @@ EVERYTHING = Permission(frozenset({ALL_METHODS}))
 _SECOND_NS = 1_000_000_000
 
 
-class _Bucket:
-    """Remaining calls of a caller's ``rate``: at most one second's calls."""
+class TokenBucket:
+    """Rate limit, of a caller's calls or of bytes. ``most``: allowed at once, and per second. ``left``: what is allowed
+    now; who takes more while anything is left pays it back later."""
 
-    def __init__(self, rate: int) -> None:
-        self.rate = rate
-        self.left = float(rate)
-        self._filled_ns: int | None = None
+    __slots__ = ("_filled_ns", "left", "most")
 
-    def fill(self, now_ns: int) -> None:
-        """Add the calls of the time since the last fill: at most one second, and none if the clock was set back."""
-        if self._filled_ns is not None:
-            passed_ns = min(max(0, now_ns - self._filled_ns), _SECOND_NS)
-            self.left = min(float(self.rate), self.left + passed_ns * self.rate / _SECOND_NS)
+    def __init__(self, most: int, now_ns: int = 0) -> None:
+        self.most = most
+        self.left = float(most)
         self._filled_ns = now_ns
 
-    @property
-    def is_low(self) -> bool:
-        """True if less is left than a quarter of a second's calls: not worth another try."""
-        return self.left < max(1.0, self.rate / 4)
+    def fill(self, now_ns: int) -> float:
+        """Add what the time since the last fill allows, nothing if the clock was set back; return what is left."""
+        passed_ns = min(max(0, now_ns - self._filled_ns), 3600 * _SECOND_NS)  # the clock can jump
+        self.left = min(float(self.most), self.left + passed_ns * self.most / _SECOND_NS)
+        self._filled_ns = now_ns
+        return self.left
 
 
 _arguments_of = decoding.Decoder(list[msgspec.Raw]).decode
@@ -109,7 +107,7 @@ class Permissions:
         self.takes_verdicts = False  # the app can leave out a call by a verdict; otherwise it carries out all
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, by caller that can't call all methods
         self._below: dict[str, dict[int, tuple[str, ...]]] = {}  # subtrees by method ID, by caller limited to subtrees
-        self._buckets: dict[str, _Bucket] = {}  # by caller with a rate
+        self._buckets: dict[str, TokenBucket] = {}  # by caller with a rate
         self.held_back: Counter[str] = Counter()  # number of times that a caller's calls had to wait, since the start
         self.change(given, has_keys=has_keys)
 
@@ -120,8 +118,8 @@ class Permissions:
         for caller, permission in self._given.items():
             if permission.rate is not None:
                 known = before.get(caller)
-                same = known is not None and known.rate == permission.rate
-                self._buckets[caller] = known if known is not None and same else _Bucket(permission.rate)
+                same = known is not None and known.most == permission.rate
+                self._buckets[caller] = known if known is not None and same else TokenBucket(permission.rate)
         self._look_up()
 
     def app_came(self, *, takes_verdicts: bool, describes: bool = False) -> None:
@@ -223,8 +221,7 @@ class Permissions:
         bucket = self._buckets.get(caller)
         if bucket is None:
             return False
-        bucket.fill(now_ns)
-        return bucket.is_low
+        return bucket.fill(now_ns) < max(1.0, bucket.most / 4)  # for less another try is not worth it
 
     def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None, now_ns: int) -> tuple[int, int]:
         """Return how many of the ``count`` packed RPC messages are accepted now, and where they end. Count them.

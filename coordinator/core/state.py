@@ -18,6 +18,7 @@ from immortal.protocol.extensions import encode_impulses_accepted
 from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from immortal.protocol.trailer import BatchSource
 
 CHECKPOINTS_IN_ONE_PLACE_MAX = 2  # of two kept ones, both must be new before old records can be removed
@@ -71,10 +72,20 @@ class CoreState:
         self.trim_ticket = 0  # commit after which acknowledged spilled outputs can be removed from the log; 0: none
 
         self.timers = Timers(self)
+        self._answers: deque[tuple[int, Effect]] = deque()  # to operators, each with the commit to wait for
 
     def report(self, notice: Notice) -> None:
         """Report a notice to the operator."""
         self.effects.append(Report(notice))
+
+    def answer_after(self, ticket: int, answer: Effect) -> None:
+        """Answer an operator once the commit ``ticket`` is durable."""
+        self._answers.append((ticket, answer))
+
+    def committed(self, ticket: int) -> None:
+        """Give the answers that waited for commits up to ``ticket``."""
+        while self._answers and self._answers[0][0] <= ticket:
+            self.effects.append(self._answers.popleft()[1])
 
     def take_effects(self) -> Sequence[Effect]:
         """Return the effects since the last call, and clear them."""
@@ -205,12 +216,13 @@ class AppOutbox:
         """Send a logged ``record``, whose trailer has ``batches``."""
         sources = self._session.sources_record(batches)
         if sources is not None:
-            self._effects.append(SendToApp(sources))
+            self.send(sources)
         self.send(record)
 
     def send_control(self, message_type: MessageType, message: bytes | None = None) -> None:
         """Send a control record: the whole ``message``, or an empty one of ``message_type``."""
-        self._effects.append(SendToApp(self._session.control_record(message_type, message)))
+        message = message or encode_message(message_type)
+        self.send(encode_record(self._session.committer_id, CONTROL_SEQUENCE_ID, message))
 
     def send_text(self, message_type: MessageType, text: str) -> None:
         """Send a text to an app that has asked for texts."""
@@ -221,7 +233,9 @@ class AppOutbox:
 
     def send_acceptances(self) -> None:
         """Tell the app how many impulses are durable, once it has the record before them."""
-        accepted = self._session.acceptance_to_send()
+        accepted, acceptances = None, self._session.acceptances
+        while acceptances and acceptances[0][0] <= self._session.fed_sequence_id:
+            accepted = acceptances.popleft()[1]
         if accepted is not None and MessageType.IMPULSES_ACCEPTED in self._session.extensions:
             self.send_control(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))
 

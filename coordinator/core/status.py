@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from immortal.coordinator.core.client.table import ClientTable
 from immortal.coordinator.core.components import Components
-from immortal.coordinator.core.input.back_pressure import BackPressure
 from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, WORKS, Phase
 from immortal.coordinator.core.peers import Peers
@@ -23,12 +21,33 @@ class StatusView:
         self._components = components
 
     def peers(self) -> dict[str, dict[str, object]]:
-        """Return the values for `immortal peers show`, by instance."""
-        return describe_peers(self._components.peers, self._components.back_pressure.held_up_for)
+        """Return the values for `immortal peers show`, by instance: the streams to and from each other one, and their
+        errors. Positions are this log's."""
+        peers, held_up_for = self._components.peers, self._components.back_pressure.held_up_for
+        known = {*peers.outbound.streams, *peers.inbound.streams, *peers.outbound.receivers.committer_ids}
+        names = sorted(known - {ONESELF, CLIENTS})
+        return {name: _describe_peer(peers, name) | {"held_up": name in held_up_for} for name in names}
 
     def clients(self) -> dict[str, object]:
-        """Return values about clients for the web page."""
-        return describe_clients(self._components.clients.table)
+        """Return values about clients for the web page: their ``count``, and the CLIENTS_TOLD_MAX last heard, newest
+        first.
+
+        ``owner``: whose keys the client uses; ``time_ns``: of its last request, since the Unix epoch.
+        """
+        table = self._components.clients.table
+        found = [
+            {
+                "id": client_id,
+                "owner": client.owner or None,
+                "time_ns": client.time_ns,
+                "requests": client.number,
+                "open_requests": client.open_count,
+                "replies": len(client.replies),
+                "bytes": client.size_bytes,
+            }
+            for client_id, client in table.recently_used(CLIENTS_TOLD_MAX)
+        ]
+        return {"count": len(table), "clients": found}
 
     @property
     def forbidden(self) -> Mapping[str, int]:
@@ -66,22 +85,33 @@ class StatusView:
 
     def status(self, now_ns: int) -> dict[str, object]:
         """Return the values for `immortal status` of a live instance."""
-        components, session = self._components, self._components.state.session
-        return describe(components.state, components.peers, now_ns) | {
-            **describe_write_lease(components.state, now_ns),
-            **describe_flow(components.state, components.back_pressure),
+        components, state, session = self._components, self._components.state, self._components.state.session
+        write_lease, silent_ns, space = state.write_lease, state.log_requests.silent_since_ns, state.log_capacity.space
+        return describe(state, components.peers, now_ns) | {
+            "role": write_lease.role.value,
+            "follows": write_lease.holder if write_lease.follows else None,
+            "log_silent_s": None if silent_ns is None else round(max(0, now_ns - silent_ns) / 1e9, 3),
+            "app_paused": components.back_pressure.paused,
+            "held_up_for": [destination or state.name for destination in components.back_pressure.held_up_for],
+            "log": {
+                "used_bytes": space.used_bytes if space else None,
+                "limit_bytes": state.limits.log_limit_bytes,
+                "free_bytes": space.free_bytes if space else None,
+                "full": state.log_capacity.full or None,
+                "pending_bytes": state.log.pending_bytes,  # on their way to the disk
+            },
             **components.call_failures.describe(now_ns),
             **components.unsaved_state.describe(now_ns),
-            **components.state.pause.describe(),
+            **state.pause.describe(),
             "impulses": components.impulses.count,
             "nested": dict(components.call_failures.nested),
             "deaths_caused": components.call_failures.penalties.deaths,
             "held_back": dict(components.admission.permissions.held_back),
             "open_calls": components.admission.open_calls.counts,
             "clients": components.clients.describe() | components.queries.describe(),
-            "version": components.state.versions.current,
+            "version": state.versions.current,
             "app_version": session.description.version if MessageType.APP_DESCRIPTION in session.extensions else None,
-            "upgrade_to": components.state.versions.upgrade_to,
+            "upgrade_to": state.versions.upgrade_to,
         }
 
 
@@ -133,61 +163,6 @@ def describe(state: CoreState, peers: Peers, now_ns: int) -> dict[str, object]:
 def _granted(peers: Peers, source: str) -> dict[str, int]:
     granted_bytes = peers.inbound.grants.granted_bytes.get(source)
     return {} if granted_bytes is None else {"window_bytes": granted_bytes}
-
-
-def describe_write_lease(state: CoreState, now_ns: int) -> dict[str, object]:
-    """Describe who writes the log, and for how long it has not answered."""
-    write_lease, since_ns = state.write_lease, state.log_requests.silent_since_ns
-    return {
-        "role": write_lease.role.value,
-        "follows": write_lease.holder if write_lease.follows else None,
-        "log_silent_s": None if since_ns is None else round(max(0, now_ns - since_ns) / 1e9, 3),
-    }
-
-
-def describe_flow(state: CoreState, pressure: BackPressure) -> dict[str, object]:
-    """Describe the peers that block the app, if any, and the log's room as last measured."""
-    space = state.log_capacity.space
-    return {
-        "app_paused": pressure.paused,
-        "held_up_for": [destination or state.name for destination in pressure.held_up_for],
-        "log": {
-            "used_bytes": space.used_bytes if space else None,
-            "limit_bytes": state.limits.log_limit_bytes,
-            "free_bytes": space.free_bytes if space else None,
-            "full": state.log_capacity.full or None,
-            "pending_bytes": state.log.pending_bytes,  # on their way to the disk
-        },
-    }
-
-
-def describe_clients(table: ClientTable) -> dict[str, object]:
-    """Describe clients. ``clients``: the CLIENTS_TOLD_MAX last heard, newest first; ``count``: of all clients.
-
-    ``owner``: whose keys the client uses; ``time_ns``: of its last request, since the Unix epoch.
-    """
-    found = [
-        {
-            "id": client_id,
-            "owner": client.owner or None,
-            "time_ns": client.time_ns,
-            "requests": client.number,
-            "open_requests": client.open_count,
-            "replies": len(client.replies),
-            "bytes": client.size_bytes,
-        }
-        for client_id, client in table.recently_used(CLIENTS_TOLD_MAX)
-    ]
-    return {"count": len(table), "clients": found}
-
-
-def describe_peers(peers: Peers, held_up_for: Collection[str]) -> dict[str, dict[str, object]]:
-    """Describe each other instance by name: the streams to and from it, and their errors. Positions are this log's."""
-    names = {*peers.outbound.streams, *peers.inbound.streams, *peers.outbound.receivers.committer_ids} - {
-        ONESELF,
-        CLIENTS,
-    }
-    return {name: _describe_peer(peers, name) | {"held_up": name in held_up_for} for name in sorted(names)}
 
 
 def _describe_peer(peers: Peers, name: str) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
@@ -20,12 +20,7 @@ from immortal.coordinator.core.interfaces import CheckpointHeader, LogStore
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import MessageKey
 
-Write = ef.Commit | ef.WriteCheckpointChunk
 Offered = ef.OfferChunk | ef.OfferCheckpoint
-StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
-"""Requests that an open log answers by itself."""
-
-Read = StoreRead | ef.ReadTail
 
 
 class AppPort(Protocol):
@@ -89,7 +84,7 @@ class LogPort(Protocol):
 
     def acquire(self, effect: ef.AcquireWriteLease, /) -> None: ...
 
-    def submit(self, request: Write | Read, /) -> None:
+    def submit(self, request: ef.Write | ef.Read, /) -> None:
         """Send a request to the log. Raises nothing: LogFailed answers a failure."""
 
     def trim(self, effect: ef.Trim, /) -> None: ...
@@ -138,7 +133,7 @@ class HostPort(Protocol):
 # Reading a log for its machine.
 
 
-def answer(store: LogStore, asked: StoreRead) -> ev.Event:
+def answer(store: LogStore, asked: ef.StoreRead) -> ev.Event:
     """Return the answer of ``store`` to its writer's request ``asked``; LogFailed if it can't be read."""
     try:
         match asked:
@@ -159,7 +154,7 @@ def answer(store: LogStore, asked: StoreRead) -> ev.Event:
         return failed(error, asked)
 
 
-def failed(error: LogError, asked: ev.Asked | None) -> ev.LogFailed:
+def failed(error: LogError, asked: ef.Write | ef.Read | None) -> ev.LogFailed:
     """Return the answer of a log that could not carry out a request."""
     return ev.LogFailed(error, isinstance(error, LogUnavailableError), asked)
 
@@ -215,20 +210,14 @@ def _letters(store: LogStore, keys: Sequence[MessageKey]) -> ev.LettersRead:
     return ev.LettersRead(letters, problems)
 
 
+def ignore(self: object, /, *effect: Any, **options: Any) -> None:
+    """Do nothing, as any method of a plain port."""
+
+
 class PlainApp:
     """App port without an app."""
 
-    def send(self, effect: ef.SendToApp) -> None:
-        pass
-
-    def close_app(self, effect: ef.CloseApp) -> None:
-        pass
-
-    def pause(self, effect: ef.PauseApp) -> None:
-        pass
-
-    def resume(self, effect: ef.ResumeApp) -> None:
-        pass
+    send = close_app = pause = resume = ignore
 
     def flush(self) -> Sequence[ev.Event]:
         return ()
@@ -240,32 +229,8 @@ class PlainApp:
 class PlainPeers:
     """Peer port without a network: frames go nowhere, and answers never wait."""
 
-    has_new = False
-    replies_wait = False
-
-    def open(self, effect: ef.OpenPeer) -> None:
-        pass
-
-    def send(self, effect: ef.SendToPeer) -> None:
-        pass
-
-    def reset(self, effect: ef.ResetPeer) -> None:
-        pass
-
-    def reply(self, effect: ef.ReplyToPeer) -> None:
-        pass
-
-    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
-        pass
-
-    def hold(self) -> None:
-        pass
-
-    def flush(self, *, patient: bool) -> None:
-        pass
-
-    def receive(self) -> None:
-        pass
+    has_new = replies_wait = False
+    open = send = reset = reply = reply_to_client = hold = flush = receive = ignore
 
 
 class PlainLog:
@@ -273,23 +238,24 @@ class PlainLog:
     into ``inbox``."""
 
     has_inline = False
+    trim = request_standby_checkpoint = cancel_standby_request = offer = run_inline = ignore
 
     def __init__(self, store: LogStore, inbox: list[ev.Event]) -> None:
         self.store = store
         self.inbox = inbox
-        self.jobs: deque[Write] = deque()
+        self.jobs: deque[ef.Write] = deque()
         self._ticket = 0  # of the last append that was done
 
     def acquire(self, effect: ef.AcquireWriteLease) -> None:
         self.inbox.append(ev.WriteLeaseGranted(1))
 
-    def submit(self, request: Write | Read) -> None:
+    def submit(self, request: ef.Write | ef.Read) -> None:
         if isinstance(request, ef.Commit | ef.WriteCheckpointChunk):
             self.jobs.append(request)
         else:
             self.inbox.append(self.answer(request))
 
-    def answer(self, request: Read) -> ev.Event:
+    def answer(self, request: ef.Read) -> ev.Event:
         if isinstance(request, ef.ReadTail):
             return ev.TailRead(self._ticket, self.store.summary().last_sequence_id)
         return answer(self.store, request)
@@ -304,24 +270,11 @@ class PlainLog:
         self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
         return ev.ChunkWritten(len(job.data))
 
-    def trim(self, effect: ef.Trim) -> None:
-        pass
-
-    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
-        pass
-
-    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
-        pass
-
-    def offer(self, effect: Offered) -> None:
-        pass
-
-    def run_inline(self) -> None:
-        pass
-
 
 class SetClock:
     """Clock that stays at ``time_ns`` (ns since the Unix epoch) until it is set, and never sends a Tick."""
+
+    wake_at = ignore
 
     def __init__(self, time_ns: int) -> None:
         self.time_ns = time_ns
@@ -332,24 +285,8 @@ class SetClock:
     def take_events(self) -> Sequence[ev.Event]:
         return ()
 
-    def wake_at(self, effect: ef.WakeAt) -> None:
-        pass
-
 
 class PlainHost:
     """Host port that ignores everything."""
 
-    def peer_reset_done(self, effect: ef.PeerResetDone) -> None:
-        pass
-
-    def operator_answered(self, effect: ef.OperatorAnswered) -> None:
-        pass
-
-    def upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
-        pass
-
-    def report(self, effect: ef.Report) -> None:
-        pass
-
-    def stop(self, effect: ef.Stop) -> None:
-        pass
+    peer_reset_done = operator_answered = upgrade_ended = report = stop = ignore

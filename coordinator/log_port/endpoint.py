@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from immortal.coordinator.clock import InstanceClock
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.effects import Read, StoreRead, Write
 from immortal.coordinator.core.errors import LogError, LogUnavailableError, fail
 from immortal.coordinator.core.interfaces import Standby
-from immortal.coordinator.driver.ports import Offered, Read, StoreRead, Write, answer, failed, problem_of
+from immortal.coordinator.driver.ports import Offered, answer, failed, problem_of
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_port.writer import LogWriter, ReadThread

@@ -12,8 +12,9 @@ import time
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.effects import StoreRead
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
-from immortal.coordinator.driver.ports import Offered, StoreRead, failed, problem_of
+from immortal.coordinator.driver.ports import Offered, failed, problem_of
 from immortal.coordinator.instances.own_logs import InstanceLog
 from immortal.coordinator.log.backend import StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk

@@ -21,7 +21,6 @@ from immortal.coordinator.messenger.envelope import NOOP
 from immortal.coordinator.messenger.limits import REPLY_DELAY_NS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
-from immortal.coordinator.messenger.mailbox import MessengerMailbox
 from immortal.coordinator.messenger.outbox import ConversationMessage, Outbox, ReplyCallback
 from immortal.coordinator.messenger.security import Security, ZapAuthenticator
 from immortal.coordinator.messenger.sockets import Counters, Shared, WakeupEvent
@@ -169,8 +168,6 @@ class Links:
         link = self._by_destination.get(destination)
         return self._make_outbox() if link is None else link.outbox
 
-    # --- messages ----------------------------------------------------------------------------------------------------
-
     def add(
         self,
         destination: str,
@@ -294,14 +291,20 @@ CALLBACK_ID_MAX = 2**64 - 1
 class Listeners:
     """Listeners of a messenger, one for each endpoint, and the ZAP authenticator in front of those with keys.
 
-    Only the messenger's owner uses it, except counted(). ``mailbox`` takes the replies.
+    Only the messenger's owner uses it, except counted(). ``accept_reply`` takes the replies.
     """
 
-    def __init__(self, shared: Shared, poller: Poller, mailbox: MessengerMailbox, clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        poller: Poller,
+        accept_reply: Callable[[Reply | ClientReply], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
         self.all: list[Listener] = []
         self._shared = shared
         self._poller = poller
-        self._mailbox = mailbox
+        self._accept_reply = accept_reply
         self._clock_ns = clock_ns
         self._authenticator: ZapAuthenticator | None = None
         self._security: Security | None = None
@@ -322,7 +325,7 @@ class Listeners:
             self._shared,
             endpoint,
             server_loop,
-            self._mailbox.reply,
+            self._accept_reply,
             self._security if secured else None,
             secured,
             client_loop,

@@ -30,19 +30,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from immortal.coordinator.messenger import limits
 from immortal.coordinator.messenger.envelope import NOOP, REPLY, REPLY_EXPIRED
-from immortal.coordinator.messenger.limits import (
-    CALLBACK_OVERHEAD_BYTES,
-    CALLBACKS_MAX,
-    LINKS_MAX,
-    PART_OVERHEAD_BYTES,
-    PEER_LINKS_MAX,
-    PEER_REPLIES_SIZE_BYTES_MAX,
-    REPLIES_SIZE_BYTES_MAX,
-    REPLY_OVERHEAD_BYTES,
-    ROUTES_MAX,
-    SPAN_MAX,
-)
 
 
 class Arrival(IntEnum):
@@ -63,7 +52,7 @@ class ReceiveWindow(Struct, eq=False):
     """
 
     ordered: bool = False
-    span_max: int = SPAN_MAX
+    span_max: int = limits.SPAN_MAX
     highest_seen: int = 0
     lowest_pending_id: int = 1
     missing: int = 0  # bit n: lowest_pending_id + n, which is not above highest_seen, has not been seen
@@ -143,7 +132,7 @@ class LinkState(Struct, eq=False):
     link_id: int
     window: ReceiveWindow
     peer: str | None = None
-    replies_size_bytes_max: int = REPLIES_SIZE_BYTES_MAX
+    replies_size_bytes_max: int = limits.REPLIES_SIZE_BYTES_MAX
     routes: list[bytes] = field(default_factory=lambda: [b""])
     replies: dict[int, CachedReply] = field(default_factory=dict)  # by message ID, oldest reply first
     callbacks: dict[int, MessageCallback] = field(default_factory=dict)  # given with replies, by ID, the oldest first
@@ -159,7 +148,7 @@ class LinkState(Struct, eq=False):
         be read alternately, so a known route is not taken for a newer one."""
         if route not in self.routes:
             self.routes.insert(0, route)
-            del self.routes[ROUTES_MAX:]
+            del self.routes[limits.ROUTES_MAX :]
 
     def see(self, message_id: int, lowest_pending_id: int, skipped_count: int = 0) -> Arrival:
         """Mark a received message as seen, and drop the replies that its sender has acknowledged."""
@@ -178,8 +167,8 @@ class LinkState(Struct, eq=False):
     def keep_early(self, message_id: int, message: EarlyMessage, parts: Sequence[bytes]) -> bool:
         """Keep a message until :meth:`take_early` returns it. If there is no room, return False: it counts as not
         seen."""
-        size_bytes = sum(map(len, parts)) + PART_OVERHEAD_BYTES * len(parts) + REPLY_OVERHEAD_BYTES
-        if self.stored.size_bytes + size_bytes > PEER_REPLIES_SIZE_BYTES_MAX:
+        size_bytes = sum(map(len, parts)) + limits.PART_OVERHEAD_BYTES * len(parts) + limits.REPLY_OVERHEAD_BYTES
+        if self.stored.size_bytes + size_bytes > limits.PEER_REPLIES_SIZE_BYTES_MAX:
             self.window.lose(message_id)
             return False
         self.early[message_id] = message, size_bytes
@@ -207,7 +196,7 @@ class LinkState(Struct, eq=False):
         """Keep the reply to ``message_id`` as long as the message's sender can ask for it again."""
         if message_id < self.window.lowest_pending_id:
             return
-        size_bytes = sum(map(len, parts)) + REPLY_OVERHEAD_BYTES
+        size_bytes = sum(map(len, parts)) + limits.REPLY_OVERHEAD_BYTES
         self.replies[message_id] = CachedReply(kind, destination_callback_id, source_callback_id, parts, size_bytes)
         self._count(size_bytes)
         if kind != REPLY:
@@ -220,24 +209,24 @@ class LinkState(Struct, eq=False):
         """Drop the parts of a reply; keep only that there was one, and for which callback."""
         reply = self.replies[message_id]
         self.replies[message_id] = CachedReply(
-            REPLY_EXPIRED, reply.destination_callback_id, reply.source_callback_id, (), REPLY_OVERHEAD_BYTES
+            REPLY_EXPIRED, reply.destination_callback_id, reply.source_callback_id, (), limits.REPLY_OVERHEAD_BYTES
         )
-        self._count(REPLY_OVERHEAD_BYTES - reply.size_bytes)
+        self._count(limits.REPLY_OVERHEAD_BYTES - reply.size_bytes)
 
     def keep_callback(self, callback_id: int, callback: MessageCallback) -> bool:
         """Keep ``callback`` for a message that addresses it; return False if an older one was dropped for it."""
         self.callbacks[callback_id] = callback
-        if len(self.callbacks) > CALLBACKS_MAX:
+        if len(self.callbacks) > limits.CALLBACKS_MAX:
             del self.callbacks[next(iter(self.callbacks))]
             return False
-        self._count(CALLBACK_OVERHEAD_BYTES)
+        self._count(limits.CALLBACK_OVERHEAD_BYTES)
         return True
 
     def pop_callback(self, callback_id: int) -> MessageCallback | None:
         """Remove and return the callback with this ID; None if it was not given here, or was dropped."""
         callback = self.callbacks.pop(callback_id, None)
         if callback is not None:
-            self._count(-CALLBACK_OVERHEAD_BYTES)
+            self._count(-limits.CALLBACK_OVERHEAD_BYTES)
         return callback
 
     def _count(self, size_bytes: int) -> None:
@@ -276,7 +265,9 @@ class LinkStates(Struct, eq=False):
     def evict(self) -> None:
         """Remove the least recently used links beyond the limits; never the last one."""
         links = self.links
-        while len(links) > 1 and (len(links) > self.links_max or self.stored.size_bytes > PEER_REPLIES_SIZE_BYTES_MAX):
+        while len(links) > 1 and (
+            len(links) > self.links_max or self.stored.size_bytes > limits.PEER_REPLIES_SIZE_BYTES_MAX
+        ):
             self.remove(next(iter(links)))
 
 
@@ -287,7 +278,7 @@ class Inbox:
     ``ordered``: messages are delivered in the order of sending.
     """
 
-    def __init__(self, links_max: int = LINKS_MAX, *, ordered: bool = False) -> None:
+    def __init__(self, links_max: int = limits.LINKS_MAX, *, ordered: bool = False) -> None:
         self._ordered = ordered
         self._plain = LinkStates(links_max)
         self._caches: dict[str | None, LinkStates] = {None: self._plain}
@@ -301,7 +292,7 @@ class Inbox:
         key = (incarnation, link_id)
         cache = self._caches.get(peer)
         if cache is None:
-            cache = self._caches[peer] = LinkStates(PEER_LINKS_MAX)
+            cache = self._caches[peer] = LinkStates(limits.PEER_LINKS_MAX)
         link = cache.links.get(key)
         if link is None:
             known = self._plain.remove(key) if peer is not None else None

@@ -7,6 +7,7 @@ from functools import partial
 
 import zmq
 
+from immortal.coordinator.messenger import limits, sockets
 from immortal.coordinator.messenger.backpressure import PendingRoom
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
@@ -25,19 +26,6 @@ from immortal.coordinator.messenger.envelope import (
     decode_parts,
     encode_message,
 )
-from immortal.coordinator.messenger.limits import (
-    CLOSE_LINGER_MS,
-    CONNECT_HANDSHAKE_TIMEOUT_MS,
-    CONNECT_TIMEOUT_MS,
-    IN_FLIGHT_MAX,
-    LARGE_PART_SIZE_BYTES,
-    PART_SIZE_BYTES_MAX,
-    RECEIVED_PER_TURN_MAX,
-    RECONNECT_MS_MAX,
-    RECONNECT_MS_MIN,
-    RECONNECT_REFUSED_NS,
-    SENT_PER_MONITOR_CHECK,
-)
 from immortal.coordinator.messenger.outbox import (
     Answer,
     ConversationMessage,
@@ -47,28 +35,6 @@ from immortal.coordinator.messenger.outbox import (
     ReplyCallback,
 )
 from immortal.coordinator.messenger.security import KeyPair, connect_with
-from immortal.coordinator.messenger.sockets import (
-    EVENTS,
-    NOBLOCK,
-    NOBLOCK_MORE,
-    POLLIN,
-    POLLOUT,
-    Context,
-    Shared,
-    Socket,
-    Watcher,
-    descriptor_of,
-    is_inproc,
-    keep_alive,
-    monitored_events,
-    open_monitor,
-    plain_get,
-    plain_send,
-    receive_parts,
-    send_parts,
-    unwatch,
-    watch,
-)
 
 _OUTCOMES = {
     REPLY: Outcome.REPLIED,
@@ -101,7 +67,7 @@ class Link:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: sockets.Shared,
         endpoint: str,
         link_id: int,
         outbox: Outbox,
@@ -123,54 +89,51 @@ class Link:
         self._incarnation = shared.incarnation
         self._counters = shared.counters
         self._warnings = shared.warnings
-        self._monitor: Socket | None = None
-        self._watcher: Watcher | None = None
+        self._monitor: sockets.Socket | None = None
+        self._watcher: sockets.Watcher | None = None
         self._context = context = shared.context
-        self._socket: Socket = context.socket(zmq.DEALER)
+        self._socket: sockets.Socket = context.socket(zmq.DEALER)
         try:
             self._configure()
-            self.connected = is_inproc(endpoint)
+            self.connected = sockets.is_inproc(endpoint)
             if self.connected and listener_changed is not None:
                 self._watcher = partial(listener_changed, self)
-                watch(context, endpoint, self._watcher)
+                sockets.watch(context, endpoint, self._watcher)
             if not self.connected:
-                self._monitor = self._open_monitor(context)
+                address = f"monitor-{self._incarnation:x}-{link_id}-{sockets.descriptor_of(self._socket)}"
+                self._monitor = sockets.open_monitor(context, self._socket, address, _MONITORED)
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise EndpointError(f"can't connect to {endpoint!r}: {error.strerror}") from error
-        self._plain_send = plain_send(self._socket)
-        self._plain_get = plain_get(self._socket)
+        self._plain_send = sockets.plain_send(self._socket)
+        self._plain_get = sockets.plain_get(self._socket)
         if self._monitor is not None:
-            self._plain_get_monitor = plain_get(self._monitor)
-        self.descriptor = descriptor_of(self._socket)
-        self.monitor_descriptor = None if self._monitor is None else descriptor_of(self._monitor)
+            self._plain_get_monitor = sockets.plain_get(self._monitor)
+        self.descriptor = sockets.descriptor_of(self._socket)
+        self.monitor_descriptor = None if self._monitor is None else sockets.descriptor_of(self._monitor)
 
     def _configure(self) -> None:
         socket = self._socket
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, IN_FLIGHT_MAX)  # a full pipe says EAGAIN, it drops nothing
+        socket.setsockopt(zmq.SNDHWM, limits.IN_FLIGHT_MAX)  # a full pipe says EAGAIN, it drops nothing
         socket.setsockopt(zmq.RCVHWM, 0)  # replies are bounded by what is in flight
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_HANDSHAKE_TIMEOUT_MS)
-        keep_alive(socket)
-        socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)
-        socket.copy_threshold = LARGE_PART_SIZE_BYTES
+        socket.setsockopt(zmq.RECONNECT_IVL, limits.RECONNECT_MS_MIN)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, limits.RECONNECT_MS_MAX)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, limits.CONNECT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, limits.CONNECT_HANDSHAKE_TIMEOUT_MS)
+        sockets.keep_alive(socket)
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.PART_SIZE_BYTES_MAX)
+        socket.copy_threshold = limits.LARGE_PART_SIZE_BYTES
         if self.pair is not None and self.server_key is not None:
             connect_with(socket, self.pair, self.server_key)
-
-    def _open_monitor(self, context: Context) -> Socket:
-        address = f"monitor-{self._incarnation:x}-{self.link_id}-{descriptor_of(self._socket)}"
-        return open_monitor(context, self._socket, address, _MONITORED)
 
     def read_monitor(self, now_ns: int) -> None:
         """Read the monitor's events: connections made, lost and refused."""
         if self._monitor is None:
             return
-        for kind, _ in monitored_events(self._monitor):
+        for kind, _ in sockets.monitored_events(self._monitor):
             self.connected = kind == _CONNECTED
             if self.connected:
                 self.connected_since_ns = now_ns
@@ -182,7 +145,7 @@ class Link:
 
     def _handshake_failed(self, kind: int, now_ns: int) -> None:
         if self.reopen_due_ns is None:
-            self.reopen_due_ns = now_ns + RECONNECT_REFUSED_NS
+            self.reopen_due_ns = now_ns + limits.RECONNECT_REFUSED_NS
         if kind == _REFUSED:
             reason = "it does not let this instance's key in"
         elif kind == _OTHER_MECHANISM and self.server_key is None:
@@ -220,21 +183,18 @@ class Link:
 
     def receive(self, now_ns: int) -> bool:
         """Receive replies and run their callbacks; return False if some are left for another turn."""
-        for _ in range(RECEIVED_PER_TURN_MAX):
+        for _ in range(limits.RECEIVED_PER_TURN_MAX):
             if self.closed:
                 return True
-            parts = receive_parts(self._socket)
+            parts = sockets.receive_parts(self._socket)
             if parts is None:
                 return True
             callback = self._acknowledge(parts, now_ns)
             if callback is not None:
                 callback(parts)
-            if not self.closed and not self._has_unread():
+            if not self.closed and not self._plain_get(sockets.EVENTS) & sockets.POLLIN:  # type: ignore[operator]
                 return True
         return False
-
-    def _has_unread(self) -> bool:
-        return bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
 
     def _acknowledge(self, parts: list[bytes], now_ns: int) -> ReplyCallback | None:
         """Handle a received reply: replace ``parts`` by its own parts; return the callback for them, if any."""
@@ -312,10 +272,10 @@ class Link:
         """
         while True:
             blocked = self._send_queued(now_ns)
-            events = self._plain_get(EVENTS)
+            events = self._plain_get(sockets.EVENTS)
             assert isinstance(events, int)
-            if not (blocked and events & POLLOUT):
-                return bool(events & POLLIN)
+            if not (blocked and events & sockets.POLLOUT):
+                return bool(events & sockets.POLLIN)
 
     def _send_queued(self, now_ns: int) -> bool:
         """Send as many messages as the limits allow; return True if ZeroMQ had no room for all of them."""
@@ -323,7 +283,7 @@ class Link:
         count = 0
         blocked = False
         while (message := outbox.next_to_send()) is not None:
-            if count % SENT_PER_MONITOR_CHECK == 0:
+            if count % limits.SENT_PER_MONITOR_CHECK == 0:
                 self._check_connection(now_ns)
                 message = outbox.next_to_send()
                 if not self.connected or message is None:
@@ -339,9 +299,9 @@ class Link:
     def _check_connection(self, now_ns: int) -> None:
         monitor = self._monitor
         if monitor is not None:
-            events = self._plain_get_monitor(EVENTS)  # cheaper than a receive that finds nothing
+            events = self._plain_get_monitor(sockets.EVENTS)  # cheaper than a receive that finds nothing
             assert isinstance(events, int)
-            if events & POLLIN:
+            if events & sockets.POLLIN:
                 self.read_monitor(now_ns)
 
     def _send(self, message: PendingMessage) -> bool:
@@ -359,10 +319,10 @@ class Link:
             envelope = as_conversation_message(envelope, conversation.destination_callback_id)
         send = self._plain_send
         try:
-            send(envelope, NOBLOCK_MORE if parts else NOBLOCK)
+            send(envelope, sockets.NOBLOCK_MORE if parts else sockets.NOBLOCK)
         except zmq.Again:
             return False
-        send_parts(send, parts)
+        sockets.send_parts(send, parts)
         if message.sent_before:
             self._counters.retried += 1
         return True
@@ -372,8 +332,8 @@ class Link:
         self.closed = True
         self.connected = False
         if self._watcher is not None:
-            unwatch(self._context, self.endpoint, self._watcher)
+            sockets.unwatch(self._context, self.endpoint, self._watcher)
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close()
-        self._socket.close(CLOSE_LINGER_MS)
+        self._socket.close(limits.CLOSE_LINGER_MS)

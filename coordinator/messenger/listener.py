@@ -10,6 +10,7 @@ from typing import NamedTuple
 import zmq
 from msgspec import Struct
 
+from immortal.coordinator.messenger import limits, sockets
 from immortal.coordinator.messenger.backpressure import ClientSendQueues
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
@@ -32,38 +33,7 @@ from immortal.coordinator.messenger.envelope import (
     encode_reply,
 )
 from immortal.coordinator.messenger.inbox import Arrival, Inbox, LinkState
-from immortal.coordinator.messenger.limits import (
-    HANDSHAKE_TIMEOUT_MS,
-    LARGE_PART_SIZE_BYTES,
-    NOTIFIED_ROUTES_MAX,
-    PART_SIZE_BYTES_MAX,
-    PARTS_MAX,
-    REBIND_NS,
-    RECEIVED_PER_TURN_MAX,
-    REPLIES_QUEUED_MAX,
-    REPLY_SIZE_BYTES_MAX,
-    SPAN_MAX,
-    USUAL_SIZE_BYTES,
-)
 from immortal.coordinator.messenger.security import HandshakeGuard, Role, Security, serve_with
-from immortal.coordinator.messenger.sockets import (
-    EVENTS,
-    NOBLOCK,
-    NOBLOCK_MORE,
-    POLLIN,
-    Shared,
-    Socket,
-    announced,
-    bind,
-    descriptor_of,
-    is_inproc,
-    keep_alive,
-    message_parts,
-    plain_get,
-    plain_send,
-    receive_identified,
-    receive_parts,
-)
 from immortal.protocol.client_frames import is_client_frame
 from immortal.protocol.unfinished_messages import UnfinishedMessages
 
@@ -131,10 +101,10 @@ class Received(Struct, eq=False):
                 f"message {self._envelope.message_id} of {self.sender:016x} was replied to before; "
                 f"a reply is the acknowledgement and there is one"
             )
-        checked = message_parts(parts)
+        checked = sockets.message_parts(parts)
         size_bytes = sum(map(len, checked))
-        if size_bytes > REPLY_SIZE_BYTES_MAX:
-            raise MessageTooLargeError("a reply", size_bytes, REPLY_SIZE_BYTES_MAX)
+        if size_bytes > limits.REPLY_SIZE_BYTES_MAX:
+            raise MessageTooLargeError("a reply", size_bytes, limits.REPLY_SIZE_BYTES_MAX)
         self.replied = True
         listener = self._listener
         if callback is not None and not self.takes_callback:
@@ -183,7 +153,7 @@ class Listener:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: sockets.Shared,
         endpoint: str,
         server_loop: ServerLoop,
         accept_reply: Callable[[Reply | ClientReply], None],
@@ -192,7 +162,7 @@ class Listener:
         client_loop: ClientLoop | None = None,
         *,
         ordered: bool = False,
-        parts_max: int = PARTS_MAX - 1,
+        parts_max: int = limits.PARTS_MAX - 1,
         most_bytes: Callable[[], int] | None = None,
         new_callback_id: Callable[[], int],
     ) -> None:
@@ -218,11 +188,11 @@ class Listener:
         self._in_order: deque[Received] = deque()  # arrived early, and can be delivered now
         self._client_queues = ClientSendQueues()
         self._notified_routes: OrderedDict[bytes, None] = OrderedDict()  # told which envelopes are known here
-        self._is_inproc = is_inproc(endpoint)
+        self._is_inproc = sockets.is_inproc(endpoint)
         self._open()
         try:
-            with announced(self._context, endpoint, True):
-                self.endpoint = bind(self._socket, endpoint)
+            with sockets.announced(self._context, endpoint, True):
+                self.endpoint = sockets.bind(self._socket, endpoint)
             if self._handshakes is not None:
                 self._handshakes.endpoint = self.endpoint
         except BaseException:
@@ -231,16 +201,16 @@ class Listener:
 
     def _open(self) -> None:
         """Create the socket, without binding it yet."""
-        self._socket: Socket = self._context.socket(zmq.ROUTER)
+        self._socket: sockets.Socket = self._context.socket(zmq.ROUTER)
         self._configure()
-        self._plain_send = plain_send(self._socket)
-        self._plain_get = plain_get(self._socket)
-        self.descriptor = descriptor_of(self._socket)
+        self._plain_send = sockets.plain_send(self._socket)
+        self._plain_get = sockets.plain_get(self._socket)
+        self.descriptor = sockets.descriptor_of(self._socket)
         self._watch: UnfinishedMessages | None = None
         if not self._is_inproc:
             if self._most_bytes is not None:
                 self._watch = UnfinishedMessages(
-                    self._socket, USUAL_SIZE_BYTES, self._warn_unfinished, self._most_bytes
+                    self._socket, limits.USUAL_SIZE_BYTES, self._warn_unfinished, self._most_bytes
                 )
             address = f"listener-{self._incarnation:x}-{next(_monitor_numbers)}"
             secured = self._security is not None
@@ -267,9 +237,9 @@ class Listener:
     def reopen(self, now_ns: int) -> None:
         """Bind the new socket to the endpoint; retry later if ZeroMQ has not released the old socket yet."""
         try:
-            bind(self._socket, self.endpoint)
+            sockets.bind(self._socket, self.endpoint)
         except EndpointInUseError:
-            self.reopen_due_ns = now_ns + REBIND_NS
+            self.reopen_due_ns = now_ns + limits.REBIND_NS
         else:
             self.reopen_due_ns = None
 
@@ -277,17 +247,17 @@ class Listener:
         socket = self._socket
         if self._security is not None:
             serve_with(socket, self._security.own)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, limits.HANDSHAKE_TIMEOUT_MS)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a routing ID in use can't be taken over
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error instead of dropping silently
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
+        socket.setsockopt(zmq.SNDHWM, limits.REPLIES_QUEUED_MAX)
         # The senders' limits on what is in flight bound this queue. With a limit of ZeroMQ's, a peer's heartbeat that
         # waits behind it while the connection breaks would end the process: see keep_alive().
         socket.setsockopt(zmq.RCVHWM, 0)
-        keep_alive(socket)
-        socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)
-        socket.copy_threshold = LARGE_PART_SIZE_BYTES
+        sockets.keep_alive(socket)
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.PART_SIZE_BYTES_MAX)
+        socket.copy_threshold = limits.LARGE_PART_SIZE_BYTES
 
     def receive(self) -> bool:
         """Receive messages and run callbacks and the server loop for new ones; return False if some are left for
@@ -301,19 +271,19 @@ class Listener:
         return is_drained
 
     def _receive(self, watch: UnfinishedMessages | None) -> bool:
-        for _ in range(RECEIVED_PER_TURN_MAX):
+        for _ in range(limits.RECEIVED_PER_TURN_MAX):
             while self._in_order and not self.closed:
                 self._give(self._in_order.popleft())
             if self.closed:
                 return True
             received = None
             if self._security is None:
-                parts = receive_parts(self._socket, self._frames_max, watch)
+                parts = sockets.receive_parts(self._socket, self._frames_max, watch)
                 if parts is None:
                     return True
                 received = self._accept(parts, None)
             else:
-                identified = receive_identified(self._socket, self._frames_max, watch)
+                identified = sockets.receive_identified(self._socket, self._frames_max, watch)
                 if identified is None:
                     return True
                 key, parts = identified
@@ -362,8 +332,8 @@ class Listener:
             envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")
             if envelope.kind not in MESSAGES:
                 raise EnvelopeError(f"kind {envelope.kind} came in, expected messages")
-            if len(frames) > PARTS_MAX + 1:
-                raise EnvelopeError(f"a message of {len(frames)} parts came in, at most {PARTS_MAX + 1}")
+            if len(frames) > limits.PARTS_MAX + 1:
+                raise EnvelopeError(f"a message of {len(frames)} parts came in, at most {limits.PARTS_MAX + 1}")
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"at {self.endpoint}: {error}")
@@ -393,7 +363,7 @@ class Listener:
             self._counters.refused += 1
             self._warnings.warn(
                 f"at {self.endpoint}: message {message_id} came in while {lowest_pending_id} "
-                f"is unacknowledged; a sender may be {SPAN_MAX - 1} ahead"
+                f"is unacknowledged; a sender may be {limits.SPAN_MAX - 1} ahead"
             )
         else:
             self._counters.duplicates_dropped += 1
@@ -425,7 +395,7 @@ class Listener:
         if route in self._notified_routes:
             return
         self._notified_routes[route] = None
-        if len(self._notified_routes) > NOTIFIED_ROUTES_MAX:
+        if len(self._notified_routes) > limits.NOTIFIED_ROUTES_MAX:
             self._notified_routes.popitem(last=False)
         self._send_parts(route, encode_reply(NOT_KNOWN, 1, self._incarnation, 1, 1, NOOP) + encode_parts((KNOWN,)))
 
@@ -493,13 +463,13 @@ class Listener:
         """Send ``data`` to ``route``; return False if there is no such connection, or it has no room."""
         if not self._send_route(route):
             return False
-        self._plain_send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
+        self._plain_send(data, sockets.NOBLOCK, copy=len(data) < limits.LARGE_PART_SIZE_BYTES)
         return True
 
     def _send_route(self, route: bytes) -> bool:
         """Send the routing ID, a message's first part; return False if the connection is gone or has no room."""
         try:
-            self._plain_send(route, NOBLOCK_MORE)
+            self._plain_send(route, sockets.NOBLOCK_MORE)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -508,7 +478,7 @@ class Listener:
 
     def has_unread(self) -> bool:
         """Return True if unread messages are there, perhaps unnoticed while replies were sent."""
-        unread = bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
+        unread = bool(self._plain_get(sockets.EVENTS) & sockets.POLLIN)  # type: ignore[operator]
         if unread and self._watch is not None:
             self._watch.reading()  # the descriptor tells nobody of them any more
         return unread
@@ -516,8 +486,8 @@ class Listener:
     def close(self) -> None:
         """Close the socket and release the endpoint. Later replies do nothing."""
         self.closed = True
-        with announced(self._context, self.endpoint, False):
-            if is_inproc(self.endpoint):
+        with sockets.announced(self._context, self.endpoint, False):
+            if sockets.is_inproc(self.endpoint):
                 self._socket.unbind(self.endpoint)  # closing alone lets go later, in ZeroMQ's own time
             self._close_sockets()
 

@@ -1,4 +1,4 @@
-"""Mailbox in which other threads post messages and replies to the messenger's owner, and an owner's thread."""
+"""Thread that owns a messenger, for programs without a loop of their own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import logging
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from immortal.coordinator.messenger.backpressure import PendingRoom
 from immortal.coordinator.messenger.envelope import MessengerClosedError, MessengerError
-from immortal.coordinator.messenger.listener import ClientReply, Reply
-from immortal.coordinator.messenger.outbox import ConversationMessage, ReplyCallback
-from immortal.coordinator.messenger.sockets import WakeupEvent, check_destination, message_parts
+from immortal.coordinator.messenger.sockets import WakeupEvent
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -145,58 +142,3 @@ class OwnerThread:
     def _refuse_calls(self) -> None:
         while self._calls:
             self._calls.popleft()[1].set_exception(MessengerClosedError("the messenger's thread has ended"))
-
-
-class MessengerMailbox:
-    """Mailbox of the messages and replies that any thread posted and the owner has not taken yet.
-
-    ``known``: destinations that need no check. ``room``: limits what is pending; None: no limit. ``wake``: wakes the
-    owner.
-    """
-
-    def __init__(self, known: Container[str], room: PendingRoom | None, thread: OwnerThread, wake: WakeupEvent) -> None:
-        self.closed = False
-        self.why_closed = ""
-        self.messages: deque[tuple[str, tuple[bytes, ...], ReplyCallback | None, ConversationMessage | None]] = deque()
-        self.replies: deque[Reply | ClientReply] = deque()
-        self._known = known
-        self._room = room
-        self._thread = thread
-        self._wake = wake
-
-    @property
-    def has_work(self) -> bool:
-        """True if there are messages or replies for the owner to take."""
-        return bool(self.messages or self.replies)
-
-    def send(
-        self,
-        destination: str,
-        message: bytes | Sequence[bytes],
-        callback: ReplyCallback | None,
-        conversation: ConversationMessage | None = None,
-    ) -> None:
-        """Post a message. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError."""
-        if destination not in self._known:
-            check_destination(destination)
-        parts = message_parts(message)
-        if self.closed or self._thread.failed:
-            why = self.why_closed or "the messenger is closed, or its thread has failed: nothing is sent"
-            raise MessengerClosedError(why)
-        if self._room is not None:
-            self._room.reserve(destination, sum(map(len, parts)))
-        self.messages.append((destination, parts, callback, conversation))
-        self._wake.signal()
-
-    def reply(self, reply: Reply | ClientReply) -> None:
-        if not self.closed:
-            self.replies.append(reply)
-            self._wake.signal()
-
-    def close(self, why: str) -> None:
-        """Refuse all further sends with ``why``, and drop replies."""
-        self.closed, self.why_closed = True, why
-
-    def clear(self) -> None:
-        self.messages.clear()
-        self.replies.clear()

@@ -4,9 +4,9 @@ One thread, the owner, drives it: it waits for fileno() to become readable, at m
 process(). Other threads can send and reply; their messages wait until the owner takes them. Alternatively start() makes
 a thread that does all this; then any thread can call every method.
 
-This module decides the order of work. Messages of other threads wait in mailbox.py; the connections to and from others,
-and which of their sockets are ready, are in connections.py. While anything is ready or waits in the mailbox after
-process() or flush(), the wake descriptor is readable.
+This module decides the order of work; the connections to and from others, and which of their sockets are ready, are in
+connections.py. While anything is ready, or was posted by other threads, after process() or flush(), the wake descriptor
+is readable.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random as random_module
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -21,13 +22,13 @@ from typing import TypeVar
 
 import zmq
 
+from immortal.coordinator.messenger import limits
 from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingLimits, PendingRoom
 from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, Listeners, Poller
 from immortal.coordinator.messenger.envelope import NOOP, MessengerClosedError, MessengerError
-from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, PARTS_MAX, SPAN_MAX, TURNS_MAX
 from immortal.coordinator.messenger.link import Link
-from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
-from immortal.coordinator.messenger.mailbox import MessengerMailbox, OwnerThread
+from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
+from immortal.coordinator.messenger.mailbox import OwnerThread
 from immortal.coordinator.messenger.outbox import (
     AnswerCallback,
     ConversationMessage,
@@ -36,7 +37,14 @@ from immortal.coordinator.messenger.outbox import (
     RetryPolicy,
 )
 from immortal.coordinator.messenger.security import Security
-from immortal.coordinator.messenger.sockets import Context, Counters, Shared, WakeupEvent
+from immortal.coordinator.messenger.sockets import (
+    Context,
+    Counters,
+    Shared,
+    WakeupEvent,
+    check_destination,
+    message_parts,
+)
 from immortal.protocol.process import after_fork_message, register
 
 Result = TypeVar("Result")
@@ -61,13 +69,13 @@ class Messenger:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         random: Callable[[], float] = random_module.random,
         retry: RetryPolicy | None = None,
-        in_flight_max: int = IN_FLIGHT_MAX,
+        in_flight_max: int = limits.IN_FLIGHT_MAX,
         pending: PendingLimits | None = PENDING_LIMITS,
         security: Security | None = None,
     ) -> None:
-        if not 1 <= in_flight_max <= SPAN_MAX:
-            raise MessengerError(f"in_flight_max is {in_flight_max}, expected 1 to {SPAN_MAX}")
-        self._context: Context = zmq.Context(io_threads=IO_THREADS) if context is None else context
+        if not 1 <= in_flight_max <= limits.SPAN_MAX:
+            raise MessengerError(f"in_flight_max is {in_flight_max}, expected 1 to {limits.SPAN_MAX}")
+        self._context: Context = zmq.Context(io_threads=limits.IO_THREADS) if context is None else context
         self._owns_context = context is None
         self.incarnation = random_module.SystemRandom().getrandbits(64) if incarnation is None else incarnation
         self._clock_ns = clock_ns
@@ -78,8 +86,12 @@ class Messenger:
         make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
         shared = Shared(self._context, self.incarnation, clock_ns)
         self._links = Links(shared, self._poller, make_outbox, self._wake, self._room)
-        self._mailbox = MessengerMailbox(self._links, self._room, self._thread, self._wake)
-        self._listeners = Listeners(shared, self._poller, self._mailbox, clock_ns)
+        self._listeners = Listeners(shared, self._poller, self._accept_reply, clock_ns)
+        self._closed = False
+        self._why_closed = ""
+        # Messages and replies that any thread posted and the owner has not taken yet:
+        self._messages: deque[tuple[str, tuple[bytes, ...], ReplyCallback | None, ConversationMessage | None]] = deque()
+        self._replies: deque[Reply | ClientReply] = deque()
 
         self.patient = False
         """True while the owner waits for no reply; it sets this before flush(). Replies to what is sent then are read
@@ -93,10 +105,10 @@ class Messenger:
         register(self)
 
     def forked_in_child(self) -> None:
-        """Close the mailbox in a forked child: sockets, context and thread belong to its parent."""
+        """Refuse to send in a forked child: sockets, context and thread belong to its parent."""
         self._thread.forget_after_fork()
         what, advice = "this messenger", "make one here, which has an incarnation of its own"
-        self._mailbox.close(after_fork_message(what, self._process_id, advice))
+        self._closed, self._why_closed = True, after_fork_message(what, self._process_id, advice)
 
     # For any thread
 
@@ -110,7 +122,7 @@ class Messenger:
         arrived at the same time. The list is empty if the receiver acknowledged but no longer keeps its reply. Raises
         EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
         """
-        self._mailbox.send(destination, message, callback)
+        self._post(destination, message, callback, None)
 
     def converse(
         self,
@@ -128,7 +140,30 @@ class Messenger:
         """
         if not NOOP <= destination_callback_id <= CALLBACK_ID_MAX:
             raise MessengerError(f"callback ID {destination_callback_id}, expected the callback_id of an Answer")
-        self._mailbox.send(destination, message, None, ConversationMessage(destination_callback_id, callback))
+        self._post(destination, message, None, ConversationMessage(destination_callback_id, callback))
+
+    def _post(
+        self,
+        destination: str,
+        message: bytes | Sequence[bytes],
+        callback: ReplyCallback | None,
+        conversation: ConversationMessage | None,
+    ) -> None:
+        if destination not in self._links:  # those are known to be right
+            check_destination(destination)
+        parts = message_parts(message)
+        if self._closed or self._thread.failed:
+            why = self._why_closed or "the messenger is closed, or its thread has failed: nothing is sent"
+            raise MessengerClosedError(why)
+        if self._room is not None:
+            self._room.reserve(destination, sum(map(len, parts)))
+        self._messages.append((destination, parts, callback, conversation))
+        self._wake.signal()
+
+    def _accept_reply(self, reply: Reply | ClientReply) -> None:
+        if not self._closed:
+            self._replies.append(reply)
+            self._wake.signal()
 
     def counters(self) -> Counters:
         """Return a copy of the counters."""
@@ -147,7 +182,7 @@ class Messenger:
         ordered: bool = False,
         secured: bool = True,
         client_loop: ClientLoop | None = None,
-        parts_max: int = PARTS_MAX - 1,
+        parts_max: int = limits.PARTS_MAX - 1,
         most_bytes: Callable[[], int] | None = None,
     ) -> str:
         """Listen at ``endpoint`` and deliver its messages to ``server_loop``; return the real endpoint, with its port.
@@ -268,18 +303,18 @@ class Messenger:
             self._collect_ready(now_ns, with_replies=True)
             self._listeners.reopen_due(now_ns)
             self._links.reopen_due(now_ns)
-            for turn in range(TURNS_MAX):
+            for turn in range(limits.TURNS_MAX):
                 self._receive()
-                if self._mailbox.closed:
+                if self._closed:
                     break
                 if turn == 0:
                     self._links.retry_due(now_ns)  # after the replies that are there
                 self._transmit(now_ns)
-                if not (self._poller.ready or self._mailbox.has_work):
+                if not (self._poller.ready or self.has_new):
                     break
         finally:
             self._processing = False
-            if self._mailbox.closed:
+            if self._closed:
                 self._close_sockets()
             else:
                 self._finish()
@@ -296,7 +331,7 @@ class Messenger:
             self._receive()
         finally:
             self._processing, self._held = False, True
-            if self._mailbox.closed:
+            if self._closed:
                 self._close_sockets()
 
     def _start_processing(self, name: str) -> None:
@@ -313,7 +348,7 @@ class Messenger:
     @property
     def has_new(self) -> bool:
         """True if messages or replies were posted after the last flush() or process()."""
-        return self._mailbox.has_work
+        return bool(self._messages or self._replies)
 
     def hold(self) -> None:
         """Stop sends and replies from waking the owner, which is going to call flush()."""
@@ -327,7 +362,7 @@ class Messenger:
         self._check_open()
         if self._processing:
             return True
-        if self._mailbox.has_work or self._links.sending:
+        if self.has_new or self._links.sending:
             if self._wake.signalled and not self._held:
                 self._wake.clear()
             self._wake.hold()
@@ -343,10 +378,10 @@ class Messenger:
 
     def close(self) -> None:
         """Close every socket at once; unacknowledged messages and unsent replies are lost."""
-        if self._mailbox.closed:
+        if self._closed:
             return
         self._thread.join()
-        self._mailbox.closed = True
+        self._closed = True
         if self._processing:
             for source in (*self._links, *self._listeners.all):
                 source.closed = True  # process() closes the sockets as it ends
@@ -402,20 +437,18 @@ class Messenger:
 
     def _transmit(self, now_ns: int) -> None:
         self._take_sends()
-        if self._mailbox.replies:
-            self._listeners.transmit(self._mailbox.replies)
+        if self._replies:
+            self._listeners.transmit(self._replies)
         if self._links.sending:
             self._links.transmit(now_ns, patient=self.patient)
 
     def _take_sends(self) -> None:
-        messages = self._mailbox.messages
-        for _ in range(len(messages)):
-            self._links.add(*messages.popleft())
+        for _ in range(len(self._messages)):
+            self._links.add(*self._messages.popleft())
 
     def _finish(self) -> None:
-        """Make the descriptor readable if there is work left."""
         self._wake.release()
-        if self._poller.ready or self._mailbox.has_work or self._links.sending or self._links.listener_news:
+        if self._poller.ready or self.has_new or self._links.sending or self._links.listener_news:
             self._wake.signal()
 
     def _thread_ended(self) -> None:
@@ -423,13 +456,14 @@ class Messenger:
             self._room.wake()
 
     def _check_open(self) -> None:
-        if self._mailbox.closed:
-            raise MessengerClosedError(self._mailbox.why_closed or "the messenger is closed")
+        if self._closed:
+            raise MessengerClosedError(self._why_closed or "the messenger is closed")
 
     def _close_sockets(self) -> None:
         self._links.close()
         self._listeners.close()
-        self._mailbox.clear()
+        self._messages.clear()
+        self._replies.clear()
         self._poller.close()
         self._wake.close()
         if self._owns_context:

@@ -25,16 +25,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from immortal.coordinator.messenger.limits import (
-    IN_FLIGHT_MAX,
-    IN_FLIGHT_SIZE_BYTES_MAX,
-    RETRANSMIT_LIKELY_NS_MIN,
-    RETRANSMIT_NS_FIRST,
-    RETRANSMIT_NS_MIN,
-    RETRANSMIT_NS_PER_BYTE,
-    SILENCE_DOUBLINGS_MAX,
-    SILENCE_NS,
-)
+from immortal.coordinator.messenger import limits
 
 
 class Outcome(Enum):
@@ -96,8 +87,8 @@ class RoundTrip(Struct, eq=False):
 
     smoothed_ns: int = 0  # 0: nothing was measured
     deviation_ns: int = 0
-    timeout_ns: int = RETRANSMIT_NS_FIRST
-    likely_ns: int = RETRANSMIT_NS_FIRST
+    timeout_ns: int = limits.RETRANSMIT_NS_FIRST
+    likely_ns: int = limits.RETRANSMIT_NS_FIRST
 
     def measure(self, sample_ns: int) -> None:
         """Add a sample: the time from the sending of a message to its answer."""
@@ -106,8 +97,8 @@ class RoundTrip(Struct, eq=False):
             self.smoothed_ns += (sample_ns - self.smoothed_ns) // 8
         else:
             self.smoothed_ns, self.deviation_ns = sample_ns, sample_ns // 2
-        self.timeout_ns = self.smoothed_ns + max(RETRANSMIT_NS_MIN, 4 * self.deviation_ns)
-        self.likely_ns = self.smoothed_ns + max(RETRANSMIT_LIKELY_NS_MIN, 4 * self.deviation_ns)
+        self.timeout_ns = self.smoothed_ns + max(limits.RETRANSMIT_NS_MIN, 4 * self.deviation_ns)
+        self.likely_ns = self.smoothed_ns + max(limits.RETRANSMIT_LIKELY_NS_MIN, 4 * self.deviation_ns)
 
 
 class PendingMessage(Struct, eq=False):
@@ -135,8 +126,8 @@ class Outbox(Struct, eq=False):
 
     retry: RetryPolicy
     random: Callable[[], float]
-    in_flight_max: int = IN_FLIGHT_MAX
-    in_flight_size_bytes_max: int = IN_FLIGHT_SIZE_BYTES_MAX
+    in_flight_max: int = limits.IN_FLIGHT_MAX
+    in_flight_size_bytes_max: int = limits.IN_FLIGHT_SIZE_BYTES_MAX
     lowest_pending_id: int = 1  # equal to the next ID when nothing is pending
     retry_check_ns: int | None = None  # no retry is due before
     _in_flight_size_bytes: int = 0
@@ -232,7 +223,7 @@ class Outbox(Struct, eq=False):
             self._check_at(now_ns + max(self._delay_ns(), message.wait_ns))
 
     def _delay_ns(self) -> int:
-        expected_ns = self._round_trip.timeout_ns + self._in_flight_size_bytes * RETRANSMIT_NS_PER_BYTE
+        expected_ns = self._round_trip.timeout_ns + self._in_flight_size_bytes * limits.RETRANSMIT_NS_PER_BYTE
         return self.retry.delay_ns(expected_ns, self._doublings, self._random_unit)
 
     def _check_at(self, due_ns: int) -> None:
@@ -322,7 +313,7 @@ class Outbox(Struct, eq=False):
     @property
     def silence_ns(self) -> int:
         """Longest silence after a retransmission before this connection is given up, in ns."""
-        return SILENCE_NS << min(self._silences, SILENCE_DOUBLINGS_MAX)
+        return limits.SILENCE_NS << min(self._silences, limits.SILENCE_DOUBLINGS_MAX)
 
     @property
     def silence_deadline_ns(self) -> int | None:

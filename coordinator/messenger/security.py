@@ -31,23 +31,8 @@ import zmq
 from msgspec import Struct, field
 from zmq.utils import z85
 
+from immortal.coordinator.messenger import limits, sockets
 from immortal.coordinator.messenger.envelope import MessengerError
-from immortal.coordinator.messenger.limits import (
-    HANDSHAKE_PLAIN_GRACE_MS,
-    HANDSHAKE_POLL_MS,
-    HANDSHAKE_SIZE_BYTES_MAX,
-    HANDSHAKE_TIMEOUT_MS,
-    HANDSHAKES_MAX,
-)
-from immortal.coordinator.messenger.sockets import (
-    Context,
-    Socket,
-    WakeupEvent,
-    Warnings,
-    monitored_events,
-    open_monitor,
-    receive_parts,
-)
 from immortal.protocol.unfinished_messages import UnfinishedMessages
 
 ZAP_DOMAIN = b"immortal"
@@ -103,7 +88,7 @@ class Security(Struct, frozen=True):
     roles: Mapping[str, Role] = field(default_factory=dict)
 
 
-def serve_with(socket: Socket, pair: KeyPair) -> None:
+def serve_with(socket: sockets.Socket, pair: KeyPair) -> None:
     """Let ``socket`` take connections only with CURVE, and only if the ZAP authenticator admits them."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
@@ -111,7 +96,7 @@ def serve_with(socket: Socket, pair: KeyPair) -> None:
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody gets in, instead of everybody
 
 
-def connect_with(socket: Socket, pair: KeyPair, server_key: str) -> None:
+def connect_with(socket: sockets.Socket, pair: KeyPair, server_key: str) -> None:
     """Let ``socket`` connect as the owner of ``pair``, to whoever has the secret key of ``server_key``."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
@@ -132,13 +117,13 @@ class ZapAuthenticator:
     connection's messages. A thread of its own answers, so that no caller waits while the owner waits for a disk.
     """
 
-    def __init__(self, context: Context, callers: Mapping[str, str], clock_ns: Callable[[], int]) -> None:
+    def __init__(self, context: sockets.Context, callers: Mapping[str, str], clock_ns: Callable[[], int]) -> None:
         self.callers = callers
         self.refused = 0
         self.let_in: Counter[str] = Counter()  # connections, by key
         self.last_refused = ""  # key, and where from
-        self._warnings = Warnings(clock_ns)
-        self._socket: Socket = context.socket(zmq.ROUTER)
+        self._warnings = sockets.Warnings(clock_ns)
+        self._socket: sockets.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
             self._socket.bind(ZAP_ENDPOINT)
@@ -147,7 +132,7 @@ class ZapAuthenticator:
             raise MessengerError(
                 f"the ZeroMQ context has a gate already ({error.strerror}): a messenger with keys needs its own context"
             ) from error
-        self._wake = WakeupEvent()
+        self._wake = sockets.WakeupEvent()
         self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
         self._thread.start()
 
@@ -157,7 +142,7 @@ class ZapAuthenticator:
         poller.register(self._wake.descriptor, zmq.POLLIN)
         with self._socket:
             while self._wake.descriptor not in dict(poller.poll()):
-                while (parts := receive_parts(self._socket)) is not None:
+                while (parts := sockets.receive_parts(self._socket)) is not None:
                     self._answer(parts)
 
     def _answer(self, parts: list[bytes]) -> None:
@@ -208,11 +193,11 @@ class HandshakeGuard:
 
     def __init__(
         self,
-        context: Context,
-        socket: Socket,
+        context: sockets.Context,
+        socket: sockets.Socket,
         address: str,
         secured: bool,
-        warnings: Warnings,
+        warnings: sockets.Warnings,
         unfinished: UnfinishedMessages | None = None,
     ) -> None:
         self.refused = 0
@@ -220,7 +205,7 @@ class HandshakeGuard:
         self._secured = secured
         self._warnings = warnings
         self._socket = socket
-        self._monitor = open_monitor(context, socket, address, _MONITORED)
+        self._monitor = sockets.open_monitor(context, socket, address, _MONITORED)
         self._unauthenticated: dict[int, tcp_socket.socket] = {}  # by ZeroMQ's descriptor, the oldest first
         self._accepted_s: dict[int, float] = {}  # when each of these was accepted
         self._oversized_since_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
@@ -228,7 +213,7 @@ class HandshakeGuard:
         self._handshake_failed = False  # the connection that ends next had not succeeded
         self._ending: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
         self._unfinished = unfinished
-        self._wake = WakeupEvent()
+        self._wake = sockets.WakeupEvent()
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()
 
@@ -246,15 +231,15 @@ class HandshakeGuard:
                 unfinished.check()
             now_s = time.monotonic()
             if self._unauthenticated and now_s >= check_due_s:
-                check_due_s = now_s + HANDSHAKE_POLL_MS / 1000
+                check_due_s = now_s + limits.HANDSHAKE_POLL_MS / 1000
                 self._check_sizes()
 
     def _wait_ms(self) -> int | None:
         wait_ms = None if self._unfinished is None else self._unfinished.wait_ms()
-        return min(wait_ms or HANDSHAKE_POLL_MS, HANDSHAKE_POLL_MS) if self._unauthenticated else wait_ms
+        return min(wait_ms or limits.HANDSHAKE_POLL_MS, limits.HANDSHAKE_POLL_MS) if self._unauthenticated else wait_ms
 
     def _read_monitor(self) -> None:
-        for event, value in monitored_events(self._monitor):
+        for event, value in sockets.monitored_events(self._monitor):
             if event == _ACCEPTED:
                 self._accepted(value)
             elif event == _DISCONNECTED:
@@ -267,7 +252,9 @@ class HandshakeGuard:
             else:
                 self._handshake_failed = True
                 if self._secured:
-                    self._count("a connection was refused that has no key, or expects another one here")
+                    self.refused += 1
+                    what = "a connection was refused that has no key, or expects another one here"
+                    self._warnings.warn(f"at {self.endpoint}: {what}")
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
@@ -278,9 +265,9 @@ class HandshakeGuard:
                 self._unfinished.add(descriptor)
             self._unauthenticated[descriptor] = connection
             self._accepted_s[descriptor] = time.monotonic()
-        if len(self._unauthenticated) > HANDSHAKES_MAX:
+        if len(self._unauthenticated) > limits.HANDSHAKES_MAX:
             oldest = next(iter(self._unauthenticated))  # a handshake takes milliseconds: this one most likely idles
-            self._end(oldest, f"more than {HANDSHAKES_MAX} connections have not shown who they are")
+            self._end(oldest, f"more than {limits.HANDSHAKES_MAX} connections have not shown who they are")
 
     def _duplicate(self, descriptor: int) -> tcp_socket.socket | None:
         """Duplicate ZeroMQ's descriptor; None if the connection has ended by now, as the number can be reused."""
@@ -304,16 +291,16 @@ class HandshakeGuard:
     def _check_sizes(self) -> None:
         too_much = []
         now_s = time.monotonic()
-        succeeded_s = now_s - HANDSHAKE_TIMEOUT_MS / 1000 - 1  # after that time ZeroMQ has ended all others
+        succeeded_s = now_s - limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1  # after that time ZeroMQ has ended all others
         for descriptor, connection in list(self._unauthenticated.items()):
             acknowledged_bytes, received_bytes = _tcp_byte_counts(connection)
             is_known = self._secured and acknowledged_bytes > _BEFORE_READY_BYTES
             if is_known or self._accepted_s[descriptor] < succeeded_s:
                 self._forget(descriptor, succeeded=True)
-            elif received_bytes > HANDSHAKE_SIZE_BYTES_MAX:
+            elif received_bytes > limits.HANDSHAKE_SIZE_BYTES_MAX:
                 # Without CURVE a message may follow at once, while ZeroMQ is busy with other connections.
                 too_much_s = self._oversized_since_s.setdefault(descriptor, now_s)
-                if self._secured or now_s - too_much_s >= HANDSHAKE_PLAIN_GRACE_MS / 1000:
+                if self._secured or now_s - too_much_s >= limits.HANDSHAKE_PLAIN_GRACE_MS / 1000:
                     too_much.append((received_bytes, descriptor))
         if too_much and not self._secured:
             self._read_monitor()  # a success may have come before the bytes were counted
@@ -322,7 +309,7 @@ class HandshakeGuard:
             self._end(
                 descriptor,
                 f"a connection has sent {received_bytes} bytes and not shown who it is, "
-                f"{HANDSHAKE_SIZE_BYTES_MAX} are enough",
+                f"{limits.HANDSHAKE_SIZE_BYTES_MAX} are enough",
             )
 
     def _end(self, descriptor: int, reason: str) -> None:
@@ -332,10 +319,6 @@ class HandshakeGuard:
         if not self._secured:  # else ZeroMQ reports the failure
             self.refused += 1
         self._warnings.warn(f"at {self.endpoint}: {reason}", "ended")
-
-    def _count(self, reason: str) -> None:
-        self.refused += 1
-        self._warnings.warn(f"at {self.endpoint}: {reason}")
 
     def _forget(self, descriptor: int, *, succeeded: bool = False) -> None:
         self._accepted_s.pop(descriptor, None)

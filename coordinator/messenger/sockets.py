@@ -16,16 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 from msgspec import Struct, field
 
+from immortal.coordinator.messenger import limits
 from immortal.coordinator.messenger.envelope import EndpointError, EndpointInUseError, MessageTooLargeError
-from immortal.coordinator.messenger.limits import (
-    KEEPALIVE_COUNT,
-    KEEPALIVE_S,
-    LARGE_PART_SIZE_BYTES,
-    PART_SIZE_BYTES_MAX,
-    PARTS_MAX,
-    RECEIVED_PARTS_MAX,
-    WARNING_INTERVAL_NS,
-)
 from immortal.protocol.safe_output import RateLimit
 from immortal.protocol.unfinished_messages import UnfinishedMessages
 
@@ -80,7 +72,7 @@ class Warnings:
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
-        self._limit = RateLimit(burst=1, interval_ns=WARNING_INTERVAL_NS)
+        self._limit = RateLimit(burst=1, interval_ns=limits.WARNING_INTERVAL_NS)
 
     def warn(self, what: str, outcome: str = "dropped") -> None:
         left_out = self._limit.admit(None, self._clock_ns())
@@ -107,10 +99,12 @@ def keep_alive(socket: Socket) -> None:
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_COUNT)
-    socket.setsockopt(zmq.TCP_MAXRT, KEEPALIVE_S * (KEEPALIVE_COUNT + 1) * 1000)  # the same while data is on its way
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, limits.KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, limits.KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, limits.KEEPALIVE_COUNT)
+    socket.setsockopt(
+        zmq.TCP_MAXRT, limits.KEEPALIVE_S * (limits.KEEPALIVE_COUNT + 1) * 1000
+    )  # the same while data is on its way
 
 
 def plain_send(socket: Socket) -> Callable[..., object]:
@@ -130,13 +124,13 @@ def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
     for index, part in enumerate(parts):
         flags = NOBLOCK_MORE if index < last else NOBLOCK
         try:
-            send(part, flags, copy=len(part) < LARGE_PART_SIZE_BYTES)
+            send(part, flags, copy=len(part) < limits.LARGE_PART_SIZE_BYTES)
         except zmq.Again:
             continue  # the remaining parts must be given too, so that all are dropped
 
 
 def receive_parts(
-    socket: Socket, parts_max: int = RECEIVED_PARTS_MAX, watch: UnfinishedMessages | None = None
+    socket: Socket, parts_max: int = limits.RECEIVED_PARTS_MAX, watch: UnfinishedMessages | None = None
 ) -> list[bytes] | None:
     """Receive one whole message; None if there is none. After None, ZeroMQ's descriptor reports the next one.
 
@@ -206,11 +200,11 @@ def message_parts(message: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
         parts: tuple[bytes, ...] = (message,)
     else:
         parts = tuple([part if type(part) is bytes else bytes(memoryview(part)) for part in message])
-    if len(parts) >= PARTS_MAX:
-        raise MessageTooLargeError("a message's number of parts", len(parts), PARTS_MAX - 1)
+    if len(parts) >= limits.PARTS_MAX:
+        raise MessageTooLargeError("a message's number of parts", len(parts), limits.PARTS_MAX - 1)
     for part in parts:
-        if len(part) > PART_SIZE_BYTES_MAX:
-            raise MessageTooLargeError("a part of a message", len(part), PART_SIZE_BYTES_MAX)
+        if len(part) > limits.PART_SIZE_BYTES_MAX:
+            raise MessageTooLargeError("a part of a message", len(part), limits.PART_SIZE_BYTES_MAX)
     return parts
 
 

@@ -17,7 +17,8 @@ from immortal.coordinator.notices.sinks import LOG_LEVELS, Line, TimedNotice
 def notices() -> list[type[Notice]]:
     """Return all types of notices, in the order of their definition."""
     found = [one for one in _below(Notice) if not issubclass(one, Line) and one is not TimedNotice]
-    return [one for one in found if not one.__name__.startswith("_")]
+    named = [one for one in found if not one.__name__.startswith("_")]
+    return sorted(named, key=lambda one: (one.__module__, inspect.getsourcelines(one)[1]))
 
 
 def _below(base: type[Notice]) -> Iterator[type[Notice]]:

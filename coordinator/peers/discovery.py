@@ -66,7 +66,13 @@ class Discovery:
         file that can't be read."""
         settings = self._settings
         if name in settings.peers:
-            return self._from_settings(name, settings.peers[name])
+            place = settings.peers[name]
+            if not is_log_url(place):
+                return Route(place, Origin.SETTINGS)
+            endpoint = self.leased.endpoint(place)
+            if endpoint is None:
+                raise UnknownInstanceError(f"nobody is known yet who writes the log of {name!r}, {place}")
+            return Route(endpoint, Origin.LEASE)
         check_instance_name(name)
         try:
             if settings.peer_template is None or self._registry.path(name).exists():
@@ -96,15 +102,6 @@ class Discovery:
         """True if leases are watched, which tell a peer's move at once."""
         return self._registry.copy is not None or self.leased.is_used
 
-    def _from_settings(self, name: str, place: str) -> Route:
-        """Return the route for a value of [peers]: an endpoint, or the URL of a log."""
-        if not is_log_url(place):
-            return Route(place, Origin.SETTINGS)
-        endpoint = self.leased.endpoint(place)
-        if endpoint is None:
-            raise UnknownInstanceError(f"nobody is known yet who writes the log of {name!r}, {place}")
-        return Route(endpoint, Origin.LEASE)
-
     def may_be_known(self, name: str) -> bool:
         """Return True if :meth:`find` may find a name that it did not find before; cheaper than find()."""
         settings = self._settings
@@ -112,8 +109,6 @@ class Discovery:
 
 
 class _Destination(Struct):
-    """Peer that the instance calls, and its route."""
-
     route: Route | None = None
     problem: str = ""  # why there is no route
     unconnected_since_ns: int | None = None
@@ -179,7 +174,10 @@ class Routes:
             return []
         late_ns = max(0, now_ns - self._next_poll_ns - LATE_NS)  # time in which this process did something else
         self._discovery.read_settings()
-        self._warn_of_settings()
+        problem = self._discovery.problem
+        if problem and problem != self._warned_problem:
+            self._warn(f"the settings as they were stay in use: {problem}")
+        self._warned_problem = problem
         moved: list[tuple[str, str | None]] = []
         all_well = True
         for name, destination in self._destinations.items():
@@ -227,12 +225,6 @@ class Routes:
         else:
             return
         destination.warned_ns = now_ns
-
-    def _warn_of_settings(self) -> None:
-        problem = self._discovery.problem
-        if problem and problem != self._warned_problem:
-            self._warn(f"the settings as they were stay in use: {problem}")
-        self._warned_problem = problem
 
 
 class LeaseWatcher:

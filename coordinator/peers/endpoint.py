@@ -191,7 +191,6 @@ class PeerEndpoint:
             self.security.schedule_check()  # it may have another key there
 
     def _post_permissions(self) -> None:
-        """Post the permissions if they have changed."""
         before = self._permissions
         self._permissions = given, has_keys = self.security.permissions, self.security.security is not None
         if self._permissions != before:
@@ -286,8 +285,6 @@ class PeerEndpoint:
             self._log.warning(f"a client's frame was dropped: {error}", kind="client")
         else:
             self._post(ev.ClientFrameReceived(route, frame, route.peer or ""))
-
-    # --- status ------------------------------------------------------------------------------------------------------
 
     def describe_security(self) -> dict[str, object]:
         counters = self._messenger.counters()

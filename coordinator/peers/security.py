@@ -103,7 +103,6 @@ class Keyring:
 
 
 def _version(path: str) -> _Version | None:
-    """Return the version of a file by its time, size and inode; None if there is no such file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -190,7 +189,10 @@ class PeerSecurity:
             pairs = keys.read_pairs(settings.folder)
         except ImmortalError as error:
             self._warn_once(f"keys and callers as they were stay in use: {error}")
-        if not self._warned and not self._warned_now and not self._may_differ(pairs):
+        # A command that changes a public file touches the registry's folder, so the change is seen at once; a change by
+        # hand is seen when it is the file's turn.
+        may_differ = self._last_state != self._state(pairs) or self._keyring.has_changed()
+        if not self._warned and not self._warned_now and not may_differ:
             self._warned = before_warned
             return False
         before, known_before = self.security, dict(self._known_keys)
@@ -205,14 +207,6 @@ class PeerSecurity:
         self.security = found
         now = found.own, found.callers, found.roles, self._known_keys
         return now != (before.own, before.callers, before.roles, known_before)
-
-    def _may_differ(self, pairs: tuple[KeyPair, ...]) -> bool:
-        """Return True if reading all keys again may find changes.
-
-        A command that changes a public file touches the registry's folder, so the change is seen at once; a change by
-        hand is seen when it is the file's turn.
-        """
-        return self._last_state != self._state(pairs) or self._keyring.has_changed()
 
     def _state(self, pairs: tuple[KeyPair, ...]) -> tuple[object, ...]:
         settings = self._settings
@@ -285,7 +279,6 @@ class PeerSecurity:
         return left
 
     def _has_expired(self, name: str) -> bool:
-        """Return True if all keys of ``name`` have expired."""
         found = self._keys_of(name)
         return bool(found) and not self._unexpired_keys(name, found)
 

@@ -131,26 +131,23 @@ class SpawnOptions(TypedDict):
     preexec_fn: Callable[[], None]
 
 
-class NoStdin:
-    """Stdin of a child without input, in a process group of its own, which Ctrl-C does not reach."""
+class ChildStdin:
+    """Stdin of a child in a process group of its own, which Ctrl-C does not reach. ``stdin``: as for Popen: none, or
+    the supervisor's (None), which is another program's pipe."""
+
+    def __init__(self, stdin: int | None = subprocess.DEVNULL) -> None:
+        self._stdin = stdin
 
     def spawn_options(self) -> SpawnOptions:
         # preexec_fn is unsafe in a process with threads: a lock held by another thread stays locked in the child. The
         # supervisor has no threads, and the function makes only system calls.
-        return SpawnOptions(stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent(os.getpid()))
+        return SpawnOptions(stdin=self._stdin, process_group=0, preexec_fn=die_with_parent(os.getpid()))
 
     def restore_terminal(self) -> None:
         """Restore the terminal after the child has ended; do nothing if there is no terminal."""
 
 
-class PipedStdin(NoStdin):
-    """Stdin of a child that reads the supervisor's stdin, which is another program's pipe."""
-
-    def spawn_options(self) -> SpawnOptions:
-        return SpawnOptions(stdin=None, process_group=0, preexec_fn=die_with_parent(os.getpid()))
-
-
-class TerminalStdin(NoStdin):
+class TerminalStdin(ChildStdin):
     """Stdin of a child that reads the supervisor's terminal, in the supervisor's process group."""
 
     def __init__(self) -> None:
@@ -177,12 +174,12 @@ class TerminalStdin(NoStdin):
             signal.signal(signal.SIGTTOU, before)
 
 
-def app_stdin(interactive: bool | None) -> NoStdin:
+def app_stdin(interactive: bool | None) -> ChildStdin:
     """Return the app's stdin. ``interactive``: it gets this process's stdin; None: only if that is a terminal."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if interactive is False or (interactive is None and not is_terminal):
-        return NoStdin()
-    return TerminalStdin() if is_terminal else PipedStdin()
+        return ChildStdin()
+    return TerminalStdin() if is_terminal else ChildStdin(None)
 
 
 # Deaths of a coordinator and its app, by exit status:

@@ -200,7 +200,8 @@ class Coordinator:
             if self._machine.state.write_lease.writes:
                 self._become_instance()
             else:
-                self._announce_follower()
+                control.announce(self._own_settings.folder, self._control.listen())
+                self._log.info("coordinator started, to follow", **self._app.addresses)
             while not self._machine.stopped:
                 self._poll()
                 self._driver.turn()
@@ -218,11 +219,6 @@ class Coordinator:
             return STATUS_FENCED
         self._log.info("stopped")
         return 0
-
-    def _announce_follower(self) -> None:
-        """Announce this follower, while another process is the instance."""
-        control.announce(self._own_settings.folder, self._control.listen())
-        self._log.info("coordinator started, to follow", **self._app.addresses)
 
     def _become_instance(self) -> None:
         """Listen and announce at the instance's addresses, since this process writes the log now."""
@@ -335,7 +331,7 @@ class Coordinator:
             self._stop_deadline_ns,
             self._clock.wake_due_ns,
             self._clock_due_ns,
-            self._log_endpoint.measure_at_ns if self._machine.waits_for_room else None,
+            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full else None,
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 
@@ -538,44 +534,32 @@ def run_coordinator(
     process.raise_descriptor_limit()
     ensure_machine_keys(settings, registry)
     with registry.kept():
-        return _run(settings, registry, log, trust_pickle, follower_settings, make_app, promote=promote)
-
-
-def _run(
-    settings: InstanceSettings,
-    registry: Registry,
-    log: Notices,
-    trust_pickle: bool,
-    follower_settings: InstanceSettings | None,
-    make_app: MakeApp | None,
-    *,
-    promote: bool,
-) -> int:
-    instance_log = InstanceLog(settings, log, trust_pickle=trust_pickle)
-    try:
-        if follower_settings is not None:
-            upgrade_to = _pending_version(settings)  # done as it takes over, unless the log has that version by then
-            return Coordinator(
-                settings,
-                registry,
-                None,
-                log,
-                upgrade_to,
-                promote=promote,
-                follow=instance_log,
-                follower_settings=follower_settings,
-            ).run()
-        store = instance_log.open_store()
+        instance_log = InstanceLog(settings, log, trust_pickle=trust_pickle)
         try:
-            upgrade_to = upgrade_asked_for(settings, registry, store)
-            return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, make_app=make_app).run()
-        finally:
-            store.close()
-    except _NO_RECOVERY as error:
-        log.error(str(error))
-        return STATUS_NO_RECOVERY
-    except LogLockedError as error:
-        if not instance_log.is_shared:
-            raise
-        log.error(str(error))
-        return STATUS_FENCED
+            if follower_settings is not None:
+                # Done as it takes over, unless the log has that version by then.
+                upgrade_to = _pending_version(settings)
+                return Coordinator(
+                    settings,
+                    registry,
+                    None,
+                    log,
+                    upgrade_to,
+                    promote=promote,
+                    follow=instance_log,
+                    follower_settings=follower_settings,
+                ).run()
+            store = instance_log.open_store()
+            try:
+                upgrade_to = upgrade_asked_for(settings, registry, store)
+                return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, make_app=make_app).run()
+            finally:
+                store.close()
+        except _NO_RECOVERY as error:
+            log.error(str(error))
+            return STATUS_NO_RECOVERY
+        except LogLockedError as error:
+            if not instance_log.is_shared:
+                raise
+            log.error(str(error))
+            return STATUS_FENCED

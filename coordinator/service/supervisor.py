@@ -30,8 +30,8 @@ from immortal.coordinator.service.children import (
     STATUS_HANDLER_FAILED,
     STATUS_RECOVER_ME,
     STATUS_TERMINATED,
+    ChildStdin,
     Command,
-    NoStdin,
     Outcome,
     ProcessExit,
     RestartBackoff,
@@ -57,7 +57,7 @@ class _Child:
     """Running child process, with a descriptor that becomes readable when it dies."""
 
     def __init__(
-        self, role: Role, command: Command, ready_descriptor: int | None, place: NoStdin | None = None
+        self, role: Role, command: Command, ready_descriptor: int | None, place: ChildStdin | None = None
     ) -> None:
         self.role = role
         environment = {**os.environ, **command.environment}
@@ -68,7 +68,7 @@ class _Child:
             list(command.argv),
             env=environment,
             pass_fds=() if ready_descriptor is None else (ready_descriptor,),
-            **(place or NoStdin()).spawn_options(),
+            **(place or ChildStdin()).spawn_options(),
         )
         self.descriptor = os.pidfd_open(self.process.pid)
 
@@ -101,7 +101,7 @@ class Supervisor:
         on_started: Callable[[], None] = lambda: None,
         follows: bool = False,
         follows_next: bool = False,
-        app_stdin: NoStdin | None = None,
+        app_stdin: ChildStdin | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
@@ -113,7 +113,7 @@ class Supervisor:
         self._announced = announced or contextlib.nullcontext()
         self._follows = follows
         self._follows_next = follows or follows_next
-        self._app_stdin = app_stdin or NoStdin()
+        self._app_stdin = app_stdin or ChildStdin()
         self._exit_stack = contextlib.ExitStack()  # announced
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
@@ -306,7 +306,6 @@ class Supervisor:
         return not was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)
 
     def _log_outcome(self, outcome: Outcome, first: ProcessExit) -> None:
-        """Log one line about the process that died, and the outcome."""
         name, other, what = first.role.value, first.role.other.value, f"the {first.role.value} died: {first}"
         if outcome is Outcome.STOPPED:
             self._log.info(f"the {name} was stopped, and the {other} with it", pid=first.pid)

@@ -148,19 +148,19 @@ class RowBuilder:
         elif isinstance(seen, Arrived):
             self._arrived(seen)
         elif seen.sequence_id in self._waiting:
-            return self._up_to(seen.sequence_id, seen.time_ns)
+            return self._take(list(self._waiting).index(seen.sequence_id) + 1, seen.time_ns)
         return []
 
     def rest(self) -> list[TimingRow]:
         """Return the rows of records that were not sent to the app."""
-        return [row for submitted in self._take_waiting(len(self._waiting)) for row in self._rows(submitted, 0)]
+        return self._take(len(self._waiting))
 
     def _submitted(self, seen: Submitted) -> list[TimingRow]:
         rows: list[TimingRow] = []
         if seen.sequence_id in self._waiting:  # submitted again, as the log did not answer
             return rows
         if len(self._waiting) >= RECORDS_MAX:
-            rows = [row for submitted in self._take_waiting(1) for row in self._rows(submitted, 0)]
+            rows = self._take(1)
         self.committer_id = seen.committer_id
         self._waiting[seen.sequence_id] = seen
         self._undurable.append(seen)
@@ -175,18 +175,13 @@ class RowBuilder:
         if not known or known[-1].last_position < seen.last_position:  # otherwise the source sent it again
             known.append(seen)
 
-    def _up_to(self, sequence_id: int, given_ns: int) -> list[TimingRow]:
+    def _take(self, count: int, given_ns: int = 0) -> list[TimingRow]:
+        """Return the rows of the oldest ``count`` records; the last of them went to the app at ``given_ns``."""
         rows: list[TimingRow] = []
-        while self._waiting:
-            (submitted,) = self._take_waiting(1)
-            is_last = submitted.sequence_id == sequence_id
-            rows += self._rows(submitted, given_ns if is_last else 0)
-            if is_last:
-                break
+        for left in range(count, 0, -1):
+            submitted = self._waiting.popitem(last=False)[1]
+            rows += self._rows(submitted, given_ns if left == 1 else 0)
         return rows
-
-    def _take_waiting(self, count: int) -> list[Submitted]:
-        return [self._waiting.popitem(last=False)[1] for _ in range(count)]
 
     def _rows(self, submitted: Submitted, given_ns: int) -> list[TimingRow]:
         rows = [

@@ -445,7 +445,7 @@ def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_
 def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has just been started; ZeroMQ by itself would wait for a minute."""
     for name in ("RECONNECT_MS_MIN", "RECONNECT_MS_MAX"):
-        monkeypatch.setattr(f"immortal.coordinator.messenger.link.{name}", 60_000)
+        monkeypatch.setattr(f"immortal.coordinator.messenger.limits.{name}", 60_000)
     registry = Registry(tmp_path)
     settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}.peers") for name in ("alice", "bob"))
     coordinator = Coordinator(settings, registry, MemoryLogStore(), Notices("alice"))

@@ -17,9 +17,8 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from immortal.coordinator.messenger import limits as messenger_limits
 from immortal.coordinator.messenger import link as messenger_link
-from immortal.coordinator.messenger import listener as messenger_listener
-from immortal.coordinator.messenger import sockets as messenger_sockets
 from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Kind,
@@ -593,13 +592,13 @@ def test_where_no_handshake_succeeds_there_is_no_connection(networked: House) ->
         link.connected, link.reopen_due_ns = True, None
         told_ns = house.clock.now_ns
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(messenger_link, "monitored_events", lambda monitor, kind=kind: [(kind, 0)])
+            patch.setattr(messenger_link.sockets, "monitored_events", lambda monitor, kind=kind: [(kind, 0)])
             link.read_monitor(told_ns)
             link.read_monitor(told_ns + 1)
         assert not link.connected
         assert link.reopen_due_ns == link.next_deadline_ns() == told_ns + RECONNECT_REFUSED_NS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messenger_link, "monitored_events", lambda monitor: [(messenger_link._CONNECTED, 0)])
+        patch.setattr(messenger_link.sockets, "monitored_events", lambda monitor: [(messenger_link._CONNECTED, 0)])
         link.read_monitor(told_ns)
     assert link.connected
     assert link.reopen_due_ns is None, "it is not made anew"
@@ -825,7 +824,7 @@ def test_not_an_endpoint_to_send_to(endpoint: str) -> None:
 
 
 def test_what_is_too_large_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messenger_sockets, "PART_SIZE_BYTES_MAX", 10)
+    monkeypatch.setattr(messenger_limits, "PART_SIZE_BYTES_MAX", 10)
     messenger = Messenger()
     with pytest.raises(MessageTooLargeError, match="11 bytes"):
         messenger.send_message("tcp://127.0.0.1:1", b"x" * 11)
@@ -847,7 +846,7 @@ def test_of_the_parts_that_no_loop_takes_one_is_kept(house: House) -> None:
 def test_a_reply_that_is_too_large_is_refused_and_another_may_be_given(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messenger_listener, "REPLY_SIZE_BYTES_MAX", 10)
+    monkeypatch.setattr(messenger_limits, "REPLY_SIZE_BYTES_MAX", 10)
     receiver, sender = house.messenger(), house.messenger()
     held: list[Received] = []
     endpoint = receiver.listen(house.endpoint(), held.append)
@@ -895,7 +894,7 @@ def test_a_stranger_is_dropped_and_counted(house: House, caplog: pytest.LogCaptu
 def test_a_sender_of_another_build_is_told_once_what_is_known_as_long_as_it_is_kept_in_mind(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messenger_listener, "NOTIFIED_ROUTES_MAX", 1)
+    monkeypatch.setattr(messenger_limits, "NOTIFIED_ROUTES_MAX", 1)
     receiver = house.messenger()
     endpoint = receiver.listen(house.endpoint(), echo)
     later = bytes((3, 1)) + encode_message(1, 1, 1, 1, 0)[2:]
@@ -1044,7 +1043,7 @@ def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
     assert receiver.has_new
     receiver.receive()
     assert receiver.has_new
-    assert len(receiver._mailbox.replies) == 1
+    assert len(receiver._replies) == 1
     receiver.flush()
     assert not receiver.has_new
     house.drive(lambda: sender.counters().acknowledged == 1)
@@ -1397,7 +1396,7 @@ def test_who_is_known_to_be_there_again_is_connected_to_at_once(
 ) -> None:
     """ZeroMQ by itself would wait for a minute."""
     for name in ("RECONNECT_MS_MIN", "RECONNECT_MS_MAX"):
-        monkeypatch.setattr(f"immortal.coordinator.messenger.link.{name}", 60_000)
+        monkeypatch.setattr(f"immortal.coordinator.messenger.limits.{name}", 60_000)
     first, second, sender = (networked.messenger() for _ in range(3))
     endpoint = first.listen(networked.fixed_endpoint(), echo)
     sender.send_message(endpoint, b"before")

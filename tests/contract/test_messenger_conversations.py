@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from immortal.coordinator.messenger import inbox as messenger_inbox
+from immortal.coordinator.messenger import limits as messenger_limits
 from immortal.coordinator.messenger import listener as messenger_listener
 from immortal.coordinator.messenger.envelope import (
     Envelope,
@@ -314,7 +314,7 @@ def test_that_a_callback_is_unknown_is_said_again_if_it_was_lost(house: House) -
 def test_conversations_that_never_end_are_let_go_the_oldest_first(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messenger_inbox, "CALLBACKS_MAX", 10)
+    monkeypatch.setattr(messenger_limits, "CALLBACKS_MAX", 10)
     receiver, sender = house.messenger(), house.messenger()
     given: list[bytes] = []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from immortal.coordinator.messenger import outbox as messenger_outbox
+from immortal.coordinator.messenger import limits as messenger_limits
 from immortal.messenger import Counters, Messenger, Received, RetryPolicy
 from tests.helpers.lossy import LossyNetwork
 from tests.helpers.proxy import DEADLINE_S, FaultProxy
@@ -100,7 +100,7 @@ def test_a_connection_that_is_played_again_gives_nothing_twice() -> None:
 
 def test_a_black_hole_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing comes back and nothing ends: the connection is given up, and made anew where that helps."""
-    monkeypatch.setattr(messenger_outbox, "SILENCE_NS", 200_000_000)
+    monkeypatch.setattr(messenger_limits, "SILENCE_NS", 200_000_000)
     receiver = Receiver()
     with Messenger() as servers, Messenger(retry=RetryPolicy(delay_ns_min=20_000_000)) as messenger:
         endpoint = servers.listen("tcp://127.0.0.1:*", receiver.loop)
@@ -121,7 +121,7 @@ def test_a_black_hole_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reply_that_takes_its_time_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver answers what comes again at once, also while there is no reply."""
-    monkeypatch.setattr(messenger_outbox, "SILENCE_NS", 200_000_000)
+    monkeypatch.setattr(messenger_limits, "SILENCE_NS", 200_000_000)
     held: list[Received] = []
     replied = threading.Event()
     retry = RetryPolicy(delay_ns_min=10_000_000, delay_ns_max=20_000_000)

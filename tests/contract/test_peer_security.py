@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from immortal.coordinator.messenger import listener as messenger_listener
+from immortal.coordinator.messenger import limits as messenger_limits
 from immortal.coordinator.messenger.envelope import encode_message
 from immortal.coordinator.messenger.security import connect_with
 from immortal.coordinator.peers import keys
@@ -196,7 +196,7 @@ def test_keys_change_under_traffic_and_nothing_is_lost(parties: Parties, address
 def test_a_flood_of_strangers_is_bounded_and_peers_are_served(
     parties: Parties, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(messenger_listener, "HANDSHAKE_TIMEOUT_MS", 300)
+    monkeypatch.setattr(messenger_limits, "HANDSHAKE_TIMEOUT_MS", 300)
     server, alice = KeyPair.new(), KeyPair.new()
     messenger, endpoint, arrived = parties.server(server, {alice.public: "alice"})
     address = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))

@@ -9,11 +9,12 @@ from typing import TypeVar
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.components import Components
+from immortal.coordinator.core.effects import Read, Write
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.permissions import Permission
-from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers, Read, Write
+from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, decode_record_time, encode_hello

@@ -170,7 +170,8 @@ def test_a_multicast_gives_nobody_a_role(inner: Any) -> None:
     ],
 )
 def test_a_refusal_says_who_asked_which_role_it_takes_and_how_to_give_it(caller: str, method: str, text: str) -> None:
-    admission = Components("jobs", has_keys=True).admission
+    admission = Components("jobs").admission
+    admission.change({}, has_keys=True)
     admission.permissions.describe(AppDescription(1, all_method_names(definition_of(queue.Queue))))
     said = admission.why_forbidden(caller, method)
     assert said.startswith(f"{caller!r} may not call {method!r} of 'jobs': {text}")

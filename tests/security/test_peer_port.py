@@ -225,7 +225,7 @@ def test_a_client_that_does_not_read_cannot_have_more_queued_than_its_share(
             for _ in range(count):
                 route.send(bytes(size_bytes))
             until(lambda unsent=unsent: port.messenger.counters().replies_unsent > unsent)
-            until(lambda: not port.messenger._mailbox.replies)
+            until(lambda: not port.messenger._replies)
             assert queues._size_bytes <= CLIENT_QUEUED_SIZE_BYTES_MAX + MIB
         reads = port.dealer(context)
         reads.send(HELLO)

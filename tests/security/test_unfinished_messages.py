@@ -215,7 +215,7 @@ def test_what_is_unread_behind_a_sent_reply_is_no_evidence() -> None:
 
 
 def test_more_large_messages_at_once_than_have_room_all_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("immortal.coordinator.messenger.listener.USUAL_SIZE_BYTES", 16 * MIB)
+    monkeypatch.setattr("immortal.coordinator.messenger.limits.USUAL_SIZE_BYTES", 16 * MIB)
     data, count = bytes(16 * MIB), 12
     came: list[int] = []
     with ExitStack() as stack:

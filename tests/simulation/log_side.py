@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.effects import Read, Write
 from immortal.coordinator.core.errors import DamagedLogError, FencedError
 from immortal.coordinator.core.interfaces import Offer
 from immortal.coordinator.core.life_cycle.session import Phase
-from immortal.coordinator.driver.ports import Offered, Read, Write, answer
+from immortal.coordinator.driver.ports import Offered, answer
 from immortal.coordinator.log.checkpoints import decode_offer, encode_offer, sealed_chunk
 from immortal.coordinator.log.format import CHUNK_KEY
 from tests.simulation.clock import MS, US

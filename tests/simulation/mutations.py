@@ -32,7 +32,7 @@ from immortal.coordinator.core.input.app_inbox import AppInbox
 from immortal.coordinator.core.input.inbound import Inbound
 from immortal.coordinator.core.input.input_stream import InputStream
 from immortal.coordinator.core.life_cycle.recovery import Lifecycle
-from immortal.coordinator.core.machine import LogCommitter, Machine
+from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.output.handshake import Handshake
 from immortal.coordinator.core.output.output_stream import OutputStream
 from immortal.coordinator.core.output.replay_check import FollowerOutputs
@@ -144,10 +144,10 @@ MUTATIONS = (
     ),
     Mutation(
         "who is fenced goes on",
-        LogCommitter,
-        "fenced",
-        "        name, epoch = self._state.name, self._state.epoch\n",
-        "        name, epoch = self._state.name, self._state.epoch\n        return\n",
+        Machine,
+        "_fenced",
+        "        name, epoch = self.state.name, self.state.epoch\n",
+        "        name, epoch = self.state.name, self.state.epoch\n        return\n",
     ),
     Mutation(
         "who takes over works on in the epoch of the one before",
@@ -200,8 +200,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a record goes to the app before it is durable",
-        LogCommitter,
-        "commit",
+        Machine,
+        "_commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
         "            components.state.outbox.send(group.record)\n"

@@ -172,7 +172,7 @@ def test_what_waited_keeps_to_a_window_that_has_shrunk_meanwhile() -> None:
     turns = FairTurns(LIMITS)
     frames = [PeerFrame(FrameType.BATCH, "b", "a", 7, 1, number, 1, 5, small(number)) for number in (1, 2)]
     for frame in frames:
-        turns.wait(frame.position, frame)
+        turns.wait(ev.PeerFrameReceived(frame.position, frame))
     size_bytes, pending_bytes = len(small(1)), 0
 
     def pending(sender: str) -> int:

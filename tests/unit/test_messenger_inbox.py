@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from immortal.coordinator.messenger import inbox as messenger_inbox
+from immortal.coordinator.messenger import limits as messenger_limits
 from immortal.coordinator.messenger.envelope import Kind
 from immortal.coordinator.messenger.inbox import Arrival, CachedReply, Inbox, LinkState, ReceiveWindow
 from immortal.coordinator.messenger.limits import (
@@ -182,7 +182,7 @@ def test_beyond_the_limit_the_oldest_callback_is_let_go() -> None:
 
 
 def test_what_the_callbacks_of_one_peer_take_is_bounded_with_its_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messenger_inbox, "PEER_REPLIES_SIZE_BYTES_MAX", 10 * CALLBACK_OVERHEAD_BYTES)
+    monkeypatch.setattr(messenger_limits, "PEER_REPLIES_SIZE_BYTES_MAX", 10 * CALLBACK_OVERHEAD_BYTES)
     inbox = Inbox()
     for link_id in range(1, 8):
         for callback_id in range(4):

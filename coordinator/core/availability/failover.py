@@ -15,7 +15,7 @@ from immortal.coordinator.core.availability.write_lease import LeaseRole
 from immortal.coordinator.core.effects import AcquireWriteLease, LoadLog
 from immortal.coordinator.core.errors import LogLockedError
 from immortal.coordinator.core.interfaces import LogSummary, StoredClients
-from immortal.coordinator.core.life_cycle.recovery import Lifecycle, LogLoader
+from immortal.coordinator.core.life_cycle.recovery import Lifecycle
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.state import CoreState
 
@@ -27,7 +27,6 @@ class Failover:
 
     state: CoreState
     lifecycle: Lifecycle
-    loader: LogLoader
     follow: bool
     _granted: ev.WriteLeaseGranted | None = None  # a lease that is granted and not used yet
     _epoch_ticket: int = 0  # commit of the epoch under which a session that has followed will work; 0: none
@@ -95,15 +94,12 @@ class Failover:
         if event.clients is not None:
             self._load_as_writer(event.summary, event.clients)
         elif not self.state.write_lease.is_loaded:
-            self._load(event.summary, None)
+            self.state.write_lease.is_loaded = True
+            self.lifecycle.load_log(event.summary)
             if self.state.session.phase is Phase.LOADING:
                 self.lifecycle.start_recovery()
         else:
             self.lifecycle.log_loaded(event)
-
-    def _load(self, summary: LogSummary, clients: StoredClients | None) -> None:
-        self.state.write_lease.is_loaded = True
-        self.loader.load(summary, clients)
 
     def _load_as_writer(self, summary: LogSummary, clients: StoredClients) -> None:
         state = self.state
@@ -111,7 +107,8 @@ class Failover:
         is_followed = session.phase is Phase.FOLLOWING and not session.refused
         if is_followed and not lifecycle.log_grew(summary):
             is_followed = False  # the app starts over
-        self._load(summary, clients)
+        state.write_lease.is_loaded = True
+        lifecycle.load_log(summary, clients)
         state.write_lease.become(LeaseRole.WRITING)
         state.log.held = False
         if is_followed:

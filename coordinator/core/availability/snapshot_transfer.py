@@ -11,7 +11,6 @@ equal the writer's calls. So the checkpoint of an app that has diverged is never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -59,7 +58,6 @@ class SnapshotSender:
     _writer: CheckpointWriter | None = None
     _chunks_waiting: int = 0  # handed to the log, not answered
     _cut: FollowerSnapshotCut = field(default_factory=FollowerSnapshotCut)
-    _open_calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def _reach(self, stage: OfferStage) -> None:
         self.stage = stage
@@ -70,22 +68,19 @@ class SnapshotSender:
 
     def checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
         """Store the writer's request. It replaces an earlier one."""
-        self._forget()
+        self.forget()
         self._wanted = event if self.state.write_lease.follows and not self.state.write_lease.is_granted else None
         self._reach(self.stage)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the request, and the checkpoint that the app gives or has given."""
         self._wanted = self._asked = self._writer = None
         self._cut = FollowerSnapshotCut()
         self._reach(OfferStage.UNWANTED if self.takes_blob else OfferStage.NOTHING)
 
-    def took_over(self) -> None:
-        """Drop the request: this process writes the log now, so no other process could adopt a checkpoint."""
-        self._forget()
-
     def app_lost(self) -> None:
         self.takes_blob = False
-        self._forget()
+        self.forget()
 
     def advance(self) -> None:
         """Ask the app for its checkpoint, or offer the finished one, as soon as either is possible."""
@@ -113,17 +108,14 @@ class SnapshotSender:
         if self._asked is None:
             return
         self._cut = self.peers.outbound.followed.cut(self.peers.outbound.streams)
-        self._open_calls = self.peers.admission.open_calls.open_at(self._sequence_id)
         self._chunks_waiting = 0
-        self._writer = CheckpointWriter(
+        header = CheckpointHeader(
             self._asked.checkpoint_id,
             self._sequence_id,
-            self.state.versions.current,
-            {},
-            {},
-            self._open_calls,
-            self.state.limits.chunk_size_bytes,
+            version=self.state.versions.current,
+            open_calls=self.peers.admission.open_calls.open_at(self._sequence_id),
         )
+        self._writer = CheckpointWriter(header, self.state.limits.chunk_size_bytes)
         self._reach(OfferStage.COMING)
 
     def snapshot_data(self, data: bytes, *, last: bool) -> None:
@@ -139,7 +131,7 @@ class SnapshotSender:
     def snapshot_failed(self) -> None:
         """Note that the app can't give a checkpoint."""
         wanted, self.takes_blob = self._wanted, False
-        self._forget()
+        self.forget()
         self._wanted = wanted
         self._reach(OfferStage.NOTHING)
 
@@ -150,9 +142,7 @@ class SnapshotSender:
         self._chunks_waiting -= 1
         if event.problem:
             self.state.report(notices.OfferRefused(event.checkpoint_id, event.problem))
-            self._forget()
-
-    # --- the offer ---------------------------------------------------------------------------------------------------
+            self.forget()
 
     @property
     def _is_confirmed(self) -> bool:
@@ -172,7 +162,7 @@ class SnapshotSender:
         verdicts = self.call_failures.verdicts.known_until(self._sequence_id)
         state.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
         state.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
-        self._forget()
+        self.forget()
 
 
 # Adoption by the writer: a follower takes the checkpoint, so that the writer's own app need not.
@@ -237,7 +227,10 @@ class SnapshotReceiver:
             self._checkpoint_id = state.checkpoints.next_id()
             state.effects.append(AskStandby(self._checkpoint_id, state.epoch))
         elif (
-            self.stage is AdoptionStage.ASKED and self._offer is not None and self._has_app_come_to(self._offer.header)
+            self.stage is AdoptionStage.ASKED
+            and self._offer is not None
+            and state.session.phase in WORKS
+            and self._offer.header.sequence_id <= state.session.fed_sequence_id  # a follower can be ahead of the app
         ):
             if problem := self._problem(self._offer):
                 self.give_up(problem)
@@ -284,10 +277,6 @@ class SnapshotReceiver:
         if is_asked and offer.epoch == self.state.epoch:
             self._offer = offer
 
-    def _has_app_come_to(self, header: CheckpointHeader) -> bool:
-        """Return True if the own app has handled the checkpoint's last record. A follower can be ahead of it."""
-        return self.state.session.phase in WORKS and header.sequence_id <= self.state.session.fed_sequence_id
-
     def _problem(self, offer: Offer) -> str:
         """Return why the offered checkpoint can't replace one of the own app; "" if it can."""
         state = self.state
@@ -324,18 +313,15 @@ class SnapshotReceiver:
         elif event.problem is not None:
             self.give_up(event.problem)
         elif self.state.checkpoints.settled and not self.state.checkpoints.on_its_way:
-            self._adopt(self._offer.header)
+            state = self.state
+            transaction = state.log.append_outside_record(0).transaction
+            transaction.checkpoint = replace(self._offer.header, time_ns=state.log.time_ns(state.now_ns))
+            transaction.adopts = True
+            state.checkpoints.settled = False
+            self.stage, self._offer = AdoptionStage.ADOPTED, None
         else:  # the app is giving one, which is later
             self.give_up()
         return True
-
-    def _adopt(self, header: CheckpointHeader) -> None:
-        state = self.state
-        transaction = state.log.append_outside_record(0).transaction
-        transaction.checkpoint = replace(header, time_ns=state.log.time_ns(state.now_ns))
-        transaction.adopts = True
-        state.checkpoints.settled = False
-        self.stage, self._offer = AdoptionStage.ADOPTED, None
 
     def checkpoint_durable(self, header: CheckpointHeader) -> None:
         self.stage = AdoptionStage.NOTHING

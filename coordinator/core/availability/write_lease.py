@@ -15,9 +15,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
+from immortal.coordinator.core.effects import Commit, Read, ReadTail, Write
 from immortal.coordinator.core.errors import require
-from immortal.coordinator.core.events import Asked, LogFailed, TailRead
+from immortal.coordinator.core.events import LogFailed, TailRead
 
 if TYPE_CHECKING:
     from immortal.coordinator.core.state import CoreState
@@ -67,9 +67,6 @@ class WriteLease:
 # written, so input waits, which slows down the app and the peers.
 
 
-Write = Commit | WriteCheckpointChunk
-
-
 class LogRequests:
     """Requests to the log without an answer yet. ``silent_since_ns``: when the log last failed to answer; None while it
     answers."""
@@ -82,7 +79,7 @@ class LogRequests:
         self._state = state
         self._writes: deque[Write] = deque()  # unanswered, in order
         self._unknown = False  # it is unknown whether the first of them was done
-        self._again: list[Asked] = []  # reads to repeat
+        self._again: list[Read] = []  # reads to repeat
         self._pause_ns = state.limits.log_retry_ns_min
 
     def write(self, write: Write) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from immortal.coordinator.core.effects import CheckCheckpoint, ReadCheckpointChunk, WriteCheckpointChunk
 from immortal.coordinator.core.errors import LogError, require
-from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, OutputBatch, OutputMark
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary
 from immortal.coordinator.core.limits import Limits
 from immortal.protocol.checksum import crc64
 
@@ -57,21 +57,10 @@ class CheckpointPolicy:
         self._next_id += 1
         return self._next_id - 1
 
-    def begin(
-        self,
-        sequence_id: int,
-        version: int,
-        outputs: Mapping[str, OutputMark],
-        unacknowledged: Mapping[str, Sequence[OutputBatch]],
-        open_calls: Mapping[str, Sequence[int]],
-    ) -> int:
-        """Begin a checkpoint of the state after record ``sequence_id``, with the output streams at ``outputs``.
-        Return its ID."""
-        checkpoint_id = self.next_id()
-        self._writer = CheckpointWriter(
-            checkpoint_id, sequence_id, version, outputs, unacknowledged, open_calls, self._limits.chunk_size_bytes
-        )
-        return checkpoint_id
+    def begin(self, header: CheckpointHeader) -> None:
+        """Begin a checkpoint of the state and the output streams that ``header`` tells; its blob's size is not known
+        yet."""
+        self._writer = CheckpointWriter(header, self._limits.chunk_size_bytes)
 
     def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
         """Add bytes to the blob; return the chunk that is full now, if any."""
@@ -107,24 +96,10 @@ class CheckpointPolicy:
 
 
 class CheckpointWriter:
-    """Splits a blob into chunks as it arrives. The output streams are those at the time that the blob was announced."""
+    """Splits a blob into chunks as it arrives. ``header``: of the time that the blob was announced."""
 
-    def __init__(
-        self,
-        checkpoint_id: int,
-        sequence_id: int,
-        version: int,
-        outputs: Mapping[str, OutputMark],
-        unacknowledged: Mapping[str, Sequence[OutputBatch]],
-        open_calls: Mapping[str, Sequence[int]],
-        chunk_size_bytes: int,
-    ) -> None:
-        self.checkpoint_id = checkpoint_id
-        self.sequence_id = sequence_id
-        self.version = version
-        self._outputs = outputs
-        self._unacknowledged = unacknowledged
-        self._open_calls = open_calls
+    def __init__(self, header: CheckpointHeader, chunk_size_bytes: int) -> None:
+        self._header = header
         self._chunk_size_bytes = chunk_size_bytes
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
@@ -141,24 +116,14 @@ class CheckpointWriter:
             self._check = crc64(data, self._check)
         if not self._pieces or (self._pieces_bytes < self._chunk_size_bytes and not last):
             return None
-        chunk = WriteCheckpointChunk(self.checkpoint_id, self._next_index, b"".join(self._pieces))
+        chunk = WriteCheckpointChunk(self._header.checkpoint_id, self._next_index, b"".join(self._pieces))
         self._next_index += 1
         self._pieces.clear()
         self._pieces_bytes = 0
         return chunk
 
     def header(self, time_ns: int) -> CheckpointHeader:
-        return CheckpointHeader(
-            self.checkpoint_id,
-            self.sequence_id,
-            self._size_bytes,
-            self._check,
-            time_ns,
-            self._outputs,
-            self._unacknowledged,
-            self.version,
-            self._open_calls,
-        )
+        return replace(self._header, size_bytes=self._size_bytes, check=self._check, time_ns=time_ns)
 
 
 # Choosing a checkpoint to recover from, and reading its blob.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.availability.snapshot_transfer import SnapshotReceiver, SnapshotSender
+from immortal.coordinator.core.clock import CHECKPOINT
 from immortal.coordinator.core.effects import Trim
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.failures.call_failure import CallFailures
@@ -62,8 +63,6 @@ class CheckpointTaker:
             session.checkpoint_sequence_id = session.fed_sequence_id
             self.unsaved_state.ask()
             state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
-
-    # --- in one piece ------------------------------------------------------------------------------------------------
 
     def blob_began(self) -> None:
         session = self.state.session
@@ -138,8 +137,6 @@ class CheckpointTaker:
     def _snapshot_is_on_its_way(self) -> bool:
         return self.state.checkpoints.on_its_way and self.state.session.phase is Phase.CHECKPOINTING
 
-    # --- there is none -----------------------------------------------------------------------------------------------
-
     def failed(self, message: Message) -> None:
         """Handle the app's message that its state can't be saved. The app continues without a checkpoint."""
         state = self.state
@@ -164,7 +161,7 @@ class CheckpointTaker:
         if is_recovery:
             lifecycle.report_recovered()
         session.advance(Step.CHECKPOINT_ABANDONED)
-        self.unsaved_state.save_failed(unsaved, session.checkpoint_sequence_id)
+        self.unsaved_state.save_failed(unsaved)
         state.shutdown.checkpoint_failed()
 
     def taken_back(self, message: Message) -> None:
@@ -189,13 +186,16 @@ class CheckpointTaker:
             version = session.description.version
         elif session.phase is Phase.CONFIRMING_UPGRADE:
             version = versions.upgrade_to or version
-        checkpoint_id = state.checkpoints.begin(
+        checkpoint_id = state.checkpoints.next_id()
+        header = CheckpointHeader(
+            checkpoint_id,
             session.checkpoint_sequence_id,
-            version,
-            {name: stream.mark for name, stream in outputs.items()},
-            {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
-            self.peers.admission.open_calls.open_at(session.checkpoint_sequence_id),
+            outputs={name: stream.mark for name, stream in outputs.items()},
+            unacknowledged={name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
+            version=version,
+            open_calls=self.peers.admission.open_calls.open_at(session.checkpoint_sequence_id),
         )
+        state.checkpoints.begin(header)
         state.shutdown.checkpoint_began(checkpoint_id)
         state.report(notices.CheckpointBegan(checkpoint_id))
 
@@ -243,7 +243,7 @@ class CheckpointTaker:
         state = self.state
         wake_at_ns = state.checkpoints.became_durable(header)
         if wake_at_ns is not None:
-            state.timers.checkpoint_at(wake_at_ns)
+            state.timers.set(CHECKPOINT, wake_at_ns)
         self.call_failures.checkpoint_durable(header.sequence_id)
         self.unsaved_state.durable()
         if adopted:
@@ -251,6 +251,7 @@ class CheckpointTaker:
         else:
             state.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
         if not state.ready:
-            self.peers.inbound.became_ready()
+            state.ready = True
+            self.peers.inbound.answer_parked()
         state.effects.append(Trim())
         state.shutdown.checkpoint_durable(header.checkpoint_id)

@@ -88,8 +88,6 @@ class Queries:
         """True if queries wait for the app, or answers wait for a commit: :meth:`advance` can do something."""
         return bool(self._waiting or self._held)
 
-    # --- questions of clients ----------------------------------------------------------------------------------------
-
     def received(self, token: Token, frame: ClientFrame, caller: str) -> None:
         """Accept a QUERY, or refuse it. ``caller``: the name that its key proves."""
         if self.clients.refuses(token, frame, caller):
@@ -196,7 +194,10 @@ class Queries:
         self._alone = False
         if self.call_failures.penalties.has_suspects:
             self.call_failures.penalties.query_answered(query.digest)
-        self._adapt_concurrency(state.now_ns - query.asked_ns)
+        if state.now_ns - query.asked_ns > state.limits.queries_at_app_ns:  # a slow answer: fewer at once
+            self._concurrency = max(ROOM_MIN, self._concurrency // 2)
+        elif len(self._asked) + 1 >= self._concurrency < state.limits.queries_at_app_max:
+            self._concurrency += 1
         if answer.changed:
             self._barred[query.method_id] = state.now_ns + state.limits.query_barred_ns
             state.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
@@ -210,13 +211,6 @@ class Queries:
     def _has_room(self) -> bool:
         room = min(self._concurrency, self.state.limits.queries_at_app_max)
         return len(self._asked) < room and not self._alone and self.state.session.phase in WORKS
-
-    def _adapt_concurrency(self, answered_ns: int) -> None:
-        """Allow one more query at the app after a fast answer; halve their number after a slow one."""
-        if answered_ns > self.state.limits.queries_at_app_ns:
-            self._concurrency = max(ROOM_MIN, self._concurrency // 2)
-        elif len(self._asked) + 1 >= self._concurrency < self.state.limits.queries_at_app_max:
-            self._concurrency += 1
 
     def _send_answer(self, query: _Query, reply: Reply) -> None:
         self._close(query)

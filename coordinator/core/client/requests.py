@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES, Client, ClientTable, TokenBucket
+from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES, Client, ClientTable
 from immortal.coordinator.core.clock import RunningTime
 from immortal.coordinator.core.effects import ReplyToClient
 from immortal.coordinator.core.input.admission import Delivery
 from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, Token
+from immortal.coordinator.core.permissions import TokenBucket
 from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import (
     CLIENTS,
@@ -139,7 +140,7 @@ class Clients:
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
         if split_name(frame.client_id)[1]:
             return ClientCode.MALFORMED, "the client's ID ends like the trace context of a request"
-        if why := self.delivery.admission.wait_reason(caller):
+        if why := self.delivery.admission.permissions.wait_reason(caller):
             return ClientCode.NOT_READY, why
         client = self.table.get(frame.client_id)
         if client is not None and caller and client.owner not in ("", caller):
@@ -265,22 +266,21 @@ class Clients:
         size_bytes = 0
         for _, start, end in decode_messages(batch.payload):
             answer = decode_answer(batch.payload, start, end)
-            if answer is not None:
-                size_bytes += self._answer_request(answer[0], self.delivery.admission.checked_reply(answer[1]))
+            if answer is None:
+                continue
+            client_id, reply = answer[0], self.delivery.admission.checked_reply(answer[1])
+            client = self.table.get(client_id)
+            if client is None or not client.is_open(reply.number):
+                continue  # a replay has repeated the answer; or the request counts as lost, which the client may know
+            self._set_reply(client_id, client, reply)
+            self.table.enforce_limits(client_id, client)
+            size_bytes += len(reply.value) + 1
         group = self.state.log.open
         group.transaction.acknowledged[CLIENTS] = batch.last_position
         group.size_bytes += size_bytes
         self._ungathered_bytes = size_bytes + (self._ungathered_bytes if not group.required else 0)
         if self._ungathered_bytes >= self.state.limits.replies_gather_bytes:
             group.required = True
-
-    def _answer_request(self, client_id: str, reply: Reply) -> int:
-        client = self.table.get(client_id)
-        if client is None or not client.is_open(reply.number):
-            return 0  # a replay has repeated the answer; or the request counts as lost, which the client may know
-        self._set_reply(client_id, client, reply)
-        self.table.enforce_limits(client_id, client)
-        return len(reply.value) + 1
 
     def _set_reply(self, client_id: str, client: Client, reply: Reply) -> None:
         self.table.answer(client_id, client, reply)
@@ -320,7 +320,7 @@ class ClientAnswers:
         self._state = state
         self._table = table
         self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
-        self._again = TokenBucket(state.limits.again_bytes, 0)
+        self._again = TokenBucket(state.limits.again_bytes)
         self._asked: set[str] = set()  # clients that have sent a PING in this turn
 
     # --- at once -----------------------------------------------------------------------------------------------------
@@ -351,9 +351,11 @@ class ClientAnswers:
     def send_replies(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
         """Send replies only to the sender of ``frame``, even if others use the same client ID."""
         if replies:
-            numbers = client.number, client.released, len(replies)
-            payload = encode_replies(replies)
-            self._send(token, ClientFrame(ClientFrameType.REPLY, *self._ends(frame), *numbers, payload=payload))
+            self._send_reply(token, self._ends(frame), client, replies)
+
+    def _send_reply(self, token: Token, ends: tuple[str, str, int], client: Client, replies: list[Reply]) -> None:
+        numbers, payload = (client.number, client.released, len(replies)), encode_replies(replies)
+        self._send(token, ClientFrame(ClientFrameType.REPLY, *ends, *numbers, payload=payload))
 
     def _ends(self, frame: ClientFrame) -> tuple[str, str, int]:
         return frame.client_id, self._state.name, self._committer_id
@@ -375,10 +377,10 @@ class ClientAnswers:
             return  # the client asks again, after this turn
         self._asked.add(frame.client_id)
         again = self._again_of(client)
-        if again.is_left(now_ns) and self._again.is_left(now_ns):
+        if again.fill(now_ns) > 0 and self._again.fill(now_ns) > 0:
             looking_bytes = len(frame.payload) * LOOKING_BYTES
-            again.take(looking_bytes)
-            self._again.take(looking_bytes)
+            again.left -= looking_bytes
+            self._again.left -= looking_bytes
             numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
             self.resend_reply(frame.client_id, client, numbers)
 
@@ -392,11 +394,11 @@ class ClientAnswers:
             reply = None if number in outgoing else client.reply(number)
             if reply is None:
                 continue
-            if not (again.is_left(now_ns) and self._again.is_left(now_ns)):
+            if not (again.fill(now_ns) > 0 and self._again.fill(now_ns) > 0):
                 return
             size_bytes = len(reply.value) + REPLY_OVERHEAD_BYTES
-            again.take(size_bytes)
-            self._again.take(size_bytes)
+            again.left -= size_bytes
+            self._again.left -= size_bytes
             outgoing[number] = reply
 
     def _again_of(self, client: Client) -> TokenBucket:
@@ -414,17 +416,7 @@ class ClientAnswers:
             if client is None:
                 continue
             for some in _in_frames(replies.values()):
-                numbers = client.number, client.released, len(some)
-                payload = encode_replies(some)
-                reply = ClientFrame(
-                    ClientFrameType.REPLY,
-                    client_id,
-                    self._state.name,
-                    self._committer_id,
-                    *numbers,
-                    payload=payload,
-                )
-                self._send(client.token, reply)
+                self._send_reply(client.token, (client_id, self._state.name, self._committer_id), client, some)
         self._outgoing.clear()
         self._asked.clear()
 

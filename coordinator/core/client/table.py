@@ -19,6 +19,7 @@ from immortal.coordinator.core.clock import RunningTime
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.interfaces import ClientPosition, StoredClients, Token, Transaction
 from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.permissions import TokenBucket
 from immortal.protocol.client_frames import Reply, ReplyKind
 
 FORGOTTEN_PER_REQUEST = 2  # small, so that a request stays cheap; more than one, so that the table shrinks
@@ -217,7 +218,10 @@ class ClientTable:
             client.holds = True
             heappush(self._holders, (client.used, client_id, client))
             if len(self._holders) > 2 * len(self._clients):  # most of these are forgotten clients
-                self._remove_empty_holders()
+                for _, _, one in self._holders:
+                    one.holds = bool(one.replies)
+                self._holders = [holder for holder in self._holders if holder[2].holds]
+                heapify(self._holders)
         self._count(client, 1, _size_of(row))
 
     def _drop(self, client: Client, number: int) -> bool:
@@ -245,12 +249,6 @@ class ClientTable:
         if self.replies_bytes > limits.replies_bytes:
             self._drop_replies_of_unused(client)
 
-    def _remove_empty_holders(self) -> None:
-        for _, _, client in self._holders:
-            client.holds = bool(client.replies)
-        self._holders = [holder for holder in self._holders if holder[2].holds]
-        heapify(self._holders)
-
     def _drop_replies_of_unused(self, answered: Client) -> None:
         """Drop replies of the least recently used clients until the limit holds, but keep the last reply of
         ``answered``."""
@@ -271,7 +269,6 @@ class ClientTable:
             heappush(holders, passed_over)
 
     def _drop_oldest_reply(self, client_id: str, client: Client) -> None:
-        """Drop the client's oldest reply and note that it is gone."""
         number = next(iter(client.replies))
         row = _row(ReplyKind.GONE, b"", _identity_of(client.replies[number]))
         self._drop(client, number)
@@ -299,31 +296,3 @@ class ClientTable:
         client.released = up_to
         self._count_open(client, client.open_count)
         transaction.clients[client_id] = client.position
-
-
-# Rate limit for repeated replies.
-
-
-S_NS = 1_000_000_000
-
-
-class TokenBucket:
-    """Rate limit in bytes. ``bytes_max``: allowed at once, and per second. A larger item passes while anything is
-    left, and is paid back later."""
-
-    __slots__ = ("_at_ns", "_bytes_max", "_left_bytes")
-
-    def __init__(self, bytes_max: int, now_ns: int) -> None:
-        self._bytes_max = self._left_bytes = bytes_max
-        self._at_ns = now_ns
-
-    def take(self, size_bytes: int) -> None:
-        """Count bytes that were sent."""
-        self._left_bytes -= size_bytes
-
-    def is_left(self, now_ns: int) -> bool:
-        """Return True if anything can be sent now."""
-        elapsed_ns = min(max(0, now_ns - self._at_ns), 3600 * S_NS)  # the clock can jump
-        self._left_bytes = min(self._bytes_max, self._left_bytes + self._bytes_max * elapsed_ns // S_NS)
-        self._at_ns = now_ns
-        return self._left_bytes > 0

@@ -73,8 +73,6 @@ class CallFailures:
         if self.state.write_lease.follows:
             self.verdicts.add_known(self._unlogged.values())
 
-    # --- a session ---------------------------------------------------------------------------------------------------
-
     def session_began(self, summary: LogSummary, settled_sequence_id: int) -> None:
         """Start a session at a checkpoint after the record ``settled_sequence_id``."""
         self._summary = summary
@@ -343,8 +341,6 @@ class CallFailures:
         if words := self.poison_guard.long_handler_text(self.state.now_ns):
             self.state.report(notices.StopWaits(words))
 
-    # --- status ------------------------------------------------------------------------------------------------------
-
     def describe(self, now_ns: int) -> dict[str, object]:
         """Return plain values for the status."""
         verdicts, suspect = self.verdicts, self.poison_guard.suspect
@@ -438,7 +434,7 @@ class Verdicts:
         if group is None:
             group = self._state.log.append_outside_record(size_bytes, from_app=from_app)
         else:
-            self._state.log.add(group, size_bytes)
+            self._state.log.count(group, size_bytes)
         group.transaction.verdicts.append(verdict)
         self._known[verdict.key] = verdict.without_dead_letter()
         self.counts[verdict.kind] += 1
@@ -446,14 +442,11 @@ class Verdicts:
         if verdict.is_dead_letter:
             self.letters[verdict.key] = size_bytes
             self.letters_bytes += size_bytes
-            self._enforce_letter_limits(group.transaction)
+            limits = self._state.limits
+            while len(self.letters) > limits.letters_max or self.letters_bytes > limits.letters_bytes:
+                self.letters_lost += 1
+                self.remove_letter(next(iter(self.letters)), group.transaction)
         return group
-
-    def _enforce_letter_limits(self, transaction: Transaction) -> None:
-        limits = self._state.limits
-        while len(self.letters) > limits.letters_max or self.letters_bytes > limits.letters_bytes:
-            self.letters_lost += 1
-            self.remove_letter(next(iter(self.letters)), transaction)
 
     def remove_letter(self, key: MessageKey, transaction: Transaction) -> None:
         """Remove a dead letter from the log."""

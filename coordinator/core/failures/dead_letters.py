@@ -5,9 +5,8 @@ Each action is written to the log's audit list, and answered once it is durable.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -55,17 +54,11 @@ class OperatorActions:
     unsaved_state: UnsavedState
     _upgraded: bool = False  # this session's app has upgraded the log, durably
     _retries_refused: bool = False  # ... and asks for the letters that were refused before
-    _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, answer)
-
-    def committed(self, ticket: int) -> None:
-        """Answer operators whose actions are durable up to the commit ``ticket``."""
-        while self._answers and self._answers[0][0] <= ticket:
-            self.state.effects.append(self._answers.popleft()[1])
 
     def _answer(self, ticket: int, token: object, answer: Mapping[str, object]) -> None:
         """Answer the operator once the commit ``ticket`` is durable; 0: now."""
         if ticket:
-            self._answers.append((ticket, OperatorAnswered(token, answer)))
+            self.state.answer_after(ticket, OperatorAnswered(token, answer))
         else:
             self.state.effects.append(OperatorAnswered(token, answer))
 

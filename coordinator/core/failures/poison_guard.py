@@ -62,7 +62,7 @@ class PoisonGuard:
             self._careful = False
             self.suspect = NO_SUSPECT
         else:
-            if before is not None and _is_same(before, handling) and handling.for_s > 0:
+            if handling.for_s > 0 and before is not None and self.is_at(handling.sequence_id, handling.message_index):
                 handling = replace(before, for_s=handling.for_s)  # the first report has the other fields
             self._noted, self._noted_ns = handling, now_ns
 
@@ -119,8 +119,6 @@ class PoisonGuard:
             message=noted.message,
         )
 
-    # --- long handlers -----------------------------------------------------------------------------------------------
-
     def long_handler(self, now_ns: int) -> dict[str, object] | None:
         """Describe a handler that has run for long, if there is one; plain values."""
         noted = self._noted
@@ -151,10 +149,6 @@ class PoisonGuard:
         message = noted.sequence_id, noted.message_index
         told, self._told = self._told == message, message
         return "" if told else self.long_handler_text(now_ns)
-
-
-def _is_same(one: Handling, other: Handling) -> bool:
-    return (one.sequence_id, one.message_index) == (other.sequence_id, other.message_index)
 
 
 def _may_be(suspect: Suspect, noted: Handling) -> bool:

@@ -42,19 +42,18 @@ class UnsavedState:
     failed: Unsaved | None = None
     failures: int = 0  # in a row
     since_ns: int = 0  # of the first of them
-    failed_sequence_id: int = -1  # the last record before the last failure
     _taken_back: list[Verdict] = field(default_factory=list)  # for the next checkpoint
     _wishes: dict[MessageKey, Wish] = field(default_factory=dict)
 
     # --- reports of the app ------------------------------------------------------------------------------------------
 
-    def save_failed(self, unsaved: Unsaved, sequence_id: int) -> None:
-        """Note that the app can't give a checkpoint of the state after the record ``sequence_id``."""
+    def save_failed(self, unsaved: Unsaved) -> None:
+        """Note that the app can't give a checkpoint."""
         state = self.state
         if not self.failures:
             self.since_ns = state.now_ns
         self.failures += 1
-        self.failed, self.failed_sequence_id = unsaved, sequence_id
+        self.failed = unsaved
         state.checkpoints.tried_ns = state.now_ns
         state.report(notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures))
         self._answer_wishes(unsaved)
@@ -75,7 +74,7 @@ class UnsavedState:
         for verdict in self._taken_back:
             self.verdicts.give(verdict, group=group)
             wish = self._wishes.get(verdict.key)
-            what = f"took back {_format_message(verdict)}: {verdict.text}"
+            what = f"took back message {verdict.message_index} of record {verdict.sequence_id}: {verdict.text}"
             if wish is not None:
                 group.transaction.audit.append(AuditEntry(self.state.now_ns, wish.who, what))
         if self._taken_back:
@@ -177,9 +176,9 @@ class UnsavedState:
         if space is None:
             return text
         if limit is None:
-            return f"{text}: it has {_mib(space.used_bytes)} MiB, and its disk {_mib(space.free_bytes)} MiB left"
+            return f"{text}: it has {space.used_bytes >> 20} MiB, and its disk {space.free_bytes >> 20} MiB left"
         left = max(0, limit - space.used_bytes)
-        return f"{text}: {_mib(left)} MiB of its {_mib(limit)} MiB are left"
+        return f"{text}: {left >> 20} MiB of its {limit >> 20} MiB are left"
 
     def remedy_text(self) -> str:
         """Describe what an operator can do."""
@@ -209,11 +208,3 @@ class UnsavedState:
                 "ways_out": self.remedy_text(),
             }
         }
-
-
-def _format_message(verdict: Verdict) -> str:
-    return f"message {verdict.message_index} of record {verdict.sequence_id}"
-
-
-def _mib(size_bytes: int) -> int:
-    return size_bytes >> 20

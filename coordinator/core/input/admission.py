@@ -27,15 +27,8 @@ from immortal.protocol.verdicts import FAILED_CALL, Cause
 class Admission:
     """Admission control of one instance."""
 
-    def __init__(
-        self,
-        state: CoreState,
-        call_failures: CallFailures,
-        given: Mapping[str, Permission],
-        *,
-        has_keys: bool = False,
-    ) -> None:
-        self.permissions = Permissions(state.name, given, has_keys=has_keys)
+    def __init__(self, state: CoreState, call_failures: CallFailures, given: Mapping[str, Permission]) -> None:
+        self.permissions = Permissions(state.name, given)
         self.open_calls = OpenCalls(given, is_known=True)  # of peers
         self.call_failures = call_failures
         self._state = state
@@ -45,12 +38,8 @@ class Admission:
         self.permissions.change(given, has_keys=has_keys)
         self.open_calls.change(given)
 
-    def wait_reason(self, caller: str) -> str:
-        """Return why no call of ``caller`` can be accepted yet; "" if it can."""
-        return self.permissions.wait_reason(caller)
-
     def peer_wait_reason(self, caller: str) -> str:
-        """Return why a peer has to wait, like :meth:`wait_reason`; "" if it need not."""
+        """Return why no call of a peer can be accepted yet; "" if it can."""
         why = self.permissions.wait_reason(caller, is_instance=True)
         limit = self.open_calls.limit(caller)
         if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):
@@ -257,8 +246,6 @@ class OpenCalls:
         """Forget the calls of ``caller``: its log was replaced, so its call numbers are others."""
         if caller in self._open:
             self._open[caller] = _Open()
-
-    # --- over a restart ----------------------------------------------------------------------------------------------
 
     def open_at(self, sequence_id: int) -> dict[str, list[int]]:
         """Return the numbers of open calls, by caller, for a checkpoint after the record ``sequence_id``."""

@@ -206,8 +206,6 @@ class AppInbox:
             )
         handler(message)
 
-    # --- the first message -------------------------------------------------------------------------------------------
-
     def _first_message(self, message: Message) -> None:
         session = self._state.session
         session.note_first_message(message)
@@ -271,8 +269,6 @@ class AppInbox:
     def _barrier(self, message: Message) -> None:
         self._peers.outbound.put_barrier(decode_attach_to(message.data))
 
-    # --- its description of itself -----------------------------------------------------------------------------------
-
     def _description(self, message: Message) -> None:
         description = self._state.session.description = decode_app_description(message.data)
         self._components.call_failures.methods = description.methods
@@ -288,8 +284,6 @@ class AppInbox:
 
     def _checkpoint_wanted(self, message: Message) -> None:
         self._state.checkpoints.wanted = True
-
-    # --- it breaks the protocol --------------------------------------------------------------------------------------
 
     def refuse(self, error: RemoteProtocolError) -> None:
         """Close the connection of an app that broke the protocol; its successor recovers."""

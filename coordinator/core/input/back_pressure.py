@@ -11,12 +11,7 @@ from immortal.coordinator.core import notices
 from immortal.coordinator.core.effects import PauseApp, Report, ResumeApp
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.group_commit import Group
-from immortal.coordinator.core.interfaces import (
-    IMPULSES,
-    ONESELF,
-    LogSummary,
-    SourcePosition,
-)
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import MIB
 from immortal.coordinator.core.output.outbound import Outbound
@@ -160,14 +155,11 @@ class BackPressure:
     def _report_changes(self) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and self.outbound.spilling.is_full
         for destination, stream in self.outbound.streams.items():
-            load = self._load_of(stream, spill_is_full)
+            load = Load.SPILLED if stream.spilled_bytes else Load.IN_MEMORY
+            if destination in self.held_up_for:
+                load = Load.HELD_UP if spill_is_full else Load.WAITED_FOR
             if destination != ONESELF and (load or destination in self._reported):
                 yield from self._report_load(stream, load)
-
-    def _load_of(self, stream: OutputStream, spill_is_full: bool) -> Load:
-        if stream.destination in self.held_up_for:
-            return Load.HELD_UP if spill_is_full else Load.WAITED_FOR
-        return Load.SPILLED if stream.spilled_bytes else Load.IN_MEMORY
 
     def _report_load(self, stream: OutputStream, load: Load) -> Iterator[Report]:
         now_ns = self.state.now_ns

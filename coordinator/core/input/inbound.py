@@ -27,8 +27,6 @@ from immortal.protocol.trailer import BatchKind, BatchSource
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Reply:
-    """Answer to a frame."""
-
     frame_type: FrameType
     position: int = 0
     code: RefusedCode = RefusedCode.NONE
@@ -54,10 +52,13 @@ class Inbound:
             return
         token, frame = event.token, event.frame
         self.grants.now_ns = self._state.now_ns
-        if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender):
-            self._park(event)
-            return
-        if frame.frame_type is FrameType.BATCH and self._waits_for_turn(token, frame):
+        if frame.frame_type is FrameType.HELLO:
+            admission = self._admission
+            must_wait = bool(admission.peer_wait_reason(frame.sender)) or admission.must_wait(frame.sender)
+            if must_wait or not self._state.ready:
+                self._park(event)
+                return
+        if frame.frame_type is FrameType.BATCH and self._waits_for_turn(event):
             return
         self._respond(token, frame)
 
@@ -68,10 +69,6 @@ class Inbound:
             self._reply(token, frame.sender, reply)
 
     # --- a Hello that can't be answered yet --------------------------------------------------------------------------
-
-    def _must_wait(self, sender: str) -> bool:
-        admission = self._admission
-        return not self._state.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender)
 
     @property
     def holds_back(self) -> bool:
@@ -87,11 +84,6 @@ class Inbound:
         parked = self._parked.setdefault(sender, deque(maxlen=limits.parked_hellos_max))
         parked.append(hello)
 
-    def became_ready(self) -> None:
-        """Note that the first start is complete, and answer parked Hellos."""
-        self._state.ready = True
-        self.answer_parked()
-
     def answer_parked(self) -> None:
         """Answer the parked Hellos that no longer need to wait."""
         if not self._state.ready:
@@ -100,11 +92,9 @@ class Inbound:
         for hello in chain.from_iterable(parked.values()):
             self.received(hello)
 
-    # --- a Batch before its turn -------------------------------------------------------------------------------------
-
-    def _waits_for_turn(self, token: Token, frame: PeerFrame) -> bool:
+    def _waits_for_turn(self, event: PeerFrameReceived) -> bool:
         """Delay or refuse a Batch whose sender must wait for others; return False if it can be taken now."""
-        now_ns = self._state.now_ns
+        now_ns, token, frame = self._state.now_ns, event.token, event.frame
         sender, size_bytes = frame.sender, len(frame.payload)
         stream = self.streams.get(sender)
         if stream is None or frame.position + frame.count - 1 <= stream.received:
@@ -116,10 +106,10 @@ class Inbound:
         here_bytes, allowed_bytes = stream.pending_bytes + waiting_bytes, self.grants.allowed_bytes(sender)
         too_many = stream.waiting_count + count >= self._state.limits.waiting_frames_max
         if not too_many and not (here_bytes and here_bytes + size_bytes > allowed_bytes):
-            self.turns.wait(token, frame)
+            self.turns.wait(event)
         elif not self.turns.continues(frame, stream.received):
             # Sent again, or cut into other pieces: the sender is within its window. It must resend what was not taken.
-            for waiting in (*self.turns.take_all(sender), WaitingBatch(token, frame)):
+            for waiting in (*self.turns.take_all(sender), event):
                 self._reply(waiting.token, sender, _Reply(FrameType.RESEND, stream.received))
         elif too_many:
             self._reply(token, sender, self._too_many(stream, stream.waiting_count + count))
@@ -278,14 +268,6 @@ PAUSE_TIMES = 4
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class WaitingBatch:
-    """Batch that waits for its sender's turn, with the token for its answer."""
-
-    token: Token
-    frame: PeerFrame
-
-
-@dataclass(slots=True, eq=False, repr=False)
 class _Long:
     """Batch of more than ``turn_bytes`` that is on its way to the disk."""
 
@@ -301,7 +283,7 @@ class FairTurns:
 
     limits: Limits
     waiting_bytes: int = 0
-    _waiting: OrderedDict[str, deque[WaitingBatch]] = field(default_factory=OrderedDict)  # the next sender first
+    _waiting: OrderedDict[str, deque[PeerFrameReceived]] = field(default_factory=OrderedDict)  # the next sender first
     _waiting_bytes: dict[str, int] = field(default_factory=dict)  # by sender
     _last: tuple[str, int] = ("", 0)  # the last sender, and when it sent
     _last_other: tuple[str, int] = ("", 0)  # the last different sender before it
@@ -315,7 +297,6 @@ class FairTurns:
         self._last = sender, now_ns
 
     def _other_ns(self, sender: str) -> int:
-        """Return when another sender was last heard."""
         return (self._last_other if sender == self._last[0] else self._last)[1]
 
     def is_shared(self, sender: str, now_ns: int) -> bool:
@@ -338,9 +319,9 @@ class FairTurns:
         """Return True while batches larger than a turn must wait."""
         return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # otherwise the clock has jumped
 
-    def wait(self, token: Token, frame: PeerFrame) -> None:
-        sender, size_bytes = frame.sender, len(frame.payload)
-        self._waiting.setdefault(sender, deque()).append(WaitingBatch(token, frame))
+    def wait(self, event: PeerFrameReceived) -> None:
+        sender, size_bytes = event.frame.sender, len(event.frame.payload)
+        self._waiting.setdefault(sender, deque()).append(event)
         self._waiting_bytes[sender] = self._waiting_bytes.get(sender, 0) + size_bytes
         self.waiting_bytes += size_bytes
 
@@ -357,12 +338,14 @@ class FairTurns:
             position += one.frame.count
         return frame.position == position
 
-    def take_all(self, sender: str) -> list[WaitingBatch]:
+    def take_all(self, sender: str) -> list[PeerFrameReceived]:
         """Return and remove the waiting batches of ``sender``."""
         self.waiting_bytes -= self._waiting_bytes.pop(sender, 0)
         return list(self._waiting.pop(sender, ()))
 
-    def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> WaitingBatch | None:
+    def next(
+        self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int
+    ) -> PeerFrameReceived | None:
         """Return the next batch that has its turn. ``allowed``: how many pending bytes a sender can have."""
         for sender, waiting in self._waiting.items():
             size_bytes, pending_bytes = len(waiting[0].frame.payload), pending(sender)
@@ -371,7 +354,7 @@ class FairTurns:
                 return self._take_first(sender, waiting)
         return None
 
-    def _take_first(self, sender: str, waiting: deque[WaitingBatch]) -> WaitingBatch:
+    def _take_first(self, sender: str, waiting: deque[PeerFrameReceived]) -> PeerFrameReceived:
         first = waiting.popleft()
         size_bytes = len(first.frame.payload)
         self.waiting_bytes -= size_bytes

@@ -63,7 +63,13 @@ class InputStream:
             return RefusedCode.STALE_EPOCH, (
                 f"a frame of epoch {frame.epoch} of {self.source!r}, which has since started epoch {self.epoch}"
             )
-        if is_hello and frame.epoch == self.epoch and not begins_anew and self._is_another_life(frame):
+        if (
+            is_hello
+            and frame.epoch == self.epoch
+            and not begins_anew
+            and self.epoch_began_ns != 0
+            and frame.time_ns not in (0, self.epoch_began_ns)
+        ):
             return RefusedCode.STALE_EPOCH, (
                 f"epoch {frame.epoch} of {self.source!r} has begun twice: its log was replaced by an older copy"
             )
@@ -80,9 +86,6 @@ class InputStream:
     def has_greeted(self, committer_id: int) -> bool:
         """Return True if this sender's batches can be taken. Before its Hello they may be meant for an earlier log."""
         return committer_id in (self.committer_id, self._greeted_committer_id)
-
-    def _is_another_life(self, hello: PeerFrame) -> bool:
-        return self.epoch_began_ns != 0 and hello.time_ns != 0 and hello.time_ns != self.epoch_began_ns
 
     def reset(self) -> SourcePosition:
         """Accept a sender with another log, or with an older copy of its log. Return the position to log."""
@@ -300,7 +303,6 @@ class Senders:
     def _note_refused(
         self, frame: PeerFrame, stream: InputStream, code: RefusedCode, reason: str, *, is_known: bool
     ) -> None:
-        """Report the refusal, each reason only once."""
         sender, effects = frame.sender, self._state.effects
         told, stream.error = stream.error == reason, reason
         if not is_known:

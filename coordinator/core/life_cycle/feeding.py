@@ -30,15 +30,10 @@ from immortal.coordinator.core.life_cycle.session import (
 )
 from immortal.coordinator.core.peers import Peers
 from immortal.coordinator.core.state import CoreState
+from immortal.protocol import system_methods
 from immortal.protocol.messages import MessageType
 from immortal.protocol.readers import Message
 from immortal.protocol.record import decode_header
-from immortal.protocol.system_methods import (
-    HandlersQuestion,
-    decode_handlers_answer,
-    encode_handlers_question,
-    encode_order,
-)
 from immortal.protocol.trailer import decode_trailer
 
 
@@ -97,9 +92,15 @@ class RecordFeeder:
         if session.reading or self._takes_none:
             return False
         if session.phase is Phase.RESTORING:
-            self._read_blob()
+            read = self.lifecycle.recovery.next_read()
+            if read is None:
+                session.advance(Step.BLOB_SENT)
+            else:
+                session.reading = True
+                self.state.effects.append(read)
         if session.phase in REPLAYS:
-            self.lifecycle.check_writer()
+            if session.phase is Phase.REPLAYING and self.state.following:
+                session.advance(Step.FOLLOWS)
             if session.waits_for_hello:
                 return False
             self.lifecycle.send_introduction()
@@ -127,16 +128,6 @@ class RecordFeeder:
             return state.versions.replay_bound(session.replay_target)
         return state.log.durable_sequence_id if session.flushes else session.replay_target  # as above
 
-    # --- the blob ----------------------------------------------------------------------------------------------------
-
-    def _read_blob(self) -> None:
-        read = self.lifecycle.recovery.next_read()
-        if read is None:
-            self.state.session.advance(Step.BLOB_SENT)
-        else:
-            self.state.session.reading = True
-            self.state.effects.append(read)
-
     def checkpoint_chunk_read(self, event: ev.CheckpointChunkRead) -> None:
         session = self.state.session
         session.reading = False
@@ -146,8 +137,6 @@ class RecordFeeder:
         self.state.outbox.send(event.data)
         if self.lifecycle.recovery.next_read() is None:
             session.advance(Step.BLOB_SENT)  # from here on the app can send what a restored app can
-
-    # --- records -----------------------------------------------------------------------------------------------------
 
     def records_read(self, event: ev.RecordsRead) -> None:
         state, session = self.state, self.state.session
@@ -228,7 +217,7 @@ class WaitingHandlers:
             self._answer(event.token, {"refused": problem})
             return
         order = event.order
-        group = self.impulses.log_own(1, encode_order(order))
+        group = self.impulses.log_own(1, system_methods.encode_order(order))
         index = sum([batch.count for batch in group.batches[:-1]])
         group.transaction.audit.append(AuditEntry(self.state.now_ns, order.who, order.in_words()))
         self._ordered.append(_Ordered(event.token, self.state.log.open_sequence_id, index))
@@ -263,12 +252,12 @@ class WaitingHandlers:
         self._ticket += 1
         self._asked[self._ticket] = token, ordered
         place = (-1, 0) if ordered is None else (ordered.sequence_id, ordered.message_index)
-        question = HandlersQuestion(self._ticket, task, *place, retries)
-        self.state.outbox.send_control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
+        question = system_methods.HandlersQuestion(self._ticket, task, *place, retries)
+        self.state.outbox.send_control(MessageType.HANDLERS_ASKED, system_methods.encode_handlers_question(question))
 
     def answered(self, message: Message) -> None:
         """Pass the app's answer on to the operator. Raises RemoteProtocolError."""
-        answer = decode_handlers_answer(message.data)
+        answer = system_methods.decode_handlers_answer(message.data)
         asked = self._asked.pop(answer.ticket, None)
         if asked is None:
             raise AppProtocolError(

@@ -43,34 +43,6 @@ BEHIND = Proof.BEHIND  # alias, since each turn reads it
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class LogLoader:
-    """Loads the log's state into all components."""
-
-    state: CoreState
-    peers: Peers
-    clients: Clients
-    impulses: Impulses
-    call_failures: CallFailures
-
-    def load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
-        """Give all components the log's state. ``clients``: given if this process writes the log from now on."""
-        state = self.state
-        state.log.load(summary)
-        state.committer_id = summary.committer_id
-        state.epoch = state.frame_epoch = summary.epoch
-        state.session.load(summary.committer_id, summary.extensions)
-        self.peers.load(summary)
-        self.impulses.load(summary)
-        state.checkpoints.load(summary.checkpoints)
-        state.versions.load(summary.versions)
-        self.call_failures.load(summary)
-        self.peers.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
-        if clients is not None:
-            self.clients.table.load(clients)
-            state.accepting = not state.shutdown.is_requested
-
-
-@dataclass(slots=True, eq=False, repr=False)
 class Lifecycle:
     """Way of the app to become primary. ``promote``: a recovered app starts to work before it gives a checkpoint."""
 
@@ -80,7 +52,7 @@ class Lifecycle:
     call_failures: CallFailures
     app_clock: AppClock
     upgrades: Upgrades
-    loader: LogLoader
+    impulses: Impulses
     promote: bool
     recovery: Recovery = field(init=False)
     is_cut: bool = False  # the replayed log was cut by hand
@@ -145,6 +117,23 @@ class Lifecycle:
 
     # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
 
+    def load_log(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
+        """Give all components the log's state. ``clients``: given if this process writes the log from now on."""
+        state = self.state
+        state.log.load(summary)
+        state.committer_id = summary.committer_id
+        state.epoch = state.frame_epoch = summary.epoch
+        state.session.load(summary.committer_id, summary.extensions)
+        self.peers.load(summary)
+        self.impulses.load(summary)
+        state.checkpoints.load(summary.checkpoints)
+        state.versions.load(summary.versions)
+        self.call_failures.load(summary)
+        self.peers.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
+        if clients is not None:
+            self.clients.table.load(clients)
+            state.accepting = not state.shutdown.is_requested
+
     def log_loaded(self, event: ev.LogLoaded) -> None:
         state, session, epoch = self.state, self.state.session, self.state.epoch
         self._loading = False
@@ -208,10 +197,6 @@ class Lifecycle:
 
     # --- a followed log ----------------------------------------------------------------------------------------------
 
-    def check_writer(self) -> None:
-        if self.state.session.phase is Phase.REPLAYING and self.state.following:
-            self.state.session.advance(Step.FOLLOWS)
-
     def log_grew(self, summary: LogSummary) -> bool:
         """Note the new state of the followed log, ``summary``. Return False if the app must start over; that has begun.
 
@@ -222,7 +207,7 @@ class Lifecycle:
         if problem:
             self.start_over(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
             return False
-        self.loader.load(summary)
+        self.load_log(summary)
         session.replay_target = summary.last_sequence_id
         self.peers.replay.log_grew(summary)
         return True
@@ -238,7 +223,7 @@ class Lifecycle:
                     f"and this follower runs version {had}: start it again with the new code"
                 )
             if not versions.continues_with(started, session.fed_sequence_id):
-                self.loader.load(summary)
+                self.load_log(summary)
                 return f"record {started.sequence_id} was the last one of the old version, the next have the new one"
         if summary.last_sequence_id < session.fed_sequence_id:
             return f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
@@ -280,18 +265,13 @@ class Lifecycle:
         elif versions.upgrade_to is not None:
             if not session.hello_is_due:  # the Hello says whether the app wants to know the version
                 self.upgrades.ask_for_new()
-        elif (self.promote or self._was_promoted) and not self.is_cut:
+        elif not self.is_cut and (self.promote or (self.took_over and session.hello is not None)):
+            # Without a checkpoint; an app without extensions expects TakeBecomingPrimaryCheckpoint instead.
             self._promote_if_due()
         else:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = fed
             self.state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
-
-    @property
-    def _was_promoted(self) -> bool:
-        """True if the app followed another writer's log, and can continue without a checkpoint. An app without
-        extensions expects TakeBecomingPrimaryCheckpoint instead."""
-        return self.took_over and self.state.session.hello is not None
 
     def _promote_if_due(self) -> None:
         """Promote the app once it has made all outputs that the log knows of; its next checkpoint proves the rest."""
@@ -315,11 +295,6 @@ class Lifecycle:
         return bool(unanswered_receivers)
 
     # --- the proof: the app has made all that the log knows of -------------------------------------------------------
-
-    def check_replay_complete(self) -> None:
-        """Set the proof to COMPLETE if the missing outputs were made."""
-        if not self.peers.replay.is_behind():
-            self.proof = Proof.COMPLETE
 
     def prove_promotion(self) -> None:
         """Finish the replay of a promoted app: its checkpoint has begun, so it has sent all earlier outputs."""
@@ -368,8 +343,6 @@ class Upgrades:
     state: CoreState
     operator: OperatorActions
     _replayed_version: VersionStart | None = None  # the past version to which the app is being upgraded
-
-    # --- the request -------------------------------------------------------------------------------------------------
 
     def repeat_next(self) -> None:
         """Ask the app for the next past version, at the record where that version began."""
@@ -440,8 +413,6 @@ class Upgrades:
         state = self.state
         if state.session.phase in UPGRADES and state.versions.upgrade_to is not None:
             state.report(notices.UpgradeInterrupted(state.versions.upgrade_to))
-
-    # --- durable -----------------------------------------------------------------------------------------------------
 
     def began(self, start: VersionStart) -> None:
         """Note that a version is durable: that of the first start, or of an upgrade."""

@@ -33,7 +33,7 @@ from immortal.protocol.batch import CallRules
 from immortal.protocol.call_permissions import from_app
 from immortal.protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, decode_hello, encode_sources
 from immortal.protocol.limits import RPC_SIZE_BYTES_MAX
-from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.messages import MessageType
 from immortal.protocol.readers import Message, MessageReader
 from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource
@@ -156,13 +156,13 @@ class AppSession:
         self.logged_extensions: frozenset[int] | None = None
         self._rpc_size_bytes_max = rpc_size_bytes_max
         self.phase = Phase.WAITING
-        self._committer_id = 0
+        self.committer_id = 0
         self.number = 0  # of this connection
         self.connect()
 
     def load(self, committer_id: int, logged_extensions: frozenset[int] | None) -> None:
         """Load what the log has about itself and its app."""
-        self._committer_id = committer_id
+        self.committer_id = committer_id
         self.logged_extensions = logged_extensions
 
     def connect(self) -> None:
@@ -192,7 +192,7 @@ class AppSession:
     @property
     def is_loaded(self) -> bool:
         """True if the log is loaded, so its committer ID and the kind of its app are known."""
-        return self._committer_id != 0
+        return self.committer_id != 0
 
     def advance(self, step: Step) -> None:
         following = TRANSITIONS.get((self.phase, step))
@@ -207,11 +207,6 @@ class AppSession:
             self._extensions_of = self.hello
             self._extensions = self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
         return self._extensions
-
-    @property
-    def knows_extensions(self) -> bool:
-        """True if the app knows more than the base protocol: its calls that wait for an answer name the caller."""
-        return not INTRODUCED.isdisjoint(self.extensions)
 
     @property
     def label(self) -> str:
@@ -244,7 +239,9 @@ class AppSession:
         """Return the rules for calls that the app sends to ``destination``."""
         rules = self._rules.get(destination)
         if rules is None:
-            rules = self._rules[destination] = from_app(own_name, destination, speaks=self.knows_extensions)
+            # The calls of an app of the base protocol that wait for an answer do not name the caller.
+            speaks = not INTRODUCED.isdisjoint(self.extensions)
+            rules = self._rules[destination] = from_app(own_name, destination, speaks=speaks)
         return rules
 
     def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:
@@ -266,26 +263,12 @@ class AppSession:
         if runs == self._sources:
             return None
         self._sources = runs
-        return self.control_record(MessageType.SOURCES, encode_sources(runs))
-
-    def control_record(self, message_type: MessageType, message: bytes | None = None) -> bytes:
-        """Return a record with one message that is not logged. Count it as unsent."""
-        record = encode_record(self._committer_id, CONTROL_SEQUENCE_ID, message or encode_message(message_type))
-        self.unsent_bytes += len(record)
-        return record
-
-    # --- impulses: accepted in the order of their records, and reported to the app after these records ---------------
+        return encode_record(self.committer_id, CONTROL_SEQUENCE_ID, encode_sources(runs))
 
     def note_accepted(self, count: int, durable_sequence_id: int) -> None:
+        """Note accepted impulses; they are reported to the app after the records before them."""
         self.impulses_accepted += count
         self.acceptances.append((durable_sequence_id, self.impulses_accepted))
-
-    def acceptance_to_send(self) -> int | None:
-        """Return how many impulses of this connection are accepted, if the app must get a new number now."""
-        accepted = None
-        while self.acceptances and self.acceptances[0][0] <= self.fed_sequence_id:
-            accepted = self.acceptances.popleft()[1]
-        return accepted
 
 
 class Pause:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from immortal.coordinator.core import formatting
 from immortal.coordinator.core.effects import Report, ResetPeer, SendToPeer
 from immortal.coordinator.core.group_commit import Group
-from immortal.coordinator.core.interfaces import LogSummary, StreamStart
+from immortal.coordinator.core.interfaces import StreamStart
 from immortal.coordinator.core.notices import StreamReset, StreamStopped, StreamWaits
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
 from immortal.coordinator.core.state import CoreState
@@ -186,11 +186,6 @@ class Receivers:
         for receiver, position in acknowledged.items():
             self.note_durable_acknowledgement(receiver, position)
 
-    def load_peers(self, summary: LogSummary) -> None:
-        """Load the receivers that the log knows, and how its streams to them were reset."""
-        self.committer_ids = dict(summary.peers)
-        self.starts = dict(summary.stream_starts)
-
     def note_durable_acknowledgement(self, receiver: str, position: int) -> None:
         """Note that the log has the acknowledgement of ``position``."""
         self.acknowledged[receiver] = max(position, self.acknowledged.get(receiver, 0))
@@ -212,18 +207,15 @@ class Receivers:
         if position <= stream.position:  # otherwise it is unknown whether the replay will reach it
             self.note_acknowledged(stream)
         if freed_bytes:
-            self._trim_spilled(stream, freed_bytes)
+            # Acknowledged spilled messages are removed from the log, many at a time.
+            state = self._state
+            self._freed_bytes += freed_bytes
+            if self._freed_bytes >= state.limits.spill_trim_bytes or not stream.spill.kept_bytes:
+                self._freed_bytes = 0
+                state.trim_ticket = state.log.append_outside_record(0).ticket
 
     def note_acknowledged(self, stream: OutputStream) -> None:
         receiver, position = stream.destination, stream.acknowledged
         if position > self.acknowledged.get(receiver, -1):
             self.acknowledged[receiver] = position
             self._state.log.open.transaction.acknowledged[receiver] = position
-
-    def _trim_spilled(self, stream: OutputStream, size_bytes: int) -> None:
-        """Let acknowledged spilled messages be removed from the log, many at a time."""
-        state = self._state
-        self._freed_bytes += size_bytes
-        if self._freed_bytes >= state.limits.spill_trim_bytes or not stream.spill.kept_bytes:
-            self._freed_bytes = 0
-            state.trim_ticket = state.log.append_outside_record(0).ticket

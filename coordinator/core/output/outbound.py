@@ -156,8 +156,6 @@ class Outbound:
         """True if the app has outputs that no mark covers."""
         return any(self.streams[destination].is_unmarked for destination in self._moved)
 
-    # --- to the receivers --------------------------------------------------------------------------------------------
-
     def send(self) -> None:
         """Send all batches that can be sent now; none before the first checkpoint is durable."""
         now_ns = self.state.now_ns

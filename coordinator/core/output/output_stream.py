@@ -195,7 +195,6 @@ class OutputStream:
         return rows, [impulses.first_position for impulses in kept]
 
     def _add_impulses_that_follow(self) -> None:
-        """Add kept impulses whose position is the next one."""
         while (impulses := self._kept_impulses.take_following(self.position)) is not None:
             self._add_kept(impulses)
 

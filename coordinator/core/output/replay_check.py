@@ -69,12 +69,6 @@ class ReplayPolicy:
         return format_divergence(divergence, self._state.name, self._state.session.description.methods)
 
 
-def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[OutputBatch]:
-    """Yield the calls to oneself in a logged ``record``, whose trailer has ``batches``."""
-    for batch, calls in stream_batches(record, batches, (ONESELF,)):
-        yield OutputBatch(batch.first_position, batch.count, calls)
-
-
 def stream_batches(
     record: memoryview, batches: Sequence[BatchSource], senders: Container[str]
 ) -> Iterator[tuple[BatchSource, bytes]]:
@@ -132,8 +126,8 @@ class ExpectedOutputs:
         """Expect the marks of a replayed ``record``. Raises DivergenceError if they do not fit."""
         own = self.check(ONESELF) if self._policy.counts else None
         if own is not None:
-            for calls in own_calls(record, trailer.batches):
-                own.logged(calls)
+            for batch, calls in stream_batches(record, trailer.batches, (ONESELF,)):
+                own.logged(OutputBatch(batch.first_position, batch.count, calls))
         for mark in trailer.outputs:
             check = self.check(mark.destination)
             if check is not None:
