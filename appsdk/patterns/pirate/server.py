@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import zmq
@@ -339,7 +340,5 @@ def serve(
 ) -> None:
     """Serve until the process ends; see :class:`Server`. Raises ServerError."""
     server = Server(function, endpoint, store=store, identity=identity, callers=callers, home=home, insecure=insecure)
-    try:
+    with closing(server):
         server.run()
-    finally:
-        server.close()
