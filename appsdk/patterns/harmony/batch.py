@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
 from immortal.protocol.identity import IdentityConflict, chained_digest, digest_prefix
 
 # Limits of the pipeline, with their reasons.
@@ -42,7 +43,7 @@ DEATHS_MAX = 3  # a task is set aside after so many workers were lost with it al
 LOST_PARTS = 16  # lost tasks are split into so many parts, so that a task that kills workers is found
 
 
-class BatchError(Exception):
+class BatchError(ImmortalError):
     """Raised if the cluster or the collector can't do that with this batch: what came, and what was expected."""
 
 

@@ -36,7 +36,7 @@ from immortal.appsdk.patterns.harmony.batch import (
     split,
 )
 from immortal.appsdk.patterns.harmony.cluster import Cluster
-from immortal.protocol.safe_output import printable_message
+from immortal.protocol.command_line import echo
 
 TOO_LONG_STATUS = 75  # exit status of a process whose task exceeded its time limit
 _LEAVE_S = 2.0  # for the last message; without it the cluster detects the end by itself
@@ -104,7 +104,7 @@ class _Life:
     def say(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            complain(f"worker {self.name}: {text}")
+            echo(f"worker {self.name}: {text}", err=True)
 
     def terminate(self, number: int, frame: FrameType | None) -> None:
         """End after the present task and return its result, on SIGTERM."""
@@ -222,7 +222,7 @@ class TaskFunction:
         self.function = function
 
     def tasks(self, run: Run) -> Sequence[Any]:
-        """Decode the tasks of a run; an :class:`InvalidTask` replaces each that does not fit."""
+        """Decode the tasks of a run; a TypeError replaces each that does not fit."""
         try:
             found: list[Any] = self._many.decode(run.tasks)
         except BaseException as error:  # one of them does not fit
@@ -237,14 +237,7 @@ class TaskFunction:
         except BaseException as error:
             if not is_user_failure(error):
                 raise
-            return InvalidTask(text_of(error))
-
-
-class InvalidTask:
-    """Task that does not fit the function's annotation."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
+            return TypeError(f"the task is not what the function takes: {text_of(error)}")
 
 
 def task_functions(functions: Mapping[str, Function]) -> dict[str, TaskFunction]:
@@ -271,8 +264,8 @@ class Results:
     def do(self, function: Function, task: Any) -> None:
         """Do a task. An exception is a result too: the task would raise it again."""
         try:
-            if isinstance(task, InvalidTask):
-                raise TypeError(f"the task is not what the function takes: {task.why}")
+            if isinstance(task, TypeError):
+                raise task
             value = encode_value(function(task))
             if len(value) > TASK_SIZE_BYTES_MAX:
                 raise ValueError(f"a result of {len(value)} bytes, at most {TASK_SIZE_BYTES_MAX} were expected")
@@ -377,21 +370,9 @@ class WorkerProcesses:
                 self.end()
             if self._ending.is_set():
                 return
-            complain(f"harmony: {name} has ended with status {status}, another takes its place")
+            echo(f"harmony: {name} has ended with status {status}, another takes its place", err=True)
             with suppress(ClientError), connect(Cluster, self._cluster) as cluster:  # or it notices the silence
                 with_timeout(cluster, _TELL_S).leave(name, died=True)
             short = time.monotonic() - began_s < _SHORT_LIFE_S
             pause_s = min(2 * pause_s, _PAUSE_MAX_S) if short else _PAUSE_MIN_S
             self._ending.wait(pause_s)
-
-
-# Lines for people.
-
-
-def say(text: str) -> None:
-    """Print a line for people. Control characters in ``text`` (such as in names from elsewhere) are escaped."""
-    print(printable_message(text), flush=True)  # noqa: T201 (for a person)
-
-
-def complain(text: str) -> None:
-    print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201
