@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Unpack
@@ -80,7 +80,7 @@ class _Function:
         check_name("function", name)
         if not callable(function):
             raise TypeError(f"function {name!r}: something to call was expected, not {function!r}")
-        self._call = function
+        self.call = function
         self._codec: ArgumentCodec | None = None
         self._signature: inspect.Signature | None = None
         try:
@@ -107,9 +107,6 @@ class _Function:
             why = text_of(error) if self._codec is None else argument_mismatch(self._codec, error, encoded, 0)
             raise TypeError(why) from None
         return arguments
-
-    def __call__(self, arguments: Sequence[Any]) -> Any:
-        return self._call(*arguments)
 
 
 class Worker:
@@ -225,7 +222,7 @@ class Worker:
         context, current = self._contexts.new(), CurrentTask(given.task, given.attempt, given.name)
         try:
             context.run(_current.set, current)
-            value = context.run(function, arguments)
+            value = context.run(function.call, *arguments)
             if inspect.iscoroutine(value):
                 value = self._awaited(value, context)
         except Reject as error:
@@ -300,19 +297,14 @@ def work(queue: str, functions: Functions, **options: Any) -> None:
     The options are the worker's. For the main thread only. Raises the worker's errors.
     """
     worker = Worker(queue, functions, **options)
-    with _stopped_by_signals(worker):
-        worker.run()
 
-
-@contextlib.contextmanager
-def _stopped_by_signals(worker: Worker) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, interrupt)
         worker.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        worker.run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
