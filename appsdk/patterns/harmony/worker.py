@@ -41,6 +41,9 @@ from immortal.protocol.command_line import echo
 TOO_LONG_STATUS = 75  # exit status of a process whose task exceeded its time limit
 _LEAVE_S = 2.0  # for the last message; without it the cluster detects the end by itself
 _RETRY_S = 1.0  # between two attempts to reach a cluster
+# A worker requests as many tasks as it does in RUN_S, by its measured pace.
+_FIRST_TASKS = 8
+_GROWTH = 8  # limit from one run to the next: a few quick tasks prove little
 
 
 class _Stopped(BaseException):
@@ -94,7 +97,7 @@ class _Life:
         self._contexts = RunContexts()
         self._response: Response | None = None  # results that the cluster has not taken yet
         self._response_of: Life | None = None
-        self._paces = {name: PrefetchControl() for name in known}
+        self._limits = dict.fromkeys(known, _FIRST_TASKS)  # of tasks to request, by function
         self._task_timeout_s = task_timeout_s
         self._waits = False
         self._spoke_s = time.monotonic()
@@ -133,7 +136,7 @@ class _Life:
         threading.Thread(target=self._beat, args=(cluster, ended), name="beats", daemon=True).start()
         try:
             while not self.stopping:
-                run = self._ask(cluster, {name: pace.limit for name, pace in self._paces.items()})
+                run = self._ask(cluster, self._limits)
                 if run is not None:
                     self._do(cluster, run)
                     continue
@@ -176,7 +179,8 @@ class _Life:
             count += 1
             if self.stopping:
                 break
-        self._paces[run.function].took(count, time.monotonic() - began_s)
+        fits = int(RUN_S * count / max(time.monotonic() - began_s, 1e-6))
+        self._limits[run.function] = max(1, min(fits, self._limits[run.function] * _GROWTH, RUN_TASKS_MAX))
         self._response = results.take()
 
     def _beat(self, cluster: Cluster, ended: threading.Event) -> None:
@@ -284,23 +288,6 @@ class Results:
         self._first += self.count
         self._values, self._failures, self.size_bytes = [], {}, 0
         return response
-
-
-# Number of tasks that a worker requests: as many as it does in RUN_S, by its measured pace. No I/O, no clock.
-
-
-_FIRST_TASKS = 8
-_GROWTH = 8  # limit from one run to the next: a few quick tasks prove little
-
-
-class PrefetchControl:
-    def __init__(self) -> None:
-        self.limit = _FIRST_TASKS
-
-    def took(self, count: int, seconds: float) -> None:
-        """Adapt the limit: ``count`` tasks, at least one, took ``seconds``."""
-        fits = int(RUN_S * count / max(seconds, 1e-6))
-        self.limit = max(1, min(fits, self.limit * _GROWTH, RUN_TASKS_MAX))
 
 
 # Several worker processes of one machine: a death is reported to the cluster at once, and a new process follows.
