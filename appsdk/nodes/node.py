@@ -321,8 +321,11 @@ class Inbox:
         if not verdict.skips:
             return
         if method_of(message) == HANDLES_METHOD_ID:
-            if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed: the message counts
-                self._failed_hook(message)
+            if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed, and was undone: the message counts
+                self._take(decode_word(_arguments_of(message)))
+                self._hooks.clear()
+                self._act()
+                self._hooks.clear()
         elif MARK in message:
             self._accounts.not_taken(_arguments_of(message))
 
@@ -349,7 +352,10 @@ class Inbox:
         if not ready:
             self._accounts.not_taken(arguments)
             if caller is not None:
-                self._answer_gone(caller, number, gone)
+                handler: Any = SimpleNamespace(
+                    method_id=NODE_METHOD_ID, function=Inbox.called, signature=SimpleNamespace(parameters={})
+                )
+                self._context.tasks.answers.answer(handler, caller, number, True, encode_refused(gone))
             return
         self._accounts.arrived(arguments)
         for node, handler, codec, values in ready:
@@ -393,12 +399,6 @@ class Inbox:
         if caller is not None:
             tasks.answers.answer(handler, caller, number, raised, value)
 
-    def _answer_gone(self, caller: str, number: int, text: str) -> None:
-        handler: Any = SimpleNamespace(
-            method_id=NODE_METHOD_ID, function=Inbox.called, signature=SimpleNamespace(parameters={})
-        )
-        self._context.tasks.answers.answer(handler, caller, number, True, encode_refused(text))
-
     def told(self, word: Word) -> None:
         """Handle a message between owners and holders of handles. Raises HandlerError."""
         self._require_speaker(word.sender)
@@ -408,13 +408,6 @@ class Inbox:
         hooks, self._hooks = self._hooks, []
         for name, handle in hooks:
             self._run_hook(name, handle)
-
-    def _failed_hook(self, message: bytes) -> None:
-        """Take in a message about handles although its hook has failed and its changes are undone."""
-        self._take(decode_word(_arguments_of(message)))
-        self._hooks.clear()
-        self._act()
-        self._hooks.clear()
 
     def _take(self, word: Word) -> bool:
         sender, message = word.sender, word.message

@@ -164,23 +164,20 @@ class ImmortalMiddleware:
         self._problem_types = problem_types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, self._closing(send))
-        elif scope["type"] == "http":
-            await self._serve(scope, receive, send)
-        else:
-            context = _trace_context(HTTPConnection(scope)) if scope["type"] == "websocket" else ""
-            scope[SCOPE_KEY] = RequestCalls(None, context)
-            await self._app(scope, receive, send)
-
-    def _closing(self, send: Send) -> Send:
         async def send_closing(message: Message) -> None:
             if message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 for service in self._services:
                     await service.close()
             await send(message)
 
-        return send_closing
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send_closing)
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:
+            context = _trace_context(HTTPConnection(scope)) if scope["type"] == "websocket" else ""
+            scope[SCOPE_KEY] = RequestCalls(None, context)
+            await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False

@@ -203,7 +203,10 @@ class Publication:
         beat = now_ns - self._beat_ns >= BEAT_S * SECOND_NS
         if beat:
             self._beat_ns = now_ns
-            self._end_silent(now_ns)
+            since_ns = now_ns - int(SILENCE_S * SECOND_NS)
+            for stream in [one for one in self._streams.values() if one.heard_ns < since_ns]:
+                self.ended_silent += 1
+                self._end(stream, f"nothing was heard for {SILENCE_S:g} s", again=True)
         joining = {stream.view for stream in self._streams.values() if stream.is_waiting}
         for view in self._views:
             if beat or view in joining or view.pending:
@@ -251,12 +254,6 @@ class Publication:
         if policy == "block":
             reason += f"; it held up others for {self._blocking_s:g} s"
         self._end(stream, reason, again=False)
-
-    def _end_silent(self, now_ns: int) -> None:
-        since_ns = now_ns - int(SILENCE_S * SECOND_NS)
-        for stream in [one for one in self._streams.values() if one.heard_ns < since_ns]:
-            self.ended_silent += 1
-            self._end(stream, f"nothing was heard for {SILENCE_S:g} s", again=True)
 
     def _check_rights(self) -> None:
         """Check all streams against new entitlements. A client that now sees another part gets all of it again."""

@@ -201,21 +201,17 @@ class Replica:
             whole = changes
             changes = self._replace(changes, part.number)
         else:
-            self._apply(changes)
+            for key, _, value in changes:
+                if value is not None:
+                    self.values[key] = value
+                else:
+                    self.values.pop(key, None)
             if not self.is_whole:
                 self.counts.resumed += 1
         self.is_whole = True
         self._had = self.subtrees or ()
         self.number = part.number
         return News(changes, part.number, whole, part.is_conflated)
-
-    def _apply(self, changes: Sequence[Told]) -> None:
-        values = self.values
-        for key, _, value in changes:
-            if value is not None:
-                values[key] = value
-            else:
-                values.pop(key, None)
 
     def _replace(self, changes: Sequence[Told], number: int) -> list[Told]:
         """Replace the copy and return the differences as changes."""
@@ -321,28 +317,19 @@ class Subscriber:
             places = list(self._find(self._tries > 0))
             if not places:
                 raise NotConnectable("it is published nowhere yet")
-            self._open(self._choose(places, now_s))
+            # A place that has not failed recently, if there is one; at random among the first two, to spread clients.
+            fresh = [place for place in places if now_s >= self._failed_until_s.get(place.endpoint, 0.0)]
+            found = self._finder_of(self._random.choice(fresh[:2] or places)).find()
+            self._dealer.open(found.endpoints[0], found, self._tries)
         except NotConnectable as error:
             self.problem = str(error)
             self._retry(now_s)
             return
-        self._heard_s = self._pinged_s = now_s
-        self._is_asked = False
-
-    def _choose(self, places: Sequence[Place], now_s: float) -> Place:
-        """Choose a place that has not failed recently, if there is one; at random among the first two, to spread
-        clients.
-        """
-        fresh = [place for place in places if now_s >= self._failed_until_s.get(place.endpoint, 0.0)]
-        return self._random.choice(fresh[:2] or list(places))
-
-    def _open(self, place: Place) -> None:
-        """Connect to a place. Raises NotConnectable."""
-        found = self._finder_of(place).find()
-        self._dealer.open(found.endpoints[0], found, self._tries)
         self._watch.problem = ""  # else it would be that of the earlier place
         self._connections = self._watch.connections
         self._endpoint = found.endpoints[0]
+        self._heard_s = self._pinged_s = now_s
+        self._is_asked = False
 
     def _disconnect(self) -> None:
         self._dealer.close()

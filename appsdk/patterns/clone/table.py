@@ -268,7 +268,9 @@ class Table(Immortal, roles=ROLES):
         return forwarder in self.forwarders
 
     def _hear(self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str]) -> None:
-        self._listen()
+        now_ns = immortal.now_ns()
+        self.listened_ns += min(max(0, now_ns - self.looked_ns), int(BEAT_S * 1e9))
+        self.looked_ns = now_ns
         known = self.forwarders.setdefault(forwarder, Forwarding(place, self.listened_ns))
         known.place, known.heard_ns, known.held_by = place, self.listened_ns, held_by
         with self._publishing() as rows:
@@ -283,26 +285,17 @@ class Table(Immortal, roles=ROLES):
             if gone:
                 ended = set(gone)
                 known.streams = [stream for stream in known.streams if stream not in ended]
-        self._lose_silent()
-        self._tell_room()
-        feed = feed_of(self)
-        if feed is not None:
-            feed.has_forwarders = len(self.forwarders) > 1
-
-    def _listen(self) -> None:
-        now_ns = immortal.now_ns()
-        self.listened_ns += min(max(0, now_ns - self.looked_ns), int(BEAT_S * 1e9))
-        self.looked_ns = now_ns
-
-    def _lose_silent(self) -> None:
         since_ns = self.listened_ns - int(LEASE_S * 1e9)
         for name in [name for name, one in self.forwarders.items() if one.heard_ns < since_ns and name != _OWN]:
             with self._publishing() as rows:
                 self._lose(rows, name)
             del self.forwarders[name]
+        self._tell_room()
+        feed = feed_of(self)
+        if feed is not None:
+            feed.has_forwarders = len(self.forwarders) > 1
 
     def _lose(self, rows: list[Row], forwarder: str) -> None:
-        """Remove all streams of a forwarder."""
         known = self.forwarders.get(forwarder)
         if known is not None:
             for stream in known.streams:

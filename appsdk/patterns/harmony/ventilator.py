@@ -84,22 +84,17 @@ class Batch:
         """
         reported_s = time.monotonic()
         rest = iter(tasks)
-        self._check_sent(rest)
+        if self.sent:  # compare the tasks that were sent before
+            self.flush()
+            digest = digest_of(islice(rest, self.sent))
+            self._cluster.put(self.name, self.sent, _NO_TASKS, digest, digest, self._life)
+            self._packer.know(digest)
         for task in rest:
             self.put(task)
             if report is not None and time.monotonic() - reported_s >= _PROGRESS_S:
                 report(self.progress())
                 reported_s = time.monotonic()
         self.end()
-
-    def _check_sent(self, tasks: Iterator[Any]) -> None:
-        """Take the tasks that were sent before from the front of ``tasks``. Raises BatchConflict, TypeError."""
-        if not self.sent:
-            return
-        self.flush()
-        digest = digest_of(islice(tasks, self.sent))
-        self._cluster.put(self.name, self.sent, _NO_TASKS, digest, digest, self._life)
-        self._packer.know(digest)
 
     def put(self, task: Any) -> None:
         """Add the next task. It is sent with others, or after FLUSH_S with the next one; this waits while the cluster

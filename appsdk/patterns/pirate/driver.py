@@ -435,7 +435,11 @@ class Driver:
             events = [(name, event) for name, link in self._links.items() for event in link.process()]
             now_s = time.monotonic()
             for name, event in events:
-                self._note(name, event, now_s)
+                is_expected = event.note(self._pool, name, *event.arguments, now_s)
+                if is_expected:
+                    self._pending.pop(event.arguments[0]).finish(event.outcome)
+                elif event.note is Pool.replied:
+                    self.strays += 1
             actions = self._pool.actions(now_s)
             for action in actions:
                 self._do(action, now_s)
@@ -454,13 +458,6 @@ class Driver:
             with suppress(NotConnectable):  # not yet; the next poll tries again
                 self._links[name] = self._connect(name)
         self._pool.update(self._links, now_s)
-
-    def _note(self, name: str, event: Event, now_s: float) -> None:
-        is_expected = event.note(self._pool, name, *event.arguments, now_s)
-        if is_expected:
-            self._pending.pop(event.arguments[0]).finish(event.outcome)
-        elif event.note is Pool.replied:
-            self.strays += 1
 
     def _do(self, action: Send | Ping | GiveUp, now_s: float) -> None:
         if isinstance(action, Send):

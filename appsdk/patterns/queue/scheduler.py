@@ -207,18 +207,16 @@ class Scheduler:
                 why = f"no reply to task {task.id} within {task.timeout_ns / SECOND_NS:g} s"
                 self._disable(self._records.workers[task.worker], why, now_ns)
             elif kind == "worker":
-                self._look_at(self._records.workers[str(what)], now_ns)
+                worker = self._records.workers[str(what)]
+                if worker.disabled:
+                    self._leave(worker, "", now_ns)
+                elif silent_ns := self._workers.silent_ns(worker, now_ns):
+                    self._disable(worker, f"nothing was heard of it for {silent_ns / SECOND_NS:.3g} s", now_ns)
             elif kind == "start":
                 self.tasks.lanes.refresh(str(what), key, now_ns)
             else:
                 self.tasks.forget_old(now_ns)
         self._dispatch(now_ns)
-
-    def _look_at(self, worker: Worker, now_ns: int) -> None:
-        if worker.disabled:
-            self._leave(worker, "", now_ns)
-        elif silent_ns := self._workers.silent_ns(worker, now_ns):
-            self._disable(worker, f"nothing was heard of it for {silent_ns / SECOND_NS:.3g} s", now_ns)
 
     # --- workers and their tasks -------------------------------------------------------------------------------------
 

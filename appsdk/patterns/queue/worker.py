@@ -192,7 +192,11 @@ class Worker:
                 try:
                     report = self._done(given)
                 except BaseException as error:
-                    self._interrupted(queue, given, error)
+                    # The next worker gets the task now, not after missed heartbeats.
+                    why = f"worker {self.id!r} was ended by {type(error).__name__}"
+                    with contextlib.suppress(ClientError):
+                        given_back = Report(given.task, given.attempt, error=why)
+                        with_timeout(queue, self._heartbeat_s).leave(self.id, self._session, given_back)
                     raise
                 finally:
                     self._busy = False
@@ -201,14 +205,6 @@ class Worker:
                 with_timeout(queue, STOP_S).leave(self.id, self._session, report)
             except (CallTimeout, ClientClosed):
                 _log.error("task %d was done, and the queue is away: it will be done again", report.task)
-
-    def _interrupted(self, queue: Queue, given: Given, error: BaseException) -> None:
-        """Return the task to the queue before the process ends: the next worker gets it now, not after missed
-        heartbeats.
-        """
-        report = Report(given.task, given.attempt, error=f"worker {self.id!r} was ended by {type(error).__name__}")
-        with contextlib.suppress(ClientError):
-            with_timeout(queue, self._heartbeat_s).leave(self.id, self._session, report)
 
     def _done(self, given: Given) -> Report:
         def failed(reason: str, *, again: bool) -> Report:
