@@ -104,15 +104,6 @@ class NodeDefinition:
             with resolving(f"{handler.function.__qualname__}: an annotation"):
                 self.codec(handler)
 
-    def encode(self, node: Node) -> bytes:
-        """Return the state of ``node`` as bytes. Raises StateError."""
-        return self.state().encode(node)
-
-    def restore(self, node: Node, name: str, state: bytes) -> None:
-        """Set the attributes of ``node`` from ``state``, which a class ``name`` wrote. Raises StateError."""
-        schema = self.state()
-        schema.restore(node, copied_envelope(name, schema.serializer), memoryview(state))
-
 
 def node_definition(cls: object) -> NodeDefinition:
     """Return the definition of a class of nodes. Raises DefinitionError for anything else."""
@@ -223,7 +214,7 @@ class NodeTable:
         saved = []
         for number, node in self._nodes.items():
             definition = node_definition(type(node))
-            saved.append(SavedNode(number, definition.name, definition.encode(node)))
+            saved.append(SavedNode(number, definition.name, definition.state().encode(node)))
         return saved
 
     def restore(self, saved: Iterable[SavedNode]) -> None:
@@ -236,7 +227,8 @@ class NodeTable:
             definition = node_definition(cls)
             if saved.class_name in (definition.name, *definition.formerly):
                 node = self._new(cls, saved.number)
-                definition.restore(node, saved.class_name, saved.state)
+                schema = definition.state()
+                schema.restore(node, copied_envelope(saved.class_name, schema.serializer), memoryview(saved.state))
                 return node
         name = "?" if self.definition is None else self.definition.name
         known = ", ".join(cls.__qualname__ for cls in classes) or "none"
@@ -310,11 +302,7 @@ class Inbox:
         self._context: Context = life.context
         self._accounts: Accounts = life.accounts
         self._living: NodeTable = life.living
-        self._hooks: list[tuple[str, Any]] = []
-
-    def forget_hooks(self) -> None:
-        """Forget hooks of a state that no longer exists."""
-        self._hooks.clear()
+        self.hooks: list[tuple[str, Any]] = []
 
     def failed(self, message: bytes, verdict: Verdict) -> None:
         """Give back the handles of a message with a verdict, if that means that the message is skipped."""
@@ -323,9 +311,9 @@ class Inbox:
         if method_of(message) == HANDLES_METHOD_ID:
             if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed, and was undone: the message counts
                 self._take(decode_word(_arguments_of(message)))
-                self._hooks.clear()
+                self.hooks.clear()
                 self._act()
-                self._hooks.clear()
+                self.hooks.clear()
         elif MARK in message:
             self._accounts.not_taken(_arguments_of(message))
 
@@ -405,7 +393,7 @@ class Inbox:
         if not self._take(word):
             raise self._wrong(f"{word.sender!r} tells of a handle that there is not", Cause.SENDER)
         self._act()
-        hooks, self._hooks = self._hooks, []
+        hooks, self.hooks = self.hooks, []
         for name, handle in hooks:
             self._run_hook(name, handle)
 
@@ -419,19 +407,19 @@ class Inbox:
         if isinstance(message, Stale):
             if sender != self._context.instance_name:
                 return False
-            self._hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
+            self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
         elif isinstance(message, Ending):
             if message.how not in (DESTROYED, REVOKED):
                 return False
             if message.owner != self._context.instance_name and not self._accounts.holder.knows(
                 message.owner, message.key
             ):
-                self._hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
+                self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
         elif isinstance(message, Forgotten):
             self._accounts.holder.forgotten(sender, message.key)
         elif sender != self._context.instance_name:
             self._accounts.holder.ended(sender, message.key, message.how)
-            self._hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
+            self.hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
         else:
             grant = self._accounts.owner.grants.get(message.key)
             if grant is None or grant.stage != Stage.ENDING:
@@ -446,7 +434,7 @@ class Inbox:
         accounts = self._accounts
         accounts.act()
         released, accounts.released = accounts.released, []
-        self._hooks += [("on_last_release", self._life.handle(one.key, one.node)) for one in released]
+        self.hooks += [("on_last_release", self._life.handle(one.key, one.node)) for one in released]
 
     def _run_hook(self, name: str, handle: Any) -> None:
         function = hook_of(type(self._life.instance), name)

@@ -86,7 +86,7 @@ class Nodes:
         self._last_number = saved.last_number
         self.accounts.restore(saved.grants, saved.held)
         self.living.restore(saved.nodes)
-        self.inbox.forget_hooks()
+        self.inbox.hooks.clear()  # of a state that no longer exists
 
     # --- requests of the owner's handlers -----------------------------------------------------------------------------
 

@@ -72,7 +72,14 @@ class Changes(Generic[V]):
         Raises msgspec.ValidationError for a value of another type; the next call continues after it.
         """
         require_process(self._process_id, *_FORKED)
-        return self._clone._next(self._waiting, self._timeout_s)
+        clone, waiting = self._clone, self._waiting
+        with clone._shell.turned:
+            if not waiting and not clone._is_over:
+                clone._shell.turned.wait_for(lambda: bool(waiting) or clone._is_over, self._timeout_s)
+            told = clone._take(waiting)
+        if told is None:
+            raise StopIteration
+        return clone._changed(told)
 
     def close(self) -> None:
         """Stop keeping changes for this iterator."""
@@ -179,7 +186,6 @@ class _Copy(Mapping[str, V]):
         return self._shell.closing or bool(self._shell.machine.replica.ended)
 
     def _raise(self) -> None:
-        """Raise the error that ended the copy."""
         error, ended = self._shell.error, self._shell.machine.replica.ended
         if error is not None:
             raise CloneError(f"the copy can't be followed: {type(error).__name__}: {error}") from error
@@ -300,16 +306,6 @@ class Clone(_Copy[V]):
         return number
 
     # --- changes -----------------------------------------------------------------------------------------------------
-
-    def _next(self, waiting: deque[Told], timeout_s: float | None) -> Changed[V]:
-        turned = self._shell.turned
-        with turned:
-            if not waiting and not self._is_over:
-                turned.wait_for(lambda: bool(waiting) or self._is_over, timeout_s)
-            told = self._take(waiting)
-        if told is None:
-            raise StopIteration
-        return self._changed(told)
 
     def _take(self, waiting: deque[Told]) -> Told | None:
         """Take the next change; None if there is none. Raises Ended when no more can follow. The caller must hold the

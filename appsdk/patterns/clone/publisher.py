@@ -103,7 +103,6 @@ class Publisher:
         return max(0.0, self._due_s() - time.monotonic()) if is_read else 0.0
 
     def _due_s(self) -> float:
-        """Return the time of the next flush."""
         is_dirty = self.publishing is not None and self.publishing.is_dirty
         return self._flushed_s + (self._pause_s if is_dirty else BEAT_S)
 

@@ -282,7 +282,6 @@ class Subscriber:
 
     @property
     def _pause_s(self) -> float:
-        """Time between two pings."""
         if self._is_sure and not self._unanswered:
             return BEAT_S
         return float(min(BEAT_S, ASK_S * ASK_GROWTH ** min(self._unanswered, 10)))
@@ -336,7 +335,6 @@ class Subscriber:
         self.replica.subtrees = None
 
     def _retry(self, now_s: float) -> None:
-        """Connect again soon, to another place if there is one."""
         if self._dealer.is_open:
             self._failed_until_s[self._endpoint] = now_s + LEASE_S
             if len(self._failed_until_s) > FORWARDERS_MAX:
@@ -363,7 +361,6 @@ class Subscriber:
             self._retry(now_s)
 
     def _ask(self, now_s: float) -> None:
-        """Request a stream that continues the copy."""
         behind_since_s = self._behind_since_s
         request = self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
         self._is_asked = self._say(request)

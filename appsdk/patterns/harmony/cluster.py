@@ -173,14 +173,11 @@ class Cluster(Immortal, roles=ROLES):
             self.dispatch.leave(worker)
         self._call()
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _listen(self, worker: str) -> None:
         self.dispatch.hear(worker)
         self._pass_on(self.dispatch.listen(immortal.now_ns(), self.silence_s, self.deaths_max))
 
     def _pass_on(self, responses: Sequence[Response]) -> None:
-        """Send results to the collectors."""
         for response in responses:
             batch = self.dispatch.batches[response.batch]
             self._to_collector(batch.collector, "accept_of")(response, batch.function, batch.life)

@@ -249,7 +249,6 @@ def digest_of(tasks: Iterable[Any]) -> bytes:
 
 
 def _encoded(task: Any, number: int) -> bytes:
-    """Encode a task. Raises TypeError."""
     try:
         return encode_value(task)
     except Exception as error:

@@ -382,8 +382,6 @@ class Workers:
             worker.check_ns = min(now_ns + self._patience_ns(worker), worker.check_ns + late_ns)
             self._timers.put(("worker", worker.id, ""), worker.check_ns)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     @staticmethod
     def _patience_ns(worker: Worker) -> int:
         """Return the allowed silence of the worker; for a disabled one the time until it is removed."""

@@ -252,8 +252,6 @@ class Tasks:
                 task.deadline_ns = min(now_ns + task.timeout_ns, task.deadline_ns + late_ns)
                 self._timers.put(("timeout", task.id, ""), task.deadline_ns)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _open_again(self, task: Task, now_ns: int) -> None:
         self._open += 1
         self._open_size_bytes += len(task.arguments)
