@@ -195,13 +195,7 @@ class NodeTable:
     def __init__(self, life: Any) -> None:
         self.definition: Definition | None = None
         self._life = life
-        self._nodes: dict[int, Node] = {}
-
-    def __getitem__(self, number: int) -> Node:
-        return self._nodes[number]
-
-    def get(self, number: int) -> Node | None:
-        return self._nodes.get(number)
+        self.nodes: dict[int, Node] = {}  # by number
 
     def use(self, definition: Definition) -> None:
         """Use this class's code from here on. Raises StateError if it does not fit the existing nodes."""
@@ -212,14 +206,14 @@ class NodeTable:
     def save(self) -> list[SavedNode]:
         """Return the nodes for a checkpoint. Raises StateError."""
         saved = []
-        for number, node in self._nodes.items():
+        for number, node in self.nodes.items():
             definition = node_definition(type(node))
             saved.append(SavedNode(number, definition.name, definition.state().encode(node)))
         return saved
 
     def restore(self, saved: Iterable[SavedNode]) -> None:
         """Replace the nodes by saved ones. Raises StateError."""
-        self._nodes = {one.number: self._restored(one) for one in saved}
+        self.nodes = {one.number: self._restored(one) for one in saved}
 
     def _restored(self, saved: SavedNode) -> Node:
         classes = () if self.definition is None else self.definition.nodes
@@ -240,11 +234,8 @@ class NodeTable:
     def make(self, cls: type, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Create a node. Raises what its ``__init__`` raises; then it exists without a handle."""
         node: Any = self._new(cls, number)
-        self._nodes[number] = node
+        self.nodes[number] = node
         node.__init__(*arguments, **keywords)
-
-    def remove(self, number: int) -> None:
-        self._nodes.pop(number, None)
 
     def _new(self, cls: type, number: int) -> Node:
         given: Any = cls
@@ -334,7 +325,7 @@ class Inbox:
             elif call.sender in grant.banned:
                 gone = f"the handle was revoked for {call.sender!r}"
             else:
-                targets.append(self._living[grant.node])
+                targets.append(self._living.nodes[grant.node])
         arguments = bytes(call.arguments)
         ready = [(node, *self._read(node, call.method_id, arguments)) for node in targets]
         if not ready:
@@ -425,7 +416,7 @@ class Inbox:
             if grant is None or grant.stage != Stage.ENDING:
                 return False
             if message.how == DESTROYED:
-                self._living.remove(grant.node)
+                self._living.nodes.pop(grant.node, None)
             self._accounts.owner.end(message.key, message.how)
         return True
 

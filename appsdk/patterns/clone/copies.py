@@ -53,14 +53,22 @@ class Changed(Generic[V]):
     is_gone: bool = False
 
 
-class Changes(Generic[V]):
-    """Iterator over the changes since its creation. A reader that is too slow holds up the whole copy."""
-
-    def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
+class _Changes(Generic[V]):
+    def __init__(self, clone: Clone[V], timeout_s: float | None, rouse: Callable[[], None] | None = None) -> None:
         self._clone = clone
         self._timeout_s = timeout_s
         self._process_id = os.getpid()
         self._waiting: deque[Told] = deque()
+        self._rouse = rouse
+        clone._listen(self._waiting, rouse)
+
+    def close(self) -> None:
+        """Stop keeping changes for this iterator."""
+        self._clone._forget(self._waiting, self._rouse)
+
+
+class Changes(_Changes[V]):
+    """Iterator over the changes since its creation. A reader that is too slow holds up the whole copy."""
 
     def __iter__(self) -> Iterator[Changed[V]]:
         return self
@@ -80,10 +88,6 @@ class Changes(Generic[V]):
         if told is None:
             raise StopIteration
         return clone._changed(told)
-
-    def close(self) -> None:
-        """Stop keeping changes for this iterator."""
-        self._clone._forget(self._waiting)
 
     def __enter__(self) -> Changes[V]:
         return self
@@ -270,9 +274,7 @@ class Clone(_Copy[V]):
 
         ``timeout``: seconds without a change after which it ends; None: no limit.
         """
-        changes = Changes(self, timeout)
-        self._listen(changes._waiting)
-        return changes
+        return Changes(self, timeout)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -369,16 +371,12 @@ def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
 # The same for asyncio. The clone's thread follows the table; all waiting here is by ``await``.
 
 
-class AsyncChanges(Generic[V]):
+class AsyncChanges(_Changes[V]):
     """Changes for asyncio: ``async for change in prices.changes():``. Like
     :class:`~immortal.appsdk.patterns.clone.copies.Changes`.
     """
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
-        self._clone = clone
-        self._timeout_s = timeout_s
-        self._waiting: deque[Told] = deque()
-        self._process_id = os.getpid()
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -386,8 +384,7 @@ class AsyncChanges(Generic[V]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._came.set)
 
-        self._rouse: Callable[[], None] = rouse
-        clone._listen(self._waiting, rouse)
+        super().__init__(clone, timeout_s, rouse)
 
     def __aiter__(self) -> AsyncIterator[Changed[V]]:
         return self
@@ -407,10 +404,6 @@ class AsyncChanges(Generic[V]):
                 await asyncio.wait_for(self._came.wait(), self._timeout_s)
             except TimeoutError:
                 raise StopAsyncIteration from None
-
-    def close(self) -> None:
-        """Stop keeping changes for this iterator."""
-        self._clone._forget(self._waiting, self._rouse)
 
 
 class AsyncClone(_Copy[V]):

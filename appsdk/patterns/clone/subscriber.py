@@ -124,7 +124,7 @@ class Replica:
         self.problem = ""
         self.is_whole = False  # True when the present stream has completed the copy
         self.is_ahead = False  # True if the publisher refused it because the copy is newer
-        self._stream = 0
+        self.stream = 0
         self._had: tuple[str, ...] = ()  # the subtrees of the copy
         self._told_table = ""
         self._staged: list[Told] = []
@@ -133,13 +133,9 @@ class Replica:
         self._acknowledged_bytes = 0
         self._dropped = 0  # of this stream
 
-    @property
-    def stream(self) -> int:
-        return self._stream
-
     def activate(self, *, anew: bool = False) -> Activate:
         """Return the request for a new stream. ``anew``: from the beginning, as if there were no copy."""
-        self._stream += 1
+        self.stream += 1
         self.subtrees = None
         self.is_whole = False
         self._staged, self._staged_after = [], None
@@ -147,7 +143,7 @@ class Replica:
         options = self.options
         table, number = ("", 0) if anew else (self.table, self.number)
         return Activate(
-            self._stream,
+            self.stream,
             list(options.subtrees),
             table,
             number,
@@ -164,18 +160,18 @@ class Replica:
         if isinstance(answer, Part):
             return self.subtrees is not None and self._part(answer, size_bytes)
         if isinstance(answer, Activated):
-            if answer.stream == self._stream:
+            if answer.stream == self.stream:
                 self.subtrees, self._told_table, self.problem = tuple(answer.subtrees), answer.table, ""
                 self.forgotten = answer.forgotten
                 self._staged, self._staged_after = [], None
-        elif isinstance(answer, (Refused, Finished)) and answer.stream == self._stream:
+        elif isinstance(answer, (Refused, Finished)) and answer.stream == self.stream:
             self.subtrees = None
             self.problem = answer.reason
             self.is_ahead = isinstance(answer, Refused) and answer.is_behind
             if not answer.again:
                 self.ended = answer.reason
             return answer.again
-        elif isinstance(answer, Dropped) and answer.stream == self._stream:
+        elif isinstance(answer, Dropped) and answer.stream == self.stream:
             self.counts.dropped += answer.count - self._dropped
             self._dropped = answer.count
         return False
@@ -290,7 +286,7 @@ class Subscriber:
         """Process what has arrived and return at most ``news_max`` changes; the rest with the next call."""
         found: list[News] = []
         if self.replica.ended:
-            self._disconnect()
+            self.close()
             return found
         if not self._dealer.is_open:
             if now_s < self._next_try_s:
@@ -330,7 +326,7 @@ class Subscriber:
         self._heard_s = self._pinged_s = now_s
         self._is_asked = False
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
         self._dealer.close()
         self.replica.subtrees = None
 
@@ -339,7 +335,7 @@ class Subscriber:
             self._failed_until_s[self._endpoint] = now_s + LEASE_S
             if len(self._failed_until_s) > FORWARDERS_MAX:
                 self._failed_until_s.clear()
-        self._disconnect()
+        self.close()
         pause_s = min(RETRY_S * 1.5 ** min(self._tries, 20), RETRY_S_MAX)
         self._tries += 1
         self._next_try_s = now_s + pause_s * (0.5 + self._random.random())
@@ -413,7 +409,7 @@ class Subscriber:
         if came:
             self._again(now_s)
         elif self.replica.ended:
-            self._disconnect()
+            self.close()
         else:
             self._acknowledge()
         return None
@@ -455,9 +451,6 @@ class Subscriber:
             self._say(Deactivate(self.replica.stream))
         else:
             self.has_ended = True
-
-    def close(self) -> None:
-        self._disconnect()
 
 
 # Places where a table is published: from the table, or given by hand.

@@ -467,15 +467,12 @@ class Driver:
         elif isinstance(action, Ping):
             self._links[action.server].ping()
         else:
-            self._give_up(action)
-
-    def _give_up(self, action: GiveUp) -> None:
-        pending = self._pending.pop(action.number)
-        pending.trail = action.trail
-        self._given_up[action.number] = None
-        if len(self._given_up) > GIVEN_UP_MAX:
-            self._given_up.popitem(last=False)
-        pending.finish(GaveUp(self._text(action, pending), pending, action.tries, None))
+            pending = self._pending.pop(action.number)
+            pending.trail = action.trail
+            self._given_up[action.number] = None
+            if len(self._given_up) > GIVEN_UP_MAX:
+                self._given_up.popitem(last=False)
+            pending.finish(GaveUp(self._text(action, pending), pending, action.tries, None))
 
     def _text(self, action: GiveUp, pending: Pending) -> str:
         where = "; ".join(self._word(name, action.tries.get(name, 0)) for name in self._links) or "there are no servers"
